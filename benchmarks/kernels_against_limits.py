@@ -34,7 +34,7 @@ from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, CallKind
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 
 PEAK_TFLOPS = 989.0  # dense bf16 of an H100 or H200, by its datasheet

@@ -19,7 +19,7 @@ from mesh_attention.kernels import BackwardInputs, Block, BlockMask, Kernel, Row
 from mesh_attention.kernels.rows import delta
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport

@@ -5,7 +5,8 @@
 Four processes over gloo run the mesh of 2x2 ranks, whose forward program has five operations (two
 gathers, attention, an exchange of partial results, a merge). After some calls one more is made
 under `sys.setprofile`, and every Python function of the library that rank 0 enters is written down
-once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward.
+once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward;
+with `--cold` it is the first one on a new batch of documents, after calls on other batches.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from torch.multiprocessing.spawn import spawn
 import mesh_attention
 from mesh_attention import ContextParallel
 from mesh_attention.plan.language.program import Free
+from mesh_attention.runtime.session.documents import Documents
 
 RANKS = 4
 WARM_CALLS = 3
 
 
-def run(rank: int, folder: str, backward: bool) -> None:
+def run(rank: int, folder: str, backward: bool, cold: bool) -> None:
     torch.set_num_threads(1)
     where = Path(folder)
     dist.init_process_group(
@@ -50,14 +52,22 @@ def run(rank: int, folder: str, backward: bool) -> None:
     )
     q, k, v = (torch.randn(1, 256 // RANKS, 4, 16, requires_grad=backward) for _ in range(3))
 
+    starts = iter(range(16, 256, 16))
+
+    def batch() -> Documents | None:
+        return cp.documents([0, next(starts), 256]) if cold else None
+
+    documents = batch()
+
     def call() -> None:
-        out = cp.attention(q, k, v)
+        out = cp.attention(q, k, v, documents=documents)
         assert isinstance(out, torch.Tensor)
         if backward:
             torch.autograd.backward(out.sum())
 
     for _ in range(WARM_CALLS):
         call()
+        documents = batch()
     functions = functions_entered(call)
     if rank == 0:
         operations = cp.plan.forward.programs[0].operations
@@ -93,10 +103,11 @@ def functions_entered(call: Any) -> list[str]:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--backward", action="store_true", help="forward and backward")
+    parser.add_argument("--cold", action="store_true", help="the first call on a new batch")
     parser.add_argument("--list", action="store_true", help="name them all")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run, (folder, args.backward), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        spawn(run, (folder, args.backward, args.cold), nprocs=RANKS)  # type: ignore[no-untyped-call]
         seen = json.loads((Path(folder) / "seen.json").read_text())
     functions: list[str] = seen["functions"]
     files = Counter(name.split(":")[0] for name in functions)
@@ -106,6 +117,7 @@ def main() -> None:
             if name.startswith(f"{file}:"):
                 print(f"       {name.split(':')[1]}")
     what = "forward and backward" if args.backward else "forward"
+    what += ", first on a new batch" if args.cold else ""
     total = f"{len(functions)} functions in {len(files)} files"
     print(f"{what}, {len(seen['operations'])} operations forward: {total}")
     result = provenance() | {

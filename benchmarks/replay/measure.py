@@ -25,7 +25,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication, Program, writes
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Start, View

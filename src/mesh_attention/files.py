@@ -1,7 +1,7 @@
 """Files that people name: read whole or refused in a line, written whole or not at all.
 
-What is read may be anything: a pipe that nobody writes to, a device without an end, a folder. What
-is written may end in the middle: a full disk, Ctrl-C. The old file then stays as it was.
+The name may lead to a pipe that nobody writes to, a device without an end, or a folder. Writing may
+end in the middle (a full disk, Ctrl-C); the old file then stays as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mesh_attention.errors import MeshAttentionError
@@ -23,6 +23,7 @@ class FileError(MeshAttentionError):
 
 
 def read_text(path: Path | str, *, most_bytes: int) -> str:
+    """Reads a regular file of at most `most_bytes`; anything else is a FileError."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | _WITHOUT_WAITING), "rb") as file:
             status = os.fstat(file.fileno())
@@ -44,12 +45,11 @@ def read_text(path: Path | str, *, most_bytes: int) -> str:
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """A new file beside `path` to write to, with the same ending. It takes the place of `path` when
+    """Yields a new file beside `path` to write to, with the same suffix. It replaces `path` when
     the block ends; if that fails, it is gone and `path` is as it was. A pipe or a device (standard
-    output too) is written to as it is."""
-    given = Path(path)
-    if _is_written_as_it_is(given):
-        yield given
+    output too) is written to directly."""
+    if _is_written_directly(Path(path)):
+        yield Path(path)
         return
     target = Path(os.path.realpath(path))
     part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
@@ -59,29 +59,25 @@ def replacing(path: Path | str) -> Iterator[Path]:
         yield part
         os.replace(part, target)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be no such file, or no such folder
+            part.unlink()
         if isinstance(error, OSError) and error.filename in (str(part), str(target)):
             error.filename, error.filename2 = str(path), None
         raise
 
 
+class _CheckedError(Exception):
+    """Ends a check before the file is replaced."""
+
+
 def check_writable(path: Path | str) -> None:
     """Refuses now what `replacing` would refuse after long work."""
-    given = Path(path)
-    if _is_written_as_it_is(given):
-        return
-    target = Path(os.path.realpath(path))
-    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
-    try:
-        if target.exists():
-            target.open("r+b").close()
-        part.open("xb").close()
-        part.unlink()
-    except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
+    if not _is_written_directly(Path(path)):
+        with suppress(_CheckedError), replacing(path) as part:
+            part.open("xb").close()
+            raise _CheckedError
 
 
-def _is_written_as_it_is(path: Path) -> bool:
+def _is_written_directly(path: Path) -> bool:
     odd = path.exists() and not path.is_file() and not path.is_dir()
     return odd or path.absolute().parts[1:2] in (("dev",), ("proc",))

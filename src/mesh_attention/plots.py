@@ -1,4 +1,5 @@
-"""matplotlib, imported only when a picture is drawn: it is an extra (`plots`)."""
+"""Imports matplotlib when a picture is drawn, as it is an extra (`plots`). Charts of timelines, the
+demonstration, and scripts of docs and benchmarks use it."""
 
 from __future__ import annotations
 

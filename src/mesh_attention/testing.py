@@ -1,4 +1,4 @@
-"""Run a plan on whole tensors with all ranks in one process: for tests and for study.
+"""Runs a plan on whole tensors with all ranks in one process, for tests and for study.
 
 result = run_local(plan, q, k, v, grad_out=dout)
 result.out, result.lse, result.grad_q, result.traffic["forward"][3].total.received_bytes
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
@@ -31,6 +30,8 @@ from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalWorld
 
 __all__ = ["LocalResult", "run_local"]
+
+_MOST_TURNS = 10_000  # of each rank: more mean a deadlock
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,16 @@ def run_local(
     """
     _check(plan, q, k, v, grad_out, sinks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else real("softmax_scale", softmax_scale)
-    call_shape = CallShape(q.shape[0], q.dtype, q.device)
     if grad_lse is not None and (
         grad_out is None or grad_lse.shape != (q.shape[0], q.shape[2], q.shape[1])
     ):
         raise MeshAttentionError(
             "grad_lse is given beside grad_out, (batch, heads, tokens) in shape"
         )
-    run = _Run(
-        plan,
-        call_shape,
-        Scores(scale, 0.0 if softcap is None else real("softcap", softcap)),
-        kernel,
-        poison,
-    )
-    whole = {"q": q, "k": k, "v": v}
+    scores = Scores(scale, 0.0 if softcap is None else real("softcap", softcap))
+    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, poison)
     inputs = [
-        {name: run.shard(name, x, rank) for name, x in whole.items()}
+        {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)
     ]
     forward = run.all_ranks(Direction.FORWARD, inputs)
@@ -154,14 +148,14 @@ class _Run:
     def all_ranks(
         self, direction: Direction, inputs: list[dict[str, Tensor]]
     ) -> list[dict[str, Tensor]]:
-        one = self.plan.direction(direction)
-        world = LocalWorld(one.groups)
-        transports = [world.transport(program) for program in one.programs]
+        pass_ = self.plan.direction(direction)
+        world = LocalWorld(pass_.groups)
+        transports = [world.transport(program) for program in pass_.programs]
         self.counters = [transport.meter.counters for transport in transports]
         runs = {
             rank: make_executor(
                 self.plan,
-                one,
+                pass_,
                 rank,
                 transports[rank],
                 self.workspaces[rank],
@@ -178,53 +172,50 @@ class _Run:
 
 
 def _in_turns(runs: dict[int, Generator[None, None, dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-    """Run all ranks, each until it must wait for another."""
+    """Runs all ranks in turns, each until it must wait for another."""
     results: dict[int, dict[str, Tensor]] = {}
-    most = 10_000 * len(runs)
-    for turn in count():
-        if len(results) == len(runs):
-            return [results[rank] for rank in range(len(runs))]
-        if turn > most:
-            raise MeshAttentionError("the ranks deadlock; verify the plan")
+    for _ in range(_MOST_TURNS * len(runs)):
         for rank, run in runs.items():
             if rank not in results:
                 try:
                     next(run)
                 except StopIteration as end:
                     results[rank] = end.value
-    raise AssertionError
+        if len(results) == len(runs):
+            return [results[rank] for rank in range(len(runs))]
+    raise MeshAttentionError("the ranks deadlock; verify the plan")
 
 
 def _check(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
 ) -> None:
     p = a_plan(plan).problem
-    given = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
-    fault = fault_of_kind(**given)
+    tensors = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
+    fault = fault_of_kind(**tensors)
     if fault is not None:
         raise fault
-    if grad_out is not None:
-        plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
     batch = q.shape[0] if q.ndim else 0
-    wanted = {
-        "q": (q, (batch, p.q_tokens, p.num_heads, p.head_dim)),
-        "k": (k, (batch, p.keys, p.kv_heads, p.head_dim)),
-        "v": (v, (batch, p.keys, p.kv_heads, p.v_dim)),
+    shapes = {
+        "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
+        "k": (batch, p.keys, p.kv_heads, p.head_dim),
+        "v": (batch, p.keys, p.kv_heads, p.v_dim),
+        "grad_out": (batch, p.q_tokens, p.num_heads, p.v_dim),
     }
     if grad_out is not None:
-        wanted["grad_out"] = (grad_out, (batch, p.q_tokens, p.num_heads, p.v_dim))
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape:
+        plan.direction(Direction.BACKWARD)  # a plan without one is refused before anything runs
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
             raise MeshAttentionError(
-                f"{name} has shape {tuple(tensor.shape)}, the plan is for whole tensors {shape}"
+                f"{name} has shape {tuple(tensor.shape)}, the plan is for whole tensors "
+                f"{shapes[name]}"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise MeshAttentionError(f"{name} differs from q in dtype or device")
     fault = fault_of_sinks(plan, q, sinks)
     if fault is not None:
         raise fault
-    given = given if sinks is None else given | {"sinks": sinks}
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given.values()):
+    inputs = [*tensors.values(), *([] if sinks is None else [sinks])]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         raise MeshAttentionError(
             "run_local is not differentiable; give grad_out to get gradients, or detach the inputs"
         )

@@ -19,8 +19,7 @@ from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.runtime.device.streams import Marks
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start

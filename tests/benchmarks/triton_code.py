@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped,un
 from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
 from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
 from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
-from mesh_attention.kernels.triton_launch import KernelTile, padded
+from mesh_attention.kernels.launches import KernelTile, padded
 from mesh_attention.kernels.triton_ranges import tiles_for
 
 KERNELS = {

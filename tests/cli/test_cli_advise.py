@@ -15,10 +15,9 @@ import pytest
 from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.choose.scored import Scored
-from mesh_attention.cli import advise, installed
-from mesh_attention.cli.advise import _default_note, _moved_note
+from mesh_attention.cli import advise, output
+from mesh_attention.cli.advise import MODELS, _default_note, _moved_note
 from mesh_attention.cli.main import main
-from mesh_attention.cli.models import MODELS
 from mesh_attention.cli.options import add_plan_flags, options_of
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.machine.load import load_cluster
@@ -146,12 +145,12 @@ def test_simulate_says_which_kernels_are_not_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["simulate", *SMALL, "--causal", "--kernel", "cudnn", "--pass", "forward"]
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
     assert main(words) == 0
     assert "Not installed here: cudnn; the rates used are those" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels_not_installed"] == ["cudnn"]
-    monkeypatch.setattr(installed, "find_spec", lambda name: name)
+    monkeypatch.setattr(output, "find_spec", lambda name: name)
     assert main(words) == 0
     assert "Not installed" not in capsys.readouterr().out
 

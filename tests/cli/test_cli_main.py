@@ -1,4 +1,4 @@
-"""The front of the command: help, version, exit codes of real processes, and no torch."""
+"""The front of the command: help, version, exit codes, closed pipes, and no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from types import ModuleType
@@ -50,11 +51,6 @@ OPTIONS = [
 ]
 
 
-def run_process(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mesh_attention", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_alone_it_prints_help_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -77,27 +73,39 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"mesh-attention {__version__}\n"
 
 
-def test_a_real_process_returns_0_for_done_and_2_for_the_impossible() -> None:
-    done = run_process("verify", "--method", "mesh", "--ranks", "4", "--tokens", "64")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("ok: mesh on 4 ranks")
-    refused = run_process("volume", "--tile", "3x4", "--ranks", "9")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.count("\n") == 1
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("verify --method mesh --ranks 4 --tokens 64", 0),
+        ("volume --tile 3x4 --ranks 9", 2),
+    ],
+)
+def test_python_m_ends_with_0_for_done_and_2_for_the_impossible(
+    line: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mesh-attention", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("mesh_attention", run_name="__main__")
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    if code == 0:
+        assert err == ""
+        assert out.startswith("ok: mesh on 4 ranks")
+    else:
+        assert out == ""
+        assert err.count("\n") == 1
 
 
-def test_a_reader_that_stops_early_causes_no_traceback() -> None:
+def test_a_reader_that_stops_early_causes_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "mesh_attention", "plan", "--ranks", "64", "--text", "-"]
-    try:
-        done = subprocess.run(
-            command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
-    finally:
-        os.close(writing)
-    assert done.stderr == ""
-    assert done.returncode == 141
+    with open(writing, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "--ranks", "64", "--text", "-"]) == 141
+        pipe.write("what an interpreter flushes as it ends")
+    assert capsys.readouterr().err == ""
 
 
 def test_an_answer_that_cannot_be_written_is_told(

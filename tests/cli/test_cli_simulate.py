@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.cli.simulate import Simulated, for_people
-from mesh_attention.cost import cluster_names
+from mesh_attention.cli.simulate import Simulated, to_text
 from mesh_attention.cost import simulate as simulate_plan
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.machine.load import cluster_names
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
@@ -32,6 +34,15 @@ def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def as_json(line: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(output(f"{line} --json", capsys))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """What SMALL answers without more options."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main([*SMALL.split(), "--json"]) == 0
+    return json.loads(out.getvalue())
 
 
 def test_one_pass_is_one_object_and_both_are_one_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,9 +81,10 @@ def test_every_method_can_be_asked_for(method: str, capsys: pytest.CaptureFixtur
         "--window 1000 --scheduler search",
     ],
 )
-def test_the_options_of_plans_are_taken(more: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, other = as_json(SMALL, capsys), as_json(f"{SMALL} {more}", capsys)
-    assert plain != other
+def test_the_options_of_plans_are_taken(
+    more: str, plain: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_json(f"{SMALL} {more}", capsys) != plain
 
 
 def test_ways_to_overlap_differ(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +189,9 @@ def test_passes_of_two_methods_are_told_apart() -> None:
     for method, direction in (("usp", Direction.FORWARD), ("mesh-usp", Direction.BACKWARD)):
         plan = plan_on("paper", problem, 4, method=method, directions=(direction,))
         found.append(Simulated(simulate_plan(plan, "paper", direction), {}))
-    lines = for_people(found).splitlines()
+    lines = to_text(found).splitlines()
     assert lines[0].startswith("usp and mesh-usp on 4 ranks of paper")
     assert any(line.startswith("forward: usp, ") for line in lines)
     assert any(line.startswith("backward: mesh-usp, ") for line in lines)
-    assert for_people(found[:1]).startswith("usp on 4 ranks")
-    assert "forward: usp" not in for_people(found[:1])
+    assert to_text(found[:1]).startswith("usp on 4 ranks")
+    assert "forward: usp" not in to_text(found[:1])

@@ -16,7 +16,7 @@ from mesh_attention.machine.rates import costs_of
 from mesh_attention.plan.language.plan import Direction
 
 PACKAGE = resources.files("mesh_attention")
-FOLDER = PACKAGE / "cost" / "machine" / "clusters"
+FOLDER = PACKAGE / "machine" / "clusters"
 GOOD = (FOLDER / "a100-roce.toml").read_text(encoding="utf-8")  # with kernels of its own
 NUMBER = re.compile(r"^\s*([\w.]+)\s*=\s*[-+.\d][\w.+-]*")
 

@@ -48,6 +48,10 @@ QUESTIONS: dict[str, tuple[str, int, int, int, int, Mask]] = {
 }
 
 
+# Four of the longest. The others have every kind of mask, both clusters and two nodes of each too.
+SLOW = ("eight, long", "twelve", "sixteen", "sixteen, full")
+
+
 def seconds(plan: Plan, cluster: str) -> float:
     machine = load_cluster(cluster)
     return sum(simulate(plan, machine, one).runtime_seconds for one in Direction)
@@ -59,7 +63,13 @@ def least_seconds(plan: Plan, cluster: str) -> float:
     return sum(estimate(plan, machine, one, ranks=(0,)).least_seconds for one in Direction)
 
 
-@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, question in QUESTIONS.items()
+    ],
+)
 def test_the_default_is_as_fast_as_any_method(
     question: tuple[str, int, int, int, int, Mask],
 ) -> None:

@@ -31,6 +31,13 @@ def ring(ranks: int) -> Plan:
     return make_plan(problem, ranks, method="ring", directions=FORWARD)
 
 
+def test_the_same_simulation_has_the_same_times_to_the_last_digit() -> None:
+    """Where transfers of several ranks share links: ranks compare what they choose by these."""
+    plan = make_plan(Problem(4096, 16, 64), 16, method="double-ring", ranks_per_node=8)
+    timelines = [simulate(plan, "paper", Direction.BACKWARD) for _ in range(4)]
+    assert all(timeline.ranks == timelines[0].ranks for timeline in timelines)
+
+
 @pytest.mark.parametrize("ranks", [2, 5, 8])
 def test_a_ring_bound_by_computation_takes_its_computation_alone(ranks: int) -> None:
     timeline = simulate(ring(ranks), undisturbed(), costs=FixedCosts(lambda _: 3.0, flow=2.0))

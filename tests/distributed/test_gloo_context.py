@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
 from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
+from mesh_attention.runtime.session import calls
 from mesh_attention.runtime.session import session as sessions
 from mesh_attention.runtime.session.caches import LruCache
 from support.cases import Case
@@ -24,7 +26,6 @@ from support.held import grown, resources
 from support.pool import WorkerPool
 from support.reference import attention, errors, tolerance
 
-TIMES = 80  # more than what is kept and what warms up
 CASE = Case(4, 45, 45, mask=Mask(causal=True), options={"tile": (2, 2)})
 
 
@@ -56,14 +57,18 @@ def by_object(number: int, world_size: int) -> None:
         out.sum().backward()  # type: ignore[union-attr]
 
 
-def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, ...]:
+def many_kinds(rank: int, world_size: int, way: str, times: int, most: int) -> tuple[Any, ...]:
     use = by_function if way == "function" else by_object
-    for number in range(8):
-        use(number, world_size)
-    begin = resources()
-    for number in range(8, times):
-        use(number % 1000, world_size)
-    end = resources()
+    with (
+        mock.patch.multiple(sessions, NUM_PLANS=most, NUM_CALLS=most),
+        mock.patch.object(calls, "NUM_CALLS", most),
+    ):
+        for number in range(8):
+            use(number, world_size)
+        begin = resources()
+        for number in range(8, times):
+            use(number % 1000, world_size)
+        end = resources()
     assert dist.group.WORLD is not None
     shared = sessions.session_of(dist.group.WORLD)
     kept = (len(shared.plans), len(shared.calls._kept[False]), len(shared.asked))
@@ -72,10 +77,11 @@ def many_kinds(rank: int, world_size: int, way: str, times: int) -> tuple[Any, .
 
 
 @pytest.mark.parametrize("way", ["function", pytest.param("objects", marks=pytest.mark.slow)])
-def test_80_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
+def test_30_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
     pool: WorkerPool, way: str
 ) -> None:
-    check_many(pool, way, TIMES)
+    """More than what is kept here, which is less than usual, and what warms up."""
+    check_many(pool, way, 30, most=16)
 
 
 @pytest.mark.slow
@@ -83,14 +89,18 @@ def test_80_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
 def test_10_000_calls_with_1_000_lengths_and_masks_leave_nothing_behind(
     pool: WorkerPool, way: str
 ) -> None:
-    check_many(pool, way, 10_000, seconds=1800)
+    check_many(pool, way, 10_000, most=sessions.NUM_PLANS, seconds=1800)
 
 
-def check_many(pool: WorkerPool, way: str, times: int, *, seconds: float = 60) -> None:
-    for begin, end, kept, living in pool.run(many_kinds, 2, way, times, seconds=seconds):
+def check_many(pool: WorkerPool, way: str, times: int, *, most: int, seconds: float = 60) -> None:
+    for begin, end, kept, living in pool.run(many_kinds, 2, way, times, most, seconds=seconds):
         assert grown(begin, end) == {}
-        assert kept == (64, 64, 64 if way == "function" else 0)
-        assert living == 64
+        assert kept == (most, most, most if way == "function" else 0)
+        assert living == most
+
+
+def test_64_plans_and_kinds_of_call_are_kept() -> None:
+    assert (sessions.NUM_PLANS, calls.NUM_CALLS) == (64, 64)
 
 
 def warm(rank: int, world_size: int) -> tuple[int, int]:

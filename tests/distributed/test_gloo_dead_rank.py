@@ -15,7 +15,7 @@ import torch
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from support.cases import Case
@@ -55,7 +55,7 @@ def stop_at(number: int, how: str) -> None:
 
         return stop_or_start
 
-    DistributedTransport.prepare = stopping  # type: ignore[method-assign]
+    DistributedTransport.prepare = stopping  # type: ignore[assignment,method-assign]
 
 
 def train(cp: ContextParallel) -> None:

@@ -60,8 +60,10 @@ def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, P
         return place, attend(cp, case)
 
 
-@pytest.mark.parametrize("combine", [Combine.EXCHANGE, Combine.REDUCE_SCATTER])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "combine"),
+    [*zip(KINDS, (Combine.EXCHANGE, Combine.REDUCE_SCATTER) * 2, strict=False)],
+)
 def test_ranks_6_2_0_4_of_eight_give_the_result_of_a_world_of_four(
     pool: WorkerPool, kind: str, combine: Combine
 ) -> None:

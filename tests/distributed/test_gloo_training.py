@@ -74,7 +74,7 @@ def by_hand(rank: int, world_size: int, cases: list[WholeCase]) -> Trained:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
     pool: WorkerPool, ranks: int
 ) -> None:
@@ -131,7 +131,7 @@ ORDERED, ODD = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [*(("ddp", [[*range(n)]]) for n in (1, 2, 4)), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
+    [("ddp", [[0]]), ("ddp", [[0, 1]]), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
 )
 def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens(
     pool: WorkerPool, name: str, ranks: list[list[int]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.transport import shared_memory
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.shared_memory import SharedMemory

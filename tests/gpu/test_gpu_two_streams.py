@@ -16,8 +16,7 @@ from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.language.buffers import Kind, Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication, Program, reads, writes
-from mesh_attention.runtime.device.streams import Marks
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start, View
@@ -68,8 +67,7 @@ class Noted:
 
 
 class Arrived:
-    def ready(self) -> bool:
-        return True
+    ready = True
 
     def wait(self) -> None: ...
 

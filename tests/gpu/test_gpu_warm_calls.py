@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, make_plan
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.runtime.device.workspace import Workspace, WorkspaceBlock
+from mesh_attention.runtime.device import Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.prepared_call import CapturedCall

@@ -17,17 +17,18 @@ from support.pool import WorkerPool
 EXACT = 1e-5
 
 
-def errors(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
-    """Relative, of everything, for batches of all kinds."""
+def errors(rank: int, world_size: int, names: list[str], in_turn: bool) -> dict[str, float]:
+    """Relative, of everything, for batches of all kinds, or for two kinds in turn."""
     from mesh_attention.huggingface import ModelContextParallel
     from support.tiny_models import ALL, make_model, on_one_process, on_ranks
 
     found: dict[str, float] = {}
-    for name in names:
+    for turn, name in enumerate(names):
         model = make_model(name)
-        wanted = [results(model, *on_one_process(model, batch)) for batch in ALL]
+        batches = [ALL[turn % 4], ALL[(turn + 2) % 4]] if in_turn else ALL
+        wanted = [results(model, *on_one_process(model, batch)) for batch in batches]
         with ModelContextParallel(model) as cp:
-            for number, batch in enumerate(ALL):
+            for number, batch in enumerate(batches):
                 mean, logits = on_ranks(cp, model, batch)
                 parts = results(model, mean.loss, logits)
                 for parameter in model.parameters():
@@ -56,7 +57,8 @@ def check(found: list[dict[str, float]]) -> None:
 
 
 def test_every_model_has_losses_logits_and_gradients_of_one_process(model_pool: WorkerPool) -> None:
-    check(model_pool.run(errors, 2, [*SHOWN]))
+    """Each model with two of four kinds of batch: plain and padded left, or right and packed."""
+    check(model_pool.run(errors, 2, [*SHOWN], True))
 
 
 @pytest.mark.parametrize(
@@ -68,13 +70,13 @@ def test_every_model_has_losses_logits_and_gradients_of_one_process(model_pool: 
 )
 def test_more_ranks_change_nothing(model_pool: WorkerPool, ranks: int, name: str) -> None:
     """More than there are key heads, or documents, or windows' worth of tokens."""
-    check(model_pool.run(errors, ranks, [name]))
+    check(model_pool.run(errors, ranks, [name], False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_every_model_on_every_number_of_ranks(model_pool: WorkerPool, ranks: int) -> None:
-    check(model_pool.run(errors, ranks, [*SHOWN], seconds=300))
+    check(model_pool.run(errors, ranks, [*SHOWN], False, seconds=300))
 
 
 def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:

@@ -9,10 +9,9 @@ import torch
 from block_cases import RANGES, MaskMaker
 from torch import Tensor
 
-from mesh_attention.kernels import MaskKind, Request, RowRange, intervals
+from mesh_attention.kernels import MaskKind, Request, RowRange, visibility
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges, _aligned
-from mesh_attention.kernels.intervals import interval_ends
-from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.kernels.visibility import dense_mask, interval_ends
 from mesh_attention.plan.language.plan import Direction
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def test_a_few_queries_at_a_time_have_the_same_intervals(
     assert isinstance(mask, RowRange)
     mask = replace(mask, key_position=mask.key_position[torch.randperm(90)])
     whole = interval_ends(mask, CPU)
-    monkeypatch.setattr(intervals, "_MOST_CELLS", most_cells)
+    monkeypatch.setattr(visibility, "_MOST_CELLS", most_cells)
     assert torch.equal(interval_ends(mask, CPU), whole)
 
 

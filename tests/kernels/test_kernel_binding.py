@@ -15,10 +15,10 @@ import torch
 from block_cases import Shape, assert_close, backward, causal, full, make_block, run, truth
 from torch import Tensor
 
-from mesh_attention.kernels import BackwardInputs, Block, Full, flash_attn, probe
-from mesh_attention.kernels.dense import DenseKernel
+from mesh_attention.kernels import BackwardInputs, Block, Full, flash_attn, ready_made
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import Causal
+from mesh_attention.kernels.ready_made import DenseKernel
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
 from mesh_attention.machine.call_time import sms_left
@@ -195,17 +195,18 @@ def test_flash_attention_packages_are_called_by_name(
 def test_a_function_that_wants_something_unknown_is_refused() -> None:
     def function(q: int, novelty: int) -> None: ...
 
-    assert "wants novelty" in str(probe.arguments_for(function, {"q": 1}, frozenset()))
-    assert "without k|key" in str(probe.arguments_for(function, {"k|key": 1}, frozenset()))
-    assert probe.arguments_for(function, {"q": 1}, frozenset({"novelty"})) == {
-        "q": 1,
-        "novelty": None,
-    }
+    def arguments(values: dict[str, Any], *may_be_none: str) -> dict[str, Any] | str:
+        package = ready_made.PackageFunction("", "", (), frozenset(may_be_none))
+        return package._arguments_for(function, values)
+
+    assert "wants novelty" in str(arguments({"q": 1}))
+    assert "without k|key" in str(arguments({"k|key": 1}))
+    assert arguments({"q": 1}, "novelty") == {"q": 1, "novelty": None}
 
 
 def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no_such_module is not installed" in str(probe.load("no_such_module", "f"))
-    assert probe.load("math", "no_such_function") == "math has no no_such_function"
+    assert "no_such_module is not installed" in str(ready_made.load("no_such_module", "f"))
+    assert ready_made.load("math", "no_such_function") == "math has no no_such_function"
 
 
 @pytest.mark.parametrize(("sms", "asked"), [(132, 16), (131, 16), (148, 15), (18, 16), (17, 16)])

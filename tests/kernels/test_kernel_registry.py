@@ -24,7 +24,7 @@ from mesh_attention.kernels import (
     UnknownKernelError,
     choose,
     kernel_names,
-    probe,
+    ready_made,
     register,
     registry,
     torch_ops,
@@ -277,10 +277,10 @@ def test_a_missing_package_is_named() -> None:
 
 
 def test_a_private_op_that_changed_is_refused_with_what_was_found() -> None:
-    assert probe.why_op_unusable("_no_such_op", ()) == (
+    assert ready_made.why_op_unusable("_no_such_op", ()) == (
         f"torch {torch.__version__} has no aten::_no_such_op"
     )
-    reason = probe.why_op_unusable("relu", ("self", "slope"))
+    reason = ready_made.why_op_unusable("relu", ("self", "slope"))
     assert reason == "aten::relu takes ['self'], without ['slope']"
 
 

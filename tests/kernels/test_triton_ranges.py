@@ -42,9 +42,9 @@ from mesh_attention.kernels import (
     choose,
     kernel_names,
 )
+from mesh_attention.kernels.launches import KernelTile
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
-from mesh_attention.kernels.triton_launch import KernelTile
 from mesh_attention.kernels.triton_ranges import KernelTiles, TritonRanges, tiles_for
 from mesh_attention.plan.language.plan import Direction
 
@@ -168,12 +168,6 @@ def test_results_are_written_where_they_are_wanted_and_nowhere_else() -> None:
         assert int(buffer.isnan().sum()) == buffer.numel() - view.numel()
     narrow = views[0].float()  # of another dtype: not what was promised
     assert KERNEL.forward(block.of_kernel()._replace(into=(narrow,)))[0] is not narrow
-
-
-def test_results_can_be_wide() -> None:
-    block = make_block(TINY, torch.float16, window, device=DEVICE)
-    found = check(block, kernel=TritonRanges(tiles=TILES, wide=True))
-    assert {x.dtype for x in found.named().values()} == {torch.float32}
 
 
 def test_scores_are_capped_and_so_are_their_gradients() -> None:

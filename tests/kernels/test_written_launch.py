@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.written_launch import WrittenLaunch
+from mesh_attention.kernels.launches import WrittenLaunch
 
 
 @dataclass(frozen=True)

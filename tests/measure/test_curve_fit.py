@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention.machine.load import cluster_names, load_cluster, parse_cluster
-from mesh_attention.measure.cluster_file import cluster_text
-from mesh_attention.measure.curve_fit import fit_terms
+from mesh_attention.measure.curve_fit import cluster_text, fit_terms
 from mesh_attention.measure.links import Sample, nics_of
 
 

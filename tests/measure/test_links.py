@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention.measure.interference import _MOST_CALLS, _on_threads, done_by
 from mesh_attention.measure.links import Sample, nics_of
 from mesh_attention.measure.ranks import Ranks, Work
+from mesh_attention.measure.transfers import _MOST_CALLS, _on_threads, done_by
 
 KIB = 1 << 10
 
@@ -75,8 +75,7 @@ class Message:
 
 
 def test_messages_beside_calls_end_though_gloo_does_not_say_so() -> None:
-    nobody: Any = None
-    _, calls, moved = _on_threads(nobody, partial(sleep, 1e-3), lambda: [Message()], 5, 0.0, 0.0)
+    _, calls, moved = _on_threads(partial(sleep, 1e-3), lambda: [Message()], 5)
     assert moved == Message.waited == 5
     assert calls < _MOST_CALLS
 

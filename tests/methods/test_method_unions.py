@@ -19,12 +19,12 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.computed_pairs import pairs_of_tasks
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.plan.problem.mask_slices import SliceKind
 from mesh_attention.request.arguments import AskedPlan, layer_of_batches
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.listed import RULES, stretches_for
+from support.random_masks import random_slices
 from support.reference import NAMES, attention, errors, tolerance, visible
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -183,22 +183,13 @@ def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
 
 def random_union(rng: Random, ranks: int, number: int) -> Case:
     sizes = rng.randint(1, 40), rng.randint(1, 40)
-
-    def some(tokens: int) -> tuple[int, int]:
-        start, stop = sorted(rng.randint(0, tokens) for _ in range(2))
-        return start, stop
-
     method = (
         rng.choice(list(METHODS)) if ranks == 4 else rng.choice(["ring", "allgather-kv", "seen"])
-    )
-    slices = tuple(
-        (some(sizes[0]), some(sizes[1]), rng.choice(list(SliceKind)).value)
-        for _ in range(rng.randint(0, 7))
     )
     return Case(
         ranks,
         *sizes,
-        mask=Mask(slices=slices),
+        mask=random_slices(rng, *sizes),
         head_dims=(4, 4),
         heads=(4, 4),
         seed=number,

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from mesh_attention import Mask, MeshAttentionError, count
+from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.testing import run_local
-from support.cases import Case, cuts
-from support.gloo_check import check
+from support.cases import Case
+from support.gloo_check import check as check_by_gloo
 from support.listed import stretches_for
+from support.local_check import check
 from support.pool import WorkerPool
-from support.reference import NAMES, attention, errors, tolerance
+from support.random_masks import random_cuts
+from support.reference import NAMES
 
 # Ranks, (heads, KV heads), options.
 RUNS: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
@@ -38,7 +40,7 @@ def drawn(ranks: int, heads: tuple[int, int], options: dict[str, Any], seed: int
     tokens = draw.choice([ranks - 1, 2 * ranks + 1, draw.randint(20, 45)])
     mask = (
         Mask(causal=True), Mask(), Mask(causal=True, window=(7, 0)),
-        Mask(causal=True, documents=cuts(draw, tokens)),
+        Mask(causal=True, documents=random_cuts(draw, tokens)),
     )[seed % 4]  # fmt: skip
     stretches = stretches_for(layout, draw, tokens, ranks)
     keys = tokens if layout == "listed" or seed % 4 != 1 else draw.randint(1, 40)
@@ -53,11 +55,7 @@ SLICED = {"method": "mesh-usp", "ulysses": 2, "tile": (2, 1), "head_slices": (1,
 def test_results_of_a_slice_leave_when_the_last_of_its_reductions_is_done() -> None:
     """With a tile a x 1 that of dQ ends behind that of dK and dV, which comes after it."""
     case = Case(4, 16, 16, (4, 4), mask=Mask(causal=True), options=SLICED)
-    tensors = case.tensors()
-    result = run_local(case.plan(), *tensors)
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(*tensors, case.mask))
-    assert max(distances.values()) <= tolerance(case.dtype), distances
+    check(case)
 
 
 def early(plan: Plan) -> Plan:
@@ -91,22 +89,11 @@ def test_poison_shows_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_portions_equal_the_truth_and_move_the_counted_bytes(number: int) -> None:
-    for seed in (number, number + 3):
-        case = drawn(*RUNS[number], seed)
-        plan, tensors = case.plan(), case.tensors()
-        result = run_local(plan, *tensors)
-        found = {name: getattr(result, name) for name in NAMES}
-        distances = errors(found, attention(*tensors, case.mask))
-        assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
-        for direction, counted in count(plan).items():
-            for rank in counted.ranks:
-                handed = result.traffic[direction.value][rank.rank].by_operation
-                received = {kind: traffic.received_bytes for kind, traffic in handed.items()}
-                expected = {kind: t.received_bytes for kind, t in rank.by_operation.items()}
-                assert received == expected, (direction, rank.rank, case)
+    for seed in (number, number + 3)[: 1 if RUNS[number][0] == 8 else 2]:
+        check(drawn(*RUNS[number], seed))
 
 
 def test_portions_over_processes_equal_the_truth(pool: WorkerPool) -> None:
     """One of each kind; of the others the test above runs all ranks in one process."""
     cases = [drawn(*run, seed) for seed, run in enumerate(RUNS) if run[0] == 4]
-    check(pool, [replace(cases[0], batch=2), cases[-1]])
+    check_by_gloo(pool, [replace(cases[0], batch=2), cases[-1]])

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from mesh_attention import Mask, count, verify
+from mesh_attention import Mask, verify
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_check import check as check_gloo
 from support.listed import stretches_for
+from support.local_check import check as check_local
 from support.pool import WorkerPool
-from support.reference import NAMES, attention, errors, tolerance
 
 T = 48
 MASKS = {
@@ -45,18 +44,8 @@ MASKS = {
 
 
 def check(case: Case, bound: float | None = None) -> None:
-    plan, tensors = case.plan(), case.tensors()
-    assert verify(plan) == [], case
-    result = run_local(plan, *tensors)
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(*tensors, case.mask))
-    assert max(distances.values()) <= (bound or tolerance(case.dtype)), (distances, case)
-    for direction, counted in count(plan).items():
-        for rank in counted.ranks:
-            total = result.traffic[direction.value][rank.rank].total
-            moved = (total.sent_bytes, total.received_bytes)
-            expected = (rank.total.sent_bytes, rank.total.received_bytes)
-            assert moved == tuple(case.batch * each for each in expected), case
+    assert verify(case.plan()) == [], case
+    check_local(case, bound)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_method_exact import check, check_bytes
 
 from mesh_attention import Mask, Problem, count, make_plan, verify
 from mesh_attention.errors import PlanError
@@ -20,12 +19,11 @@ from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, head_shares, ulysses_degrees
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
-from mesh_attention.testing import run_local
 from support.cases import Case
 from support.gloo_check import check as check_by_gloo
 from support.listed import stretches_for
+from support.local_check import check
 from support.pool import WorkerPool
-from support.reference import NAMES, attention, errors
 
 HEADS = ((8, 8), (8, 2), (6, 3), (7, 7), (12, 4), (5, 1))
 ULYSSES = {"method": "ulysses"}
@@ -69,12 +67,8 @@ def test_more_ranks_than_heads_are_refused_with_the_way_out(heads: tuple[int, in
 def test_bf16_is_added_in_fp32_by_the_owner() -> None:
     for heads, ranks in (((8, 2), 3), ((12, 4), 7), ((5, 1), 4)):
         case = replace(case_of(heads, ranks), dtype=torch.bfloat16)
-        plan, tensors = case.plan(), case.tensors()
-        result = run_local(plan, *tensors)
-        found = {name: getattr(result, name) for name in NAMES}
-        assert max(errors(found, attention(*tensors, case.mask)).values()) <= 0.02
-        check_bytes(plan, result, case)
-        for program in plan.backward.programs:
+        check(case, bound=0.02)
+        for program in case.plan().backward.programs:
             sums = [op for op in program.operations if op.name == "EX-OUT-0.sum"]
             assert sums
             assert all(isinstance(op, Merge) and op.rule is MergeRule.SUM for op in sums)

@@ -1,4 +1,4 @@
-"""Random masks, problems, settings and plans for the tests of the plan layer."""
+"""Random layouts, problems, settings and plans for the tests of the plan layer."""
 
 from __future__ import annotations
 
@@ -9,55 +9,11 @@ from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
-from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.plan.problem.mask_slices import SliceKind
 from mesh_attention.plan.problem.problem import Problem
 from support.listed import RULES, stretches_for
+from support.random_masks import random_mask, random_slices
 
 LAYOUTS = tuple(LayoutKind)
-
-
-def random_cuts(rng: Random, tokens: int, documents: int) -> tuple[int, ...]:
-    return (0, *sorted(rng.randint(0, tokens) for _ in range(documents - 1)), tokens)
-
-
-def random_window(rng: Random) -> tuple[int | None, int | None]:
-    return rng.choice((None, 0, 1, 5)), rng.choice((None, 0, 2, 3))
-
-
-def random_mask(rng: Random, q_tokens: int, kv_tokens: int) -> Mask:
-    """Any member of the family; documents of queries and keys differ in length."""
-    match rng.randrange(5):
-        case 0:
-            return Mask()
-        case 1:
-            return Mask(causal=True)
-        case 2:
-            return Mask(causal=rng.random() < 0.5, window=random_window(rng))
-        case 3:
-            return Mask(causal=True, prefix=rng.randint(0, kv_tokens + 2))
-    documents = rng.randint(1, 4)
-    return Mask(
-        causal=rng.random() < 0.5,
-        window=random_window(rng) if rng.random() < 0.5 else None,
-        documents=random_cuts(rng, q_tokens, documents),
-        kv_documents=random_cuts(rng, kv_tokens, documents),
-    )
-
-
-def random_slices(rng: Random, q_tokens: int, kv_tokens: int) -> Mask:
-    """A union of a few slices, which may overlap, be empty and leave rows without any key."""
-
-    def some(tokens: int) -> tuple[int, int]:
-        start, stop = sorted(rng.randint(0, tokens) for _ in range(2))
-        return start, stop
-
-    kinds = tuple(SliceKind)
-    return Mask(
-        slices=tuple(
-            (some(q_tokens), some(kv_tokens), rng.choice(kinds)) for _ in range(rng.randint(0, 6))
-        )
-    )
 
 
 def random_sizes(rng: Random, most: int) -> tuple[int, int]:

@@ -145,7 +145,7 @@ def check_batch(draw: Random) -> None:
 
 @pytest.mark.parametrize("check", [check_plan, check_batch])
 def test_what_is_not_planned_is_refused_in_a_sentence(check: Any) -> None:
-    for_all(check, 200, seed=1)
+    for_all(check, 120, seed=1)
 
 
 @pytest.mark.slow

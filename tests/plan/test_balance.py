@@ -8,7 +8,6 @@ from time import process_time
 
 import numpy as np
 import pytest
-from plan_cases import random_window
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.balance import TOKEN_SLACK, balanced_stretches
@@ -17,6 +16,7 @@ from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 from mesh_attention.plan.problem.spans import joined
+from support.random_masks import random_window
 
 CAUSAL = Mask(causal=True)
 PACKS = [(16, 8), (64, 8), (256, 8), (16, 64), (64, 64), (256, 64)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.choose.ask import ask, make_plan
+from mesh_attention.choose.ask import ask, choose, make_plan
 from mesh_attention.choose.auto import find_default
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
@@ -40,6 +40,14 @@ def test_any_mask_has_an_answer_and_tokens_lie_as_for_any_method(ranks: int, mas
     assert digest(plan) == digest(make_plan(problem, ranks, method=AUTO))
     by_name = make_plan(problem, ranks, method="mesh")
     assert (plan.shards, plan.devices) == (by_name.shards, by_name.devices)
+
+
+def test_what_was_chosen_is_remembered_by_question_and_options_as_they_are_written() -> None:
+    problem = Problem(64, 4, 8)
+    assert choose(problem, 4) is choose(problem, 4, cluster="hgx-h100")
+    assert choose(problem, 4, chunks=[1, 1]) is choose(problem, 4, chunks=[1, 1])
+    assert choose(problem, 4, chunks=(1, 1)) is not choose(problem, 4, chunks="1x1")
+    assert choose(problem, 4) is not choose(problem, 4, cluster="paper")
 
 
 @pytest.mark.parametrize(("tokens", "kv_tokens"), [(3, 3), (48, 5), (5, 48), (1, 1)])

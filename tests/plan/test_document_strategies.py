@@ -10,7 +10,7 @@ from time import process_time
 
 import numpy as np
 import pytest
-from plan_cases import random_cuts, random_layouts, random_window
+from plan_cases import random_layouts
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.document_costs import LayerCosts
@@ -25,6 +25,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import visible_pairs
 from mesh_attention.plan.read.count import count
+from support.random_masks import random_cuts, random_window
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(4095, 0))
 FEW_HEADS, MANY_HEADS = (32, 8), (64, 8)

@@ -11,7 +11,7 @@ from mesh_attention import Mask, Problem, count, make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward
-from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.language.tasks import Schedule, follow_each_other
 from mesh_attention.plan.methods.parts.chunks import (
     slice_sizes,
     suggested_cut,
@@ -19,7 +19,6 @@ from mesh_attention.plan.methods.parts.chunks import (
     usual_heads,
 )
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.plan.schedule.slices import follow_each_other
 
 LONG = Problem(1 << 19, 64, 128)
 

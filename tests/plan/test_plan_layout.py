@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 from dense_oracle import dense_mask, padded_to, positions_of
-from plan_cases import random_layouts, random_mask, random_sizes
+from plan_cases import random_layouts, random_sizes
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.parts.chunks import chunks_between
@@ -17,6 +17,7 @@ from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.runs import Run, clip_run, join_runs, visible_pairs
 from mesh_attention.plan.problem.spans import joined
 from support.listed import stretches_for
+from support.random_masks import random_mask
 
 CASES = [
     Layout(kind, tokens, ranks, block, stretches_for(kind, Random(tokens), tokens, ranks))
@@ -227,7 +228,7 @@ def random_run(rng: Random) -> Run:
 
 def test_a_clipped_run_has_exactly_the_positions_inside() -> None:
     rng = Random(3)
-    for _ in range(5000):
+    for _ in range(3000):
         run = random_run(rng)
         start, stop = rng.randint(0, 70), rng.randint(0, 70)
         inside = [x for x in positions_of([run]) if start <= x < stop]
@@ -236,7 +237,7 @@ def test_a_clipped_run_has_exactly_the_positions_inside() -> None:
 
 def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout() -> None:
     rng = Random(4)
-    for _ in range(1500):
+    for _ in range(800):
         q_tokens, kv_tokens = random_sizes(rng, 24)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
@@ -281,7 +282,7 @@ def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ
 
 def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride() -> None:
     rng = Random(5)
-    for _ in range(1500):
+    for _ in range(800):
         queries = [random_run(rng) for _ in range(rng.randint(1, 3))]
         keys = [random_run(rng) for _ in range(rng.randint(1, 3))]
         q_tokens, kv_tokens = (max(run.stop for run in runs) for runs in (queries, keys))

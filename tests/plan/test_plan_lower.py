@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from dense_oracle import dense_mask, padded_to, pairs_of_calls
-from plan_cases import random_layouts, random_mask, random_sizes
+from plan_cases import random_layouts, random_sizes
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Direction
@@ -20,6 +20,7 @@ from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.spans import Spans
+from support.random_masks import random_mask
 
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
@@ -45,7 +46,7 @@ def overlap(one: Call, other: Call) -> bool:
 def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tasks() -> None:
     rng = Random(1)
     kinds: set[CallKind] = set()
-    for _ in range(4000):
+    for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 40)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
@@ -64,7 +65,7 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
 def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> None:
     rng = Random(4)
     told = 0
-    for _ in range(3000):
+    for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 60)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
@@ -79,7 +80,7 @@ def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> No
 
 def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_limit() -> None:
     rng = Random(2)
-    for _ in range(2000):
+    for _ in range(1000):
         q_tokens, kv_tokens = random_sizes(rng, 120)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)

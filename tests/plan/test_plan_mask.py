@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from dense_oracle import dense_mask
-from plan_cases import random_mask, random_sizes
+from plan_cases import random_sizes
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+from support.random_masks import random_mask
 
 
 def test_bounds_agree_with_the_definition_for_thousands_of_random_masks() -> None:

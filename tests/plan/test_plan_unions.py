@@ -16,7 +16,7 @@ from dense_oracle import (
     positions_of,
     visible_pairs_of,
 )
-from plan_cases import random_layouts, random_sizes, random_slices
+from plan_cases import random_layouts, random_sizes
 from test_plan_lower import calls_of, overlap, random_task_side
 
 from mesh_attention.choose.ask import make_plan
@@ -32,6 +32,7 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 from mesh_attention.plan.read.verify import verify
+from support.random_masks import random_slices
 
 
 def shown(mask: Mask, q_tokens: int, kv_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

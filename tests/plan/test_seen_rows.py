@@ -21,21 +21,9 @@ from mesh_attention.plan.methods.parts.needed_rows import (
 )
 from mesh_attention.plan.methods.parts.needed_side import rows_of_rank
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
-from mesh_attention.plan.problem.mask_slices import SliceKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from support.cases import random_mask
 from support.listed import stretches_for
-
-
-def random_union(draw: random.Random, *tokens: int) -> Mask:
-    """Slices of any kind anywhere, so that a query sees several intervals, or nothing."""
-
-    def some(size: int) -> tuple[int, int]:
-        start, stop = sorted(draw.randint(0, size) for _ in range(2))
-        return start, stop
-
-    kinds = [draw.choice(list(SliceKind)) for _ in range(draw.randint(0, 7))]
-    return Mask(slices=tuple((some(tokens[0]), some(tokens[1]), kind.value) for kind in kinds))
+from support.random_masks import random_mask, random_slices
 
 
 def drawn(seed: int) -> tuple[Layout, Layout, RowRanges]:
@@ -45,9 +33,7 @@ def drawn(seed: int) -> tuple[Layout, Layout, RowRanges]:
     q_tokens = draw.randint(1, 60)
     alike = kind is LayoutKind.LISTED or draw.random() < 0.5
     kv_tokens = q_tokens if alike else draw.randint(1, 60)
-    mask = random_mask(draw, q_tokens, kv_tokens)
-    if seed % 3 == 0:
-        mask = random_union(draw, q_tokens, kv_tokens)
+    mask = (random_mask if seed % 3 else random_slices)(draw, q_tokens, kv_tokens)
     stretches = stretches_for(kind, draw, q_tokens, ranks)
     q, kv = (Layout(kind, tokens, ranks, block, stretches) for tokens in (q_tokens, kv_tokens))
     return q, kv, mask.rows(q_tokens, kv_tokens)

@@ -15,7 +15,7 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.request.object_calls import ObjectCalls
 
 # Ranks, ranks of a node, Ulysses degree, tile, units in a node.
 SHAPES = [
@@ -124,7 +124,11 @@ def test_an_object_says_that_nodes_are_patches() -> None:
 
     class Object(Reports):
         def __init__(self, plan: Plan) -> None:
-            self._fixed = cast(PlanSource, SimpleNamespace(first=SimpleNamespace(plan=plan)))
+            source = SimpleNamespace(first=SimpleNamespace(plan=plan))
+            self._calls = cast(
+                ObjectCalls,
+                SimpleNamespace(fixed=source, source=source, batch=None, chosen_by=None),
+            )
 
     shape: dict[str, Any] = {"ulysses": 4, "tile": (2, 2), "ranks_per_node": 8}
     places: list[dict[str, Any]] = [{}, {"units_per_node": 4}]

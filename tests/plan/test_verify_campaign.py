@@ -17,16 +17,16 @@ import pytest
 import torch
 from damage_operands import OPERANDS
 from damage_programs import PROGRAMS
-from plan_cases import random_slices
 from torch import Tensor
 
-from mesh_attention import Mask, Plan, Problem, make_plan
+from mesh_attention import Plan, Problem, make_plan
 from mesh_attention.errors import PlanError, PlanTextError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.testing import run_local
+from support.random_masks import random_mask, random_slices
 from support.reference import NAMES, Attention, attention, errors
 
 SEEDS = 100
@@ -72,7 +72,7 @@ def random_plan(rng: Random) -> Plan:
             num_kv_heads=kv_heads,
             v_head_dim=rng.choice((4, 4, 8)),
             element_bytes=rng.choice((8, 8, 8, 4, 2)),
-            mask=random_mask(rng, tokens, keys),
+            mask=rng.choice((*[random_mask] * 5, random_slices))(rng, tokens, keys),
         )
         wanted: dict[str, Any] = {
             "chunks": rng.choice(((1, 1), (2, 2), (1, 2), (2, 1))),
@@ -92,22 +92,6 @@ def random_plan(rng: Random) -> Plan:
                 return make_plan(problem, ranks, method=method, **given)
             except PlanError:
                 continue
-
-
-def random_mask(rng: Random, tokens: int, keys: int) -> Mask:
-    match rng.randrange(6):
-        case 5:
-            return random_slices(rng, tokens, keys)
-        case 0:
-            return Mask()
-        case 1:
-            return Mask(causal=True, window=(rng.randint(0, 4), 0))
-        case 2 if tokens == keys:
-            cut = sorted(rng.randint(0, tokens) for _ in range(2))
-            return Mask(causal=rng.random() < 0.7, documents=(0, *cut, tokens))
-        case 3:
-            return Mask(causal=True, prefix=rng.randint(1, 4))
-    return Mask(causal=True)
 
 
 @cache

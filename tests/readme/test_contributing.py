@@ -21,7 +21,8 @@ def test_every_path_of_the_page_exists() -> None:
     folders = (
         ROOT,
         SOURCE,
-        SOURCE / "runtime",
+        *(SOURCE / room for room in ("request", "runtime", "runtime/session", "runtime/agreement")),
+        SOURCE / "runtime/execute",
         SOURCE / "kernels",
         SOURCE / "plan" / "methods",
         ROOT / "tests/methods",

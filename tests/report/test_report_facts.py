@@ -16,10 +16,8 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.draw import visible_cells
-from mesh_attention.report.assignment_facts import assignment_facts
-from mesh_attention.report.facts import CHOSEN, ReportFacts
-from mesh_attention.report.scaling import Scaling, points_of_scaling, scaling_lines
-from mesh_attention.report.shape_times import shape_times
+from mesh_attention.report.estimates import Scaling, points_of_scaling, scaling_lines, shape_times
+from mesh_attention.report.facts import CHOSEN, ReportFacts, assignment_facts
 from support.report_case import PROBLEM, RANKS
 
 
@@ -59,7 +57,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
     options: dict[str, object], groups: set[str], heads: tuple[int, ...]
 ) -> None:
     problem = Problem(256, 8, 16, mask=Mask(causal=True))
-    plan = plan_on("hgx-h100", problem, 8, **options)  # type: ignore[arg-type]
+    plan = plan_on("hgx-h100", problem, 8, **options)
     found = assignment_facts(plan)
     assert found.heads == heads
     visible = visible_cells(plan, 8).tolist()
@@ -83,7 +81,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
 def test_of_many_partitions_some_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_on("hgx-h100", Problem(64, 2, 16), 8, method="mesh", tile=(2, 4))
     whole = assignment_facts(plan).matrices[0].ranks
-    monkeypatch.setattr("mesh_attention.report.assignment_facts.MOST_PARTITIONS", 3)
+    monkeypatch.setattr("mesh_attention.report.facts.MOST_PARTITIONS", 3)
     found = assignment_facts(plan)
     assert found.partitions == (0, 3, 6)
     assert found.matrices[0].ranks == tuple(row[::3] for row in whole[::3])
@@ -135,7 +133,7 @@ def test_documents_have_no_weak_scaling_and_lines_of_long_programs_end(
 
     assert points(Scaling.WEAK) == [2]
     assert points(Scaling.STRONG) == [2, 4, 8]
-    monkeypatch.setattr("mesh_attention.report.scaling.MOST_OPERATIONS", 30)
+    monkeypatch.setattr("mesh_attention.report.estimates.MOST_OPERATIONS", 30)
     assert points(Scaling.STRONG) == [2, 4]
 
 

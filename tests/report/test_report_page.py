@@ -17,10 +17,10 @@ from mesh_attention.cli import advise, demo
 from mesh_attention.cli.main import main
 from mesh_attention.cost.gantt import WAIT
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.report.estimates import Scaling
 from mesh_attention.report.facts import ReportFacts
 from mesh_attention.report.page import page_of, pictures_of
 from mesh_attention.report.picture import log_axis
-from mesh_attention.report.scaling import Scaling
 from support.report_case import HOSTILE
 
 LIBRARY = "/* the library */"

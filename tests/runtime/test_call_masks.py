@@ -10,8 +10,7 @@ import torch
 
 from mesh_attention import Mask, Problem
 from mesh_attention.kernels import RowRange
-from mesh_attention.kernels.intervals import interval_ends
-from mesh_attention.kernels.visibility import dense_mask
+from mesh_attention.kernels.visibility import dense_mask, interval_ends
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.passes.choose_calls import whole_call

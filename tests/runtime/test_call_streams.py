@@ -10,8 +10,9 @@ import torch
 from mesh_attention import Problem, make_plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.language.workspace import workspace_map
-from mesh_attention.runtime.device.streams import ComputeStreams, must_follow
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.compute import _forward
+from mesh_attention.runtime.execute.steps import must_follow
 
 
 class Noted:
@@ -55,20 +56,23 @@ def test_only_the_first_call_waits_for_what_was_computed_before_and_every_merge_
     assert log == (["turn", "follow", *each[1:], *each] if follows else [*each, *each])
 
 
+def streams_without_a_gpu() -> Any:
+    streams: Any = object.__new__(ComputeStreams)
+    streams._side, streams._held = None, []
+    return streams
+
+
 def test_with_one_stream_there_is_nothing_to_finish() -> None:
-    streams = ComputeStreams(torch.device("cpu"))
+    streams = streams_without_a_gpu()
     only: Any = object()
     streams._main = streams._stream = only  # as a GPU has it: it would refuse to wait for itself
-    streams.turn()
-    streams.follow()
     waited: list[int] = []
     streams.wait(lambda: waited.append(1))
     assert waited == [1]
     streams.pause()
     streams.resume()
-    streams.finish()
+    streams.__exit__()
     assert streams._stream is only
-    assert not streams.two
 
 
 @pytest.mark.parametrize(("last", "next_one"), [("main", "side"), ("side", "main")])
@@ -76,7 +80,7 @@ def test_what_both_streams_need_lets_the_stream_of_the_next_call_go_first(
     monkeypatch: pytest.MonkeyPatch, last: str, next_one: str
 ) -> None:
     log: list[str] = []
-    streams: Any = ComputeStreams(torch.device("cpu"))
+    streams = streams_without_a_gpu()
     streams._main, streams._side = Noted("main", log), Noted("side", log)
     streams._stream = streams._main if last == "main" else streams._side
     streams._passed = Noted("passed", log)

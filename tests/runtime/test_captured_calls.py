@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from mesh_attention import MeshAttentionError, Problem, make_plan
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session import prepared_call
 from mesh_attention.runtime.session.call_options import CallOptions

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mesh_attention.runtime.execute.accumulate import Coverage, coverage
+from mesh_attention.runtime.execute.steps import Coverage, coverage
 
 
 def replay(intervals: list[tuple[int, int]], found: Coverage, length: int) -> list[str]:

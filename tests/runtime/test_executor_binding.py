@@ -16,7 +16,7 @@ from mesh_attention.kernels import Block
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end

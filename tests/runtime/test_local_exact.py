@@ -13,39 +13,17 @@ from random import Random
 import pytest
 import torch
 
-from mesh_attention import Mask, Plan, count
+from mesh_attention import Mask
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.testing import LocalResult, run_local
+from mesh_attention.testing import run_local
 from support.cases import Case, random_case, tiles
 from support.listed import stretches_for
-from support.reference import NAMES, attention, errors, tolerance
+from support.local_check import check
+from support.reference import NAMES, attention, errors
 
 # Every rank costs as much again, and what goes wrong does so on few of them too.
 CASES_PER_TILE = {True: 6, False: 2}  # by whether there are at most 8 ranks
-
-
-def check(case: Case) -> LocalResult:
-    plan = case.plan()
-    q, k, v, grad_out = case.tensors()
-    result = run_local(plan, q, k, v, grad_out)
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(q, k, v, grad_out, case.mask))
-    assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
-    assert all(value.dtype == case.dtype for name, value in found.items() if name != "lse")
-    check_bytes(plan, result, case)
-    return result
-
-
-def check_bytes(plan: Plan, result: LocalResult, case: Case) -> None:
-    """What each rank handed to the transport is what the plan says, kind by kind."""
-    for direction, counted in count(plan).items():
-        for rank in counted.ranks:
-            handed = result.traffic[direction.value][rank.rank].by_operation
-            assert {kind: (t.sent_bytes, t.received_bytes) for kind, t in handed.items()} == {
-                kind: (case.batch * t.sent_bytes, case.batch * t.received_bytes)
-                for kind, t in rank.by_operation.items()
-            }, (direction, rank.rank, case)
 
 
 def random_cases(ranks: int, tile: tuple[int, int]) -> list[Case]:

@@ -18,7 +18,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward, Communication
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.runtime.device.streams import Marks
+from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.transport.interface import Handle, View
@@ -108,8 +108,7 @@ def test_a_gather_that_never_arrives_is_found(monkeypatch: pytest.MonkeyPatch) -
     start = LocalTransport.start
 
     class Done:
-        def ready(self) -> bool:
-            return True
+        ready = True
 
         def wait(self) -> None: ...
 
@@ -124,7 +123,7 @@ def test_a_gather_that_never_arrives_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert distances(CASE)["out"] == torch.inf
 
 
-@pytest.mark.parametrize(("layout", "causal"), zip(LayoutKind, (True, False) * 2, strict=True))
+@pytest.mark.parametrize(("layout", "causal"), [*zip(LayoutKind, (True, False) * 2, strict=True)])
 def test_noise_in_one_document_leaves_the_others_bit_identical(
     layout: LayoutKind, causal: bool
 ) -> None:

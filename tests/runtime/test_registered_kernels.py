@@ -29,7 +29,7 @@ from mesh_attention.kernels.visibility import dense_mask
 from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AttendBackward
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.transport import shared_memory
 from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short, _Rounds
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock

@@ -19,7 +19,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AllToAll, SendRecv, Task
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.transport import symmetric_memory
-from mesh_attention.runtime.transport.regions import Owner
+from mesh_attention.runtime.transport.copies import Owner
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport, _Ready
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
 
@@ -72,7 +72,7 @@ def near(*ranks: int) -> SymmetricTransport:
     """The transport of a rank that shares memory with these."""
     transport = object.__new__(SymmetricTransport)  # made without a GPU
     memory: Any = SimpleNamespace(block=object(), covers=lambda some: set(some) <= set(ranks))
-    far: Any = SimpleNamespace(ready=lambda op, view: ("far", op))
+    far: Any = SimpleNamespace(prepare=lambda op, view, counted: ("far", op))
     transport._memory, transport._far = memory, far
     transport._ranks = {"inside": [0, 1], "across": [0, 1, 4]}
     return transport

@@ -55,7 +55,7 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
     assert torch.equal(rows, PARTS.view(6, 4))
     assert len(works) == 1
     assert in_place == [contiguous and order == (0, 1, 2)]
-    assert len(finish) == (0 if in_place[0] else 1)
+    assert bool(finish) != in_place[0]
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

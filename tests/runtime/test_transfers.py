@@ -21,7 +21,7 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.runtime.transport.transfers import Transfers, transfers
+from mesh_attention.runtime.transport.interface import Transfers, transfers
 from support.cases import Case
 
 TASK = Task("AG-Q", (0,))

@@ -15,8 +15,9 @@ from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.problem.layout import LayoutKind
 from support.listed import stretches_for
+from support.random_masks import random_mask
 
-__all__ = ["HEADS", "Case", "cuts", "random_case", "tiles"]
+__all__ = ["HEADS", "Case", "random_case", "random_heads", "tiles"]
 
 HEADS = ((4, 4), (4, 2), (28, 7), (40, 8), (8, 1))
 CHUNKS = ((1, 1), (2, 2), (3, 2), (1, 4), (2, 1))
@@ -119,30 +120,3 @@ def random_heads(draw: random.Random, held: int) -> dict[str, tuple[int, int] | 
         return draw.choice([None, None, (draw.randint(1, most), most)])
 
     return {"head_slices": some(), "backward_head_slices": some()}
-
-
-def random_mask(draw: random.Random, q_tokens: int, kv_tokens: int) -> Mask:
-    kind = draw.choice(["full", "causal", "causal", "window", "two-sided", "prefix", "documents"])
-    match kind:
-        case "causal":
-            return Mask(causal=True)
-        case "window":
-            return Mask(causal=True, window=(draw.randint(0, 20), 0))
-        case "two-sided":
-            return Mask(window=(draw.choice([None, 3]), draw.randint(0, 9)))
-        case "prefix":
-            return Mask(causal=True, prefix=draw.randint(1, 9))
-        case "documents":
-            q_cuts, k_cuts = (cuts(draw, tokens) for tokens in (q_tokens, kv_tokens))
-            packed_alike = q_tokens == kv_tokens and draw.random() < 0.7
-            return Mask(
-                causal=draw.random() < 0.7,
-                documents=q_cuts,
-                kv_documents=None if packed_alike else k_cuts,
-            )
-    return Mask()
-
-
-def cuts(draw: random.Random, tokens: int, documents: int = 4) -> tuple[int, ...]:
-    inner = sorted(draw.randint(0, tokens) for _ in range(documents - 1))
-    return (0, *inner, tokens)

@@ -18,9 +18,8 @@ from mesh_attention.plan.language.program import Communication
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.prepare import make_executor
-from mesh_attention.runtime.transport.copies import Copies, Steps, steps_of
+from mesh_attention.runtime.transport.copies import Copies, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.interface import Start, View
-from mesh_attention.runtime.transport.regions import Owner
 
 __all__ = ["run_shared"]
 
@@ -30,13 +29,10 @@ Prepared = tuple[Steps, Copies]
 class _Meeting:
     def __init__(self) -> None:
         self.arrived: dict[int, Prepared] = {}
-        self.done = False
-
-    def ready(self) -> bool:
-        return self.done
+        self.ready = False
 
     def wait(self) -> None:
-        assert self.done
+        assert self.ready
 
 
 class _World:
@@ -76,7 +72,7 @@ class _World:
             for owner, pulls in steps.pulls:
                 copies.fetch(pulls, blocks[owner])
             copies.finish()
-        meeting.done = True
+        meeting.ready = True
 
 
 class _Transport:

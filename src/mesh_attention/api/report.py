@@ -7,7 +7,7 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.read.count import PassCount, count
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.runtime.device.workspace import PassMemory
+from mesh_attention.runtime.device import PassMemory
 from mesh_attention.runtime.transport.interface import Counters
 
 

@@ -1,1 +1,1 @@
-"""Which method and setting: the search over all of them, and what it says of its choice."""
+"""Which method and setting a plan has: the search over all of them, and its choice in words."""

@@ -1,8 +1,8 @@
 """What people write, as a question: the door of `make_plan`, the command line and all objects.
 
-A method that is named is taken as it is. `auto`, the default, is chosen by a search under a budget
-(`auto.py`) for a cluster; where nobody says one, for the nearest one that is known. All doors make
-the same plan of the same words.
+A method that is named is taken as it is. `auto`, the default, is chosen for a cluster by a search
+under a budget (`auto.py`); without a cluster, for the nearest known one. All doors make the same
+plan of the same words.
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ _find_default = lru_cache(maxsize=64)(find_default)
 
 
 def usual_machine(num_ranks: int, ranks_per_node: Any = None) -> Cluster:
-    """Where nobody says what machine it is: as many nodes as are needed, of the size that is
-    said."""
+    """The cluster of callers who name none: as many nodes as the ranks need."""
     per_node = None if ranks_per_node is None else number("ranks_per_node", ranks_per_node)
     return enough_nodes(_nearest(per_node), num_ranks)
 

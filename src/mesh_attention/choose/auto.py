@@ -85,7 +85,7 @@ class PlanChoice:
         return self.question.plan()
 
     def timeline(self, direction: Direction) -> Timeline:
-        """Of what was chosen for a pass; simulated now where an estimate was enough to choose."""
+        """Of the setting of a pass; simulated now if an estimate was enough to choose it."""
         return self.asked.timeline(self.chosen[direction])
 
 
@@ -122,7 +122,9 @@ def find_best(
     `moves_tokens`: layouts and places are searched too, unless `options` say them."""
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
-    options = _read({name: x for name, x in (options or {}).items() if x is not None})
+    known, said = all_options(), {n: x for n, x in (options or {}).items() if x is not None}
+    # As methods declare them; options that no method has are refused later, by name.
+    options = {n: known[n][0].read(x) if n in known else x for n, x in said.items()}
     cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
@@ -159,7 +161,9 @@ def find_best(
     if not all(pass_.scored for pass_ in passes):
         for pass_ in passes:  # with nothing but the caller's options, a method says what is wrong
             asked.plan(pass_.direction, names[0], options)
-        raise next(iter(passes[0].refusals.values()), _nothing_fits(options))
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        nothing = PlanError(f"no setting of any method takes {words}; leave something out")
+        raise next(iter(passes[0].refusals.values()), nothing)
     stay = all(any(scored.stays for scored in pass_.scored) for pass_ in passes)
     unmoved = _in_one_place(passes, stays=stay)
     chosen = _in_one_place(passes) if moves_tokens else unmoved
@@ -184,7 +188,7 @@ def find_default(
     *,
     directions: Sequence[Direction | str] = BOTH,
 ) -> PlanChoice:
-    """What every door takes where nobody says a method."""
+    """What every door takes if the caller names no method."""
     return find_best(
         problem,
         num_ranks,
@@ -194,17 +198,6 @@ def find_default(
         effort=DEFAULT if number("ranks", num_ranks) <= _FEW_RANKS else DEFAULT_OF_MANY,
         moves_tokens=False,
     )
-
-
-def _nothing_fits(options: Mapping[str, Any]) -> PlanError:
-    said = ", ".join(f"{name}={value}" for name, value in options.items())
-    return PlanError(f"no setting of any method takes {said}; leave something out")
-
-
-def _read(options: Mapping[str, Any]) -> dict[str, Any]:
-    """As methods declare them; those that no method has are refused later, by name."""
-    known = all_options()
-    return {n: known[n][0].read(x) if n in known else x for n, x in options.items()}
 
 
 def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 """A choice in words that the model can stand by: how it compares with what people would use
-otherwise, and what a rank receives and waits for.
+otherwise, and what a rank receives and waits for. `advise` and the report print them.
 
 Modelled times differ from measured ones by a few percent (`docs/simulate.md`), so plans within 3 %
 of each other are a tie.

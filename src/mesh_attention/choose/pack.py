@@ -1,8 +1,8 @@
-"""What a batch of documents is for planning: layers that share its tensors, and what was chosen.
+"""A batch of documents as planning sees it: its boundaries, a layout, and a method for each layer.
 
-A `Packer` turns the boundaries of documents into a `Pack`: one layout for all layers, and for each
-layer a method. It imports no torch and asks no other rank, so a collate function in another process
-can call it; equal batches have equal packs on every rank.
+A `Packer` turns the boundaries of documents into a `Pack`. It imports no torch and asks no other
+rank, so a collate function in another process can call it; equal batches have equal packs on every
+rank. `ContextParallel` plans each layer of the batch by `Pack.question`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Pack:
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
     def question(self, layer: Layer) -> Question:
-        """What to plan for a layer: one of those it was chosen for, or any other that takes the
-        layout as it is."""
+        """What to plan for a layer: one that the layout was chosen for, or any other that takes
+        it."""
         if layer.relayout != self.relayout:
             raise PlanError(
                 f"the documents were made with relayout={self.relayout}, and this attention has "
@@ -213,8 +213,8 @@ def _devices(
     layout: LayoutKind,
     stretches: Stretches | None,
 ) -> tuple[int, ...]:
-    """Where the partitions of a layer lie; in order, unless the caller says otherwise. Contiguous
-    shards are those of the process group, whatever is behind them."""
+    """Where the partitions of a layer lie: in order, unless the caller's options say otherwise.
+    Contiguous shards lie in the order of the process group."""
     if layer.question is None or layer.relayout:
         return tuple(range(num_ranks))
     return layer.question.for_batch(problem, layout, stretches).devices

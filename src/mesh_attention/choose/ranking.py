@@ -1,4 +1,8 @@
-"""All methods of a search in order, each with what people compare: time, MFU, bytes and memory."""
+"""All methods of a search in order, each with what people compare: time, MFU, bytes and memory.
+
+`advise` and the report show the rows. Ranking may correct the choice of the search: a method that
+seemed slower by its estimate is simulated here, and wins if it is faster.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of
    it (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
-2. The best of them in three more cuts, the best of these in more of their list (`cuts.py`), and
-   the best settings with a short start and with even chunks.
+2. The best of them in three more cuts, the best of these in more of their list, and the best
+   settings with a short start and with even chunks.
 3. The best settings simulated with all ranks, in the order of their estimates, until the next
    estimate is no shorter than the best simulation.
 
@@ -16,9 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_attention.choose.cuts import SHORT, TINY, cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
-from mesh_attention.choose.shapes import Shape, busiest_ranks, shapes_of, shows_little
+from mesh_attention.choose.shapes import (
+    SHORT,
+    TINY,
+    Shape,
+    busiest_ranks,
+    cuts_of,
+    shapes_of,
+    shows_little,
+    variants_of,
+)
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
 from mesh_attention.errors import PlanError

@@ -1,15 +1,19 @@
-"""Shapes worth trying, the most promising first: boxes of heads x queries x keys, and the rest.
+"""Settings worth trying: shapes, the most promising first, and a short list of cuts of each.
 
 A box exchanges tokens for heads among `degree` ranks, and on the units that this makes a tile a x b
 gathers (or rotates) a parts of the queries and b of the keys. The bytes of a box are known without
 a plan, so two numbers are too: `moving_seconds`, and `least_seconds`, below which no cut of it can
 be. Both are bounds: links carry nothing but this at their best rate, attention runs at the best
 rate of any kernel, and every rank has the mean of the work.
+
+A cut is a number of slices of heads and of chunks of rows. Cuts are listed in the order in which
+they help: over the questions of `benchmarks/default_against_best.py` the first is within 3 % of the
+best cut in the mean, the first three within 1 %. `search.py` tries both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +75,8 @@ def shows_little(problem: Problem) -> bool:
 
 
 def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """Ranks of which one ends last, under a mask that shows little: that whose tile shows most, and
-    where single rows travel that which exchanges most of them with other nodes."""
+    """The ranks that may end last under a mask that shows little: the rank whose tile shows most,
+    and, if single rows travel, the rank that exchanges most of them with other nodes."""
     layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
     degree, tile = degree_and_tile(method, setting, plan.num_ranks)
     ranks = {plan.num_ranks // 2}
@@ -210,3 +214,100 @@ class _Bounds:
         far = (a - 1) * q_side + (b - 1) * kv_side - near
         rate = network.collective.gb_per_second * network.nics / node.ranks
         return max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
+
+
+_CUT_OPTIONS = ("chunks", "head_slices")
+_Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice
+
+
+def _parts(text: str) -> tuple[_Parts, ...]:
+    """Of words CHUNKS/SLICES:LARGEST, where /1:1 and :1 are left out.
+
+    >>> _parts("2x2 1x2/4 1x1/8:4")
+    (((2, 2), 1, 1), ((1, 2), 4, 1), ((1, 1), 8, 4))
+    """
+    parts = []
+    for word in text.split():
+        chunks, _, rest = word.partition("/")
+        slices, _, largest = rest.partition(":")
+        kq, kkv = map(int, chunks.split("x"))
+        parts.append(((kq, kkv), int(slices or 1), int(largest or 1)))
+    return tuple(parts)
+
+
+_GATHERED = {
+    Direction.FORWARD: _parts(
+        "2x2/2 1x2/2:4 1x1/8:4 2x2 1x1 2x1/4:4 2x2/2:2 1x1/2 2x1/2 1x2/4:4 1x2/4 2x1/2:4"
+    ),
+    Direction.BACKWARD: _parts(
+        "2x2/2 2x1/2:4 1x2/4 2x1/2 1x1/8:4 2x4/2 2x1/4:4 1x2/2:4 1x1/2 2x2/2:2 1x1"
+    ),
+}
+_EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
+_ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
+_QUERIES_ALONE = _parts("2x1 1x1 4x1")
+_WHOLE_ROWS = _parts("1x1/2 1x1 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
+
+# Seconds of attention. Of less, cuts cost more in launches and latency than they hide: few parts
+# are tried first, or none at all.
+SHORT, TINY = 1e-3, 1e-4
+
+
+def _num_parts(parts: _Parts) -> int:
+    (kq, kkv), slices, _ = parts
+    return kq * kkv * slices
+
+
+def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
+    """Options of each cut. If the caller's options say a cut, there is no other. `sparse`: the mask
+    shows little, so that chunks of keys are of unlike work."""
+    known, said = METHODS[shape.name].options(), shape.options
+    free = [name for name in _CUT_OPTIONS if name in known]
+    if not free or any(name.removeprefix("backward_") in _CUT_OPTIONS for name in said):
+        yield {}
+        return
+    rotates = METHODS[shape.name].rotates and shape.tile != (1, 1)
+    if "chunks" not in free:
+        parts = _WHOLE_ROWS
+    elif shape.held == 1:
+        parts = _ONE_HEAD
+        if rotates or sparse:
+            parts = tuple(dict.fromkeys((*_QUERIES_ALONE, *(() if rotates else _ONE_HEAD))))
+    else:
+        gathers = shape.tile != (1, 1) and not rotates
+        parts = _GATHERED[direction] if gathers else _EXCHANGED
+    if shape.least_seconds < SHORT:
+        parts = tuple(sorted(parts, key=_num_parts))
+    if shape.least_seconds < TINY:
+        parts = (((1, 1), 1, 1),)
+    # Forward the whole of one head is exchanged before there is something to compute.
+    starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
+    starts_short = starts_short and "short_start" in known and "short_start" not in said
+    seen = []
+    for chunks, slices, first in parts:
+        cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
+        if slices > 1:
+            most = shape.held // slices
+            if most < 1:
+                continue
+            cut["head_slices"] = (max(1, most // first), most)
+        if starts_short and chunks[1] > 1:
+            cut["short_start"] = True
+        if cut not in seen:
+            seen.append(cut)
+            yield cut
+
+
+def variants_of(
+    setting: Mapping[str, Any], shape: Shape, *, even: bool
+) -> Iterator[dict[str, Any]]:
+    """The same setting with a short first chunk of keys, and with chunks of even work (`even`:
+    where the mask gives ranks chunks of unlike work)."""
+    known = METHODS[shape.name].options()
+    kq, kkv = setting.get("chunks") or (1, 1)
+    if shape.degree == 1:  # both are about what is exchanged for heads
+        return
+    if "short_start" in known and "short_start" not in setting and kkv > 1:
+        yield {**setting, "short_start": True}
+    if "even_chunks" in known and even and "even_chunks" not in setting and kq * kkv > 1:
+        yield {**setting, "even_chunks": True}

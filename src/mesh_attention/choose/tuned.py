@@ -1,4 +1,4 @@
-"""Files of `mesh-attention tune`: what was the fastest on real ranks, for whoever names the file.
+"""Files of `mesh-attention tune`: the fastest settings on real ranks, to name in `tuned=`.
 
 One file may answer several questions: a problem, a number of ranks, and options. An answer says all
 that its plan depends on, so the plan is the one that was measured, whatever machine reads the file.
@@ -112,8 +112,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """One question of a file. `measured`, where and by what is in `measured_by`; a tuning that was
-    ended before its first answer has none."""
+    """One question of a file. `measured_by` says where and by what `measured` was taken. A tuning
+    that was ended early has no answer yet."""
 
     answer: Answer | None = None
     measured_by: dict[str, Any] = field(default_factory=dict)
@@ -258,6 +258,7 @@ def tune_line(
 ) -> str:
     """The command that measures a question, as a person would start it. None: whatever is asked.
 
+    >>> from mesh_attention.plan.problem.mask import Mask
     >>> problem = Problem(4096, 8, 64, num_kv_heads=2, mask=Mask(window=(128, 0)))
     >>> tune_line(problem, 4, {"tile": (2, 2), "relayout": True}, "tuned.json")
     'torchrun --nproc-per-node 4 -m mesh_attention tune --tokens 4096 --heads 8 --kv-heads 2 \

@@ -36,11 +36,11 @@ from mesh_attention.plan.problem.problem import Problem
 _OF_METHOD = 3  # settings, beside the best that is not cut
 _EFFORT = SEARCH._replace(shapes=6, simulated_operations=300_000)  # of each method
 
-# Of a corrected prediction: better than that is not hoped for.
+# A setting may take this part of its corrected prediction, and no less.
 HOPE_OF_SETTING = 0.9  # where the method was measured in this pass
 HOPE_OF_METHOD = 0.6  # where it was not
 
-MOST_REFUSALS = 3  # beside settings of which none has run: then it is not asked any more
+MOST_REFUSALS = 3  # of a setting, beside others that have not run: then it is given up
 
 Pair = tuple[Scored, Scored]  # forward and backward, in one place
 
@@ -96,7 +96,7 @@ def _is_uncut(options: Mapping[str, Any]) -> bool:
 
 
 def _different(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
-    """Of those that make the same programs the first, which has the fewest words."""
+    """Of settings that make the same programs only the first, which has the fewest options."""
     different: list[Scored] = []
     for setting in scored:
         alike = [other for other in different if _facts(other) == _facts(setting)]
@@ -190,8 +190,8 @@ class Tuning:
         return scored.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
 
     def _unmeasured_beside(self, scored: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
-        """A run measures both passes: one that is known gives its turn to the most promising that
-        is not, in the same place."""
+        """A run measures both passes: a setting that is measured already gives its turn to the most
+        promising one that is not, in the same place."""
         if scored.key not in self.measured:
             return scored
         others = [

@@ -1,8 +1,8 @@
-"""What a subcommand is, and the parser that all of them share.
+"""What a subcommand is, and how all of them are parsed, run and answered with an exit code.
 
-A subcommand file makes one `Command` and `main.COMMANDS` lists it. Mistakes of the caller are one
-line on standard error with the way out. Exit codes: 0 done, 1 the answer is no (a plan that does
-not verify), 2 asked for the impossible, 3 a mistake in here.
+A subcommand file makes one `Command`, and `main.COMMANDS` lists it. Exit codes: 0 done, 1 the
+answer is no (a plan that does not verify), 2 the caller made a mistake (one line on standard error
+says how to avoid it), 3 a mistake in this library.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import RENAMED_OPTIONS
 
+if TYPE_CHECKING:
+    from mesh_attention.measure.ranks import Ranks
+
 
 class Flag(NamedTuple):
-    """`reader` turns text into a value, or says with an example what fits; without one the flag is
-    a switch. What is not given is the default."""
+    """A flag of the command line. `reader` turns text into a value or raises with an example of
+    what fits; a flag without a reader is a switch."""
 
     name: str
     help: str
     reader: Callable[[str], Any] | None = None
     metavar: str = ""
     default: Any = None
-    to: str | None = None  # where the value is kept; None: as the flag is called
+    to: str | None = None  # the attribute that keeps the value; None: named as the flag
     both: bool = False  # a switch that has a --no- form
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
@@ -49,8 +52,7 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`run` returns the exit code: 0 done, 1 the answer is no, 2 (as UsageError) asked wrongly.
-    `more_flags` adds those that commands share."""
+    """`run` returns the exit code; `more_flags` adds flags that several commands share."""
 
     name: str
     summary: str
@@ -58,11 +60,10 @@ class Command:
     flags: tuple[Flag, ...] = ()
     more_flags: Callable[[argparse.ArgumentParser], None] | None = None
     examples: tuple[str, ...] = ()
-    usage: str = "[options]"
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be done; the message says what would do."""
+    """The request cannot be carried out; the message says what would work."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,13 +73,13 @@ class Parser(argparse.ArgumentParser):
         lines = [f"  {example}" for example in command.examples]
         super().__init__(
             prog=prog,
-            usage=f"{prog} {command.usage}",
+            usage=f"{prog} [options]",
             description=command.summary,
             epilog="\n".join(["examples:", *lines]) if lines else None,
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
-        # -5MiB is a value that does not fit, not an option that nobody knows.
+        # -5MiB is a value that does not fit, not an unknown option.
         self._negative_number_matcher = re.compile(r"^-[0-9]")
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
@@ -92,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Like parse_args; an unknown option is answered with the nearest one that exists."""
+        """Like parse_args, but an unknown option is answered with the nearest known one."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             name = unknown[0].partition("=")[0]
@@ -107,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         return with_flags(super().format_help(), self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """argparse passes over what cannot be written."""
+        """Raises where the message cannot be written; argparse ignores that."""
         print(message, end="", file=file or sys.stderr)
 
 
@@ -131,9 +132,9 @@ def run_command(prog: str, command: Command, words: list[str]) -> int:
 
 
 def exit_code(prog: str, work: Callable[[], int]) -> int:
-    """That of `work`; what goes wrong is told in one line."""
-    is_closed = sys.stdout is None  # by who started us; files are written all the same
-    sys.stdout, sys.stderr = (one or _nowhere() for one in (sys.stdout, sys.stderr))
+    """Runs `work` and returns its exit code, or that of the error it raised, told in one line."""
+    is_closed = sys.stdout is None  # by the parent process; files are written all the same
+    sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
     try:
         code = work()
         sys.stdout.flush()  # here, where a closed pipe can still be answered
@@ -142,12 +143,14 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         return code
     except (UsageError, MeshAttentionError) as error:
         message = str(error)
-    except BrokenPipeError:
-        # The reader (such as head) has seen enough; keep the interpreter's last flush quiet too.
-        _forget_output()
+    except BrokenPipeError:  # the reader (such as head) has seen enough
+        _drop_output()
         return 141
     except OSError as error:
-        _forget_output_that_fails()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         message = f"{error.filename or 'input or output'}: {error.strerror}"
     except UnicodeDecodeError as error:
         message = f"the file is not text: {error}"
@@ -167,21 +170,28 @@ def _nowhere() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")  # until the process ends
 
 
-def _forget_output() -> None:
-    """What could not be written would be tried again, and told again, as the process ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _drop_output() -> None:
+    """Sends what standard output still holds nowhere: the flush at exit would fail again."""
+    with suppress(OSError):  # a stream without a descriptor is not flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _forget_output_that_fails() -> None:
+def on_ranks(command: str, ranks_per_node: int | None, work: Callable[[Ranks], int]) -> int:
+    """Runs `work` on the ranks that torchrun started. `command` is an example to start it with. All
+    ranks make the same mistakes, so only the first one tells them."""
+    from mesh_attention.measure.ranks import MeasureError, ranks_of_launcher  # imports torch
+
     try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError):  # what has no descriptor is no file either
-            _forget_output()
+        with ranks_of_launcher(ranks_per_node, command=command) as ranks:
+            return work(ranks)
+    except (MeasureError, UsageError):
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        return 2
 
 
 def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
-    """The planner's words as a person at the command line knows them.
+    """Replaces the planner's names of options by flags of the command line.
 
     The planner writes `name=value`, and a name alone in quotes or in a list.
 

@@ -1,18 +1,27 @@
-"""`mesh-attention demo`: nine real ranks on this computer, checked and counted, with pictures and a
-page."""
+"""`mesh-attention demo`: nine gloo ranks on this computer run one attention in three assignments of
+work.
+
+Each case is checked against float64 attention of the whole sequence, and its bytes are counted at
+the transport. The parent runs the ranks in a pool of processes, draws pictures and writes a page.
+"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing as mp
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.demo_ranks import CASES, NUM_RANKS, Outcome, run_cases
-from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.output import Progress, progress, show, table
 from mesh_attention.cost.gantt import draw_gantt
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
@@ -27,54 +36,102 @@ from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
 
+NUM_RANKS = 9
+TOLERANCE = 1e-10
 CLUSTER = "hgx-h100"
+_TIMEOUT = timedelta(seconds=100)
+_TOKENS, _HEADS, _HEAD_DIM = 1152, 4, 32
+_Result = TypeVar("_Result")
 _SCALING_RANKS = 16  # of the page: seconds, and not half a minute
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    title: str
+    tile: tuple[int, int]
+    rotation: bool
+    chunks: tuple[int, int]
+    paper_units: int  # algorithm.md, section 3
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tile": self.tile, "rotation": self.rotation, "chunks": self.chunks}
+
+
+CASES = (
+    Case("rows, as Ring-Attention assigns them", (1, 9), True, (1, 3), 144),
+    Case("tiles 3x3 without KV rotation", (3, 3), False, (3, 3), 84),
+    Case("tiles 3x3 with KV rotation", (3, 3), True, (3, 3), 72),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Units counted at the transport, and the largest error against float64, of one case."""
+
+    case: Case
+    counted_units: float
+    planned_units: float
+    output_error: float
+    gradient_error: float
+
+    @property
+    def ok(self) -> bool:
+        exact = max(self.output_error, self.gradient_error) <= TOLERANCE
+        return exact and self.counted_units == self.planned_units == self.case.paper_units
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = asdict(self) | {"case": self.case.title}
+        return {"paper_units": self.case.paper_units, "ok": self.ok} | numbers
 
 
 def run(args: argparse.Namespace) -> int:
     pictures = _draw(args.output)
-    total = NUM_RANKS * (2 + len(CASES)) + len(CASES)  # messages that the ranks will send
-    done = 0
     with progress(f"{NUM_RANKS} ranks at work") as tell:
-
-        def report(stage: str, case: int) -> None:
-            nonlocal done
-            done += 1
-            if tell is not None:
-                tell(done, total)
-            elif stage == "checked":  # nobody watches a bar: a line for each case in its place
-                print(f"checked: {CASES[case].title}", file=sys.stderr, flush=True)
-
-        found = run_cases(report)
-    ok = all(one.ok for one in found)
+        outcomes = run_cases(tell)
+    ok = all(outcome.ok for outcome in outcomes)
     page, line = write_report(args.output)
     show(
         args,
         lambda: {
             "ok": ok,
-            "cases": [one.to_json() for one in found],
+            "cases": [outcome.to_json() for outcome in outcomes],
             "pictures": pictures,
             "page": page,
         },
-        lambda: _for_people(found, [*(f"picture: {path}" for path in pictures), line]),
+        lambda: _to_text(outcomes, [*(f"picture: {path}" for path in pictures), line]),
     )
     return 0 if ok else 1
 
 
+def _to_text(outcomes: Sequence[Outcome], files: Sequence[str]) -> str:
+    rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
+    for outcome in outcomes:
+        errors = (f"{outcome.output_error:.1e}", f"{outcome.gradient_error:.1e}")
+        units = (f"{outcome.counted_units:g} units", f"{outcome.case.paper_units} units")
+        rows.append((outcome.case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
+    return "\n".join(
+        [
+            f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
+            table(rows),
+            "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
+            *files,
+        ]
+    )
+
+
 def write_report(folder: Path) -> tuple[str | None, str]:
-    """Where the page is, and a line that says so, or why there is none."""
+    """Writes the page; returns its path and a line that says so, or None and the reason."""
     try:
         library = plotly_js()
     except MeshAttentionError as error:
         return None, f"no page: {error}"
     page = folder / "report.html"
     # Nine GPUs with as many heads as the demonstration has, and tokens that keep them busy.
-    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=4, head_dim=128)
-    cluster = load_cluster(CLUSTER)
+    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=_HEADS, head_dim=128)
     with progress("searching and simulating all methods") as tell:
-        found = find_best(problem, NUM_RANKS, cluster, progress=tell)
         facts = report_facts(
-            found,
+            find_best(problem, NUM_RANKS, load_cluster(CLUSTER), progress=tell),
             cluster_found=f"{CLUSTER}, which the demonstration takes",
             most_ranks=_SCALING_RANKS,
             progress=tell,
@@ -107,28 +164,94 @@ def _draw(folder: Path) -> list[str]:
     plt.close(figure)
     # As GPUs would run it: at the demonstration's size computing takes no time at all.
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
-    options: dict[str, Any] = {"tile": case.tile, "rotation": case.rotation, "chunks": case.chunks}
-    plan = plan_on(
-        *(CLUSTER, problem, NUM_RANKS), method=TILES, directions=(Direction.FORWARD,), **options
-    )
+    how: dict[str, Any] = {"method": TILES, "directions": (Direction.FORWARD,)} | CASES[-1].options
+    plan = plan_on(CLUSTER, problem, NUM_RANKS, **how)
     draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     return [str(assignments), str(schedule)]
 
 
-def _for_people(found: Sequence[Outcome], files: Sequence[str]) -> str:
-    lines = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
-    for one in found:
-        errors = (f"{one.output_error:.1e}", f"{one.gradient_error:.1e}")
-        units = (f"{one.counted_units:g} units", f"{one.case.paper_units} units")
-        lines.append((one.case.title, *units, *errors, "ok" if one.ok else "WRONG"))
-    return "\n".join(
-        [
-            f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
-            table(lines),
-            "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
-            *files,
-        ]
-    )
+def run_cases(tell: Progress | None) -> list[Outcome]:
+    """Runs all cases on nine processes. Without a bar, standard error says what was checked."""
+    context = mp.get_context("forkserver")
+    # Gradients import the last module, for half a second on each rank.
+    needed = (__name__, "mesh_attention.api.context_parallel")
+    context.set_forkserver_preload([*needed, "torch.fx.experimental.symbolic_shapes"])
+    steps = count(1)
+
+    def results(tasks: Sequence[Future[_Result]]) -> list[_Result]:
+        for task in as_completed(tasks):
+            task.result()  # raises here what the rank has raised
+            if tell is not None:
+                tell(next(steps), NUM_RANKS * (1 + len(CASES)))
+        return [task.result() for task in tasks]
+
+    outcomes = []
+    ranks = ProcessPoolExecutor(NUM_RANKS, context)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            results([ranks.submit(_join, rank, folder) for rank in range(NUM_RANKS)])
+            for case in CASES:
+                # Each process takes one of the tasks: none of them ends before all have begun.
+                parts = results([ranks.submit(_run_case, case) for _ in range(NUM_RANKS)])
+                (checked,) = (errors for _, errors in parts if errors is not None)
+                outcomes.append(Outcome(case, sum(units for units, _ in parts), *checked))
+                if tell is None:
+                    print(f"checked: {case.title}", file=sys.stderr, flush=True)
+        except Exception as error:
+            for process in ranks._processes.values():  # they would wait for the one that failed
+                process.kill()
+            cause = error.__cause__ or error
+            raise MeshAttentionError(f"a rank of the demonstration failed:\n{cause}") from error
+        finally:
+            ranks.shutdown()
+    return outcomes
+
+
+def _join(rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)  # type: ignore[attr-defined]
+    sizes: Any = {"rank": rank, "world_size": NUM_RANKS}
+    dist.init_process_group("gloo", store=store, timeout=_TIMEOUT, **sizes)
+
+
+def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
+    """The units that this rank received; on the first rank also the planned ones and the errors."""
+    import torch
+    import torch.distributed as dist
+
+    from mesh_attention.api.context_parallel import ContextParallel
+
+    torch.manual_seed(0)
+    shape = (1, _TOKENS, _HEADS, _HEAD_DIM)
+    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(4))
+    sizes: Any = {"seq_len": _TOKENS, "num_heads": _HEADS, "head_dim": _HEAD_DIM, "causal": False}
+    with ContextParallel(dtype=torch.float64, **sizes, **case.options) as cp:
+        local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*local)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.autograd.grad(out, local, cp.shard(grad, 1))
+        planned = cp.volume()["forward"]
+        units = cp.traffic["forward"].total.token_bytes / planned.unit_bytes
+        whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
+    if dist.get_rank() > 0:
+        return units, None
+    return units, (float(planned.units_total), *_errors((q, k, v), grad, whole))
+
+
+def _errors(inputs: Any, grad: Any, results: list[Any]) -> tuple[float, float]:
+    """The largest error of the output, and that of the gradients."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    leaves = [x.transpose(1, 2).clone().requires_grad_() for x in inputs]
+    truth = scaled_dot_product_attention(*leaves)
+    wanted = [truth.detach(), *torch.autograd.grad(truth, leaves, grad.transpose(1, 2))]
+    pairs = zip(results, wanted, strict=True)
+    errors = [float((result - x.transpose(1, 2)).abs().max()) for result, x in pairs]
+    return errors[0], max(errors[1:])
 
 
 COMMAND = Command(

@@ -1,4 +1,4 @@
-"""The entry of `mesh-attention`: finds the subcommand and runs it."""
+"""The entry point of `mesh-attention`: finds the subcommand and runs it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The flags that describe a question, and the question that a command line asks.
 
-Flags of a plan are made from the options of the methods; those of a problem stand here. Each keeps
-its value under the name that Python has for it, so that errors of the planner can be told in flags.
-What was not given is None and left out: defaults are the planner's, but for sizes of a problem.
+Flags of a plan are made from the options of the methods; flags of a problem are listed here. Each
+keeps its value under its Python name, so that errors of the planner can be told in flags. A flag
+that was left out is None: the planner has the defaults, except for the sizes of a problem.
 """
 
 from __future__ import annotations
@@ -30,59 +30,45 @@ from mesh_attention.cli.values import (
 )
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.parts.setting import Option
-from mesh_attention.plan.methods.question import Question
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 DEFAULT_RANKS = 16
-DEFAULT_SIZES = {"q_tokens": 65536, "num_heads": 32, "head_dim": 128}
+_TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 PASSES = ("forward", "backward", "both")
-
+_WINDOW_HELP = "keys around the query; RIGHT is 0 when left out, inf is no limit"
+_SLICES_HELP = 'in place of these: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
 _PROBLEM = (
-    Flag("--tokens", "query tokens", size, "N", to="q_tokens"),
+    Flag("--tokens", f"query tokens (default {_TOKENS})", size, "N", to="q_tokens"),
     Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
-    Flag("--heads", "query heads", size, "N", to="num_heads"),
+    Flag("--heads", f"query heads (default {_HEADS})", size, "N", to="num_heads"),
     Flag("--kv-heads", "key and value heads (default: as --heads)", size, "N", to="num_kv_heads"),
-    Flag("--head-dim", "size of a query and key head", size, "N"),
+    Flag("--head-dim", f"size of a query and key head (default {_HEAD_DIM})", size, "N"),
     Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
     Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
     Flag("--causal", "a query sees keys up to its own (default no)", both=True),
-    Flag(
-        "--window",
-        "keys around the query; RIGHT is 0 when left out, inf is no limit",
-        *(window, "LEFT[:RIGHT]"),
-    ),
+    Flag("--window", _WINDOW_HELP, window, "LEFT[:RIGHT]"),
     Flag("--documents", "packed documents: 0,...,tokens", starts, "STARTS"),
     Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
     Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
-    Flag(
-        "--slices",
-        'in place of these: JSON, [[[query start, stop], [key start, stop], "causal"], ...]',
-        *(json_file, "FILE"),
-    ),
-)
-_PASS = Flag(
-    "--pass",
-    "which direction (default both)",
-    *(one_of("pass", PASSES), "|".join(PASSES)),
-    to="passes",
+    Flag("--slices", _SLICES_HELP, json_file, "FILE"),
 )
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    """Which passes, of the plan that answers which question."""
-    _PASS.add_to(parser)
+    """`--pass`, and the flags of a question."""
+    read_pass = one_of("pass", PASSES)
+    help = "which direction (default both)"
+    Flag("--pass", help, read_pass, "|".join(PASSES), to="passes").add_to(parser)
     add_question_flags(parser)
 
 
 def add_question_flags(parser: argparse.ArgumentParser) -> None:
     problem = parser.add_argument_group("problem")
     for flag in _PROBLEM:
-        usual = DEFAULT_SIZES.get(flag.to or flag.name[2:].replace("-", "_"))
-        help = f"{flag.help} (default {usual})" if usual else flag.help
-        flag._replace(help=help).add_to(problem)
+        flag.add_to(problem)
     plan = parser.add_argument_group("plan")
     methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
     Flag("--method", methods_text, str, "NAME").add_to(plan)
@@ -92,34 +78,30 @@ def add_question_flags(parser: argparse.ArgumentParser) -> None:
     for option, methods in all_options().values():
         if methods not in groups:
             groups[methods] = parser.add_argument_group(f"options of {', '.join(methods)}")
-        _add_option(groups[methods], option)
+        if option.has_text:  # `costs` has none: only Python code can give it
+            _option_flag(option).add_to(groups[methods])
 
 
-def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
-    if not option.has_text:
-        return  # as `costs`, which only Python code can give
-    flag, default = f"--{option.name.replace('_', '-')}", option.default
+def _option_flag(option: Option) -> Flag:
+    name, default = f"--{option.name.replace('_', '-')}", option.default
     if option.type is bool:
-        usual = f" (default {'yes' if default else 'no'})"
-        action = argparse.BooleanOptionalAction
-        group.add_argument(flag, dest=option.name, action=action, help=option.help + usual)
-        return
+        return Flag(name, f"{option.help} (default {'yes' if default else 'no'})", both=True)
     usual = "" if default is None else f" (default {default})"
-    is_enum = isinstance(option.type, type) and issubclass(option.type, StrEnum)
+    metavar = option.metavar
     reader: Callable[[str], Any]
-    if is_enum:
-        reader = one_of(option.name.replace("_", " "), option.type)
+    if isinstance(option.type, type) and issubclass(option.type, StrEnum):
+        reader, metavar = one_of(option.name.replace("_", " "), option.type), "|".join(option.type)
     elif get_origin(option.type) is tuple:
-        example = re.sub("[A-Z]+", "2", option.metavar)
-        reader = pair(f"a pair such as {example} ({option.metavar})")
+        example = re.sub("[A-Z]+", "2", metavar)
+        reader = pair(f"a pair such as {example} ({metavar})")
+    elif option.type is int:
+        reader = byte_size if option.name.endswith("_bytes") else size
     else:
-        amount = byte_size if option.name.endswith("_bytes") else size
-        reader = amount if option.type is int else fraction
-    metavar = "|".join(option.type) if is_enum else option.metavar
-    Flag(flag, option.help + usual, reader, metavar).add_to(group)
+        reader = fraction
+    return Flag(name, option.help + usual, reader, metavar)
 
 
-def given(args: argparse.Namespace) -> list[str]:
+def question_flags(args: argparse.Namespace) -> list[str]:
     """The flags of a question on this command line, as they are written."""
     probe = argparse.ArgumentParser(add_help=False)
     add_question_flags(probe)
@@ -127,38 +109,34 @@ def given(args: argparse.Namespace) -> list[str]:
     return [names[-1 if value is False else 0] for names, value in flags if value is not None]
 
 
-def question_of(args: argparse.Namespace) -> Question:
+def plan_of(args: argparse.Namespace) -> Plan:
     method = {} if args.method is None else {"method": args.method}
     directions = directions_of(args)
-    return ask(
+    plan = ask(
         problem_of(args), ranks_of(args), directions=directions, **method, **options_of(args)
-    )
-
-
-def plan_of(args: argparse.Namespace) -> Plan:
-    plan = question_of(args).plan()
+    ).plan()
     tell_fewer_chunks(args, plan)
     return plan
 
 
 def tell_fewer_chunks(args: argparse.Namespace, plan: Plan) -> None:
-    """A rank with fewer rows than chunks were asked for has fewer: not without a word."""
-    for one in plan.passes:
-        name = "backward_chunks" if one.direction is Direction.BACKWARD else "chunks"
+    """Says on standard error where a rank has fewer rows than chunks were asked for."""
+    for pass_ in plan.passes:
+        name = "backward_chunks" if pass_.direction is Direction.BACKWARD else "chunks"
         name = name if getattr(args, name) else "chunks"
-        asked, made = getattr(args, name), one.setting.get("chunks")
+        asked, made = getattr(args, name), pass_.setting.get("chunks")
         if asked is not None and made not in (None, f"{asked[0]}x{asked[1]}"):
             flag = f"--{name.replace('_', '-')} {asked[0]}x{asked[1]}"
             print(
-                f"note: {flag} became {made} in the {one.direction} pass, "
+                f"note: {flag} became {made} in the {pass_.direction} pass, "
                 "as a rank has no more rows",
                 file=sys.stderr,
             )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, by their names in Python."""
-    return _given(args, *all_options())
+    """The options on this command line, by their names in Python."""
+    return _present(args, *all_options())
 
 
 def directions_of(args: argparse.Namespace) -> tuple[Direction, ...]:
@@ -175,13 +153,14 @@ def ranks_of(args: argparse.Namespace) -> int:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    mask = _given(args, *(field.name for field in fields(Mask)))
+    mask = _present(args, *(field.name for field in fields(Mask)))
     if "window" in mask and mask["window"][1] == 0:
         mask.setdefault("causal", True)
-    sizes = _given(args, *(field.name for field in fields(Problem) if field.name != "mask"))
-    return Problem(**{**DEFAULT_SIZES, **sizes}, mask=Mask(**mask))
+    sizes = _present(args, *(field.name for field in fields(Problem) if field.name != "mask"))
+    defaults = {"q_tokens": _TOKENS, "num_heads": _HEADS, "head_dim": _HEAD_DIM}
+    return Problem(**{**defaults, **sizes}, mask=Mask(**mask))
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    found = {name: getattr(args, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+def _present(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,6 +1,6 @@
-"""What subcommands print: one line of JSON, a table for people, a progress bar for those who wait.
+"""What subcommands print: one line of JSON, a table for people, notes, a progress bar.
 
-Only a person at a terminal sees the bar: with rich when it is installed, as a percentage otherwise.
+Only a person at a terminal sees the bar: with rich where it is installed, else as a percentage.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from mesh_attention.cost.timeline import Timeline
+from mesh_attention.machine.kernel_facts import library_facts
 from mesh_attention.plan.language.tasks import Schedule
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # is called with (done, total)
 _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 
 
 def show(args: argparse.Namespace, to_json: Callable[[], Any], to_text: Callable[[], str]) -> int:
-    """The answer as it was asked for; what is not asked for is not made."""
+    """Prints the answer in the form that was asked for; the other form is not made."""
     print(json.dumps(to_json()) if args.json else to_text())
     return 0
 
@@ -52,10 +54,45 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def nodes_text(ranks: int, ranks_per_node: int) -> str:
+    """
+    >>> nodes_text(8, 8), nodes_text(9, 8)
+    ('1 node of 8', '2 nodes of 8')
+    """
+    nodes = -(-ranks // ranks_per_node)
+    return f"{nodes} node{'s' if nodes > 1 else ''} of {ranks_per_node}"
+
+
+def missing_kernels(timelines: Iterable[Timeline | None]) -> list[str]:
+    """The kernels of simulations that are not installed here; their rates are another machine's."""
+    used = {name for timeline in timelines if timeline is not None for name in timeline.kernels}
+    return sorted(name for name in used if not _is_installed(name))
+
+
+def _is_installed(kernel: str) -> bool:
+    facts = library_facts().get(kernel)
+    module = facts.module if facts is not None else None
+    try:
+        return find_spec(module or "torch") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
+    """One line, or none."""
+    missing = ", ".join(missing_kernels(timelines))
+    if not missing:
+        return []
+    return [
+        f"Not installed here: {missing}; the rates used are those of the cluster's file, and "
+        f"--kernel NAME chooses another."
+    ]
+
+
 @contextmanager
 def progress(what: str, *, shown: bool = True) -> Iterator[Progress | None]:
-    """A function to be told (done, all), for work that lasts longer than a moment; None where
-    nobody looks, or where it is not to be shown."""
+    """Yields a function that draws (done, total) once the work takes longer than a moment, or None
+    where standard error is no terminal or the bar is not to be `shown`."""
     if not shown or not sys.stderr.isatty():
         yield None
     elif find_spec("rich"):

@@ -1,4 +1,7 @@
-"""`mesh-attention plan`: make a plan and show it, or write its full text form."""
+"""`mesh-attention plan`: makes a plan and shows it, or writes its full text form.
+
+`--target` compiles the plan for a machine, named by a cluster, its GPU or a file.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,22 @@ import argparse
 import dataclasses
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
-from mesh_attention.cli.targets import TARGET_FLAG, compiled
 from mesh_attention.cli.values import count as count_of
+from mesh_attention.cost.planning import target_on
 from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.text import digest, plan_lines, program_lines
+from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.read.compare_schedulers import ScheduleComparison, compare_schedulers
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.draw import draw_steps, draw_summary
@@ -30,75 +37,77 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--text - and --json both want standard output; give --text a file")
     if args.rank is not None and args.target is None:
         raise UsageError("--rank is whose program --target shows; give --target too")
-    plan = compiled(plan_of(args), args.target)
+    plan = plan_of(args)
+    if args.target is not None:
+        plan = compile_plan(plan, target_on(cluster_of_target(args.target), plan))
     if args.rank is not None and args.rank >= plan.num_ranks:
         raise UsageError(f"--rank {args.rank}: the plan has ranks 0 to {plan.num_ranks - 1}")
+    if args.text == "-":
+        sys.stdout.writelines(line + "\n" for line in plan_lines(plan))
+        return 0
     if args.text is not None:
-        _write_text(plan, args.text)
-        if args.text == "-":
-            return 0
+        with replacing(args.text) as part, part.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in plan_lines(plan))
     comparisons: Comparisons = {}
     if args.compare_schedulers or args.scheduler == "search":
-        for one in plan.passes:
+        for pass_ in plan.passes:
             with suppress(*() if args.compare_schedulers else (PlanError,)):
-                comparisons[one.direction] = compare_schedulers(plan, one)
+                comparisons[pass_.direction] = compare_schedulers(plan, pass_)
     return show(
         args,
         lambda: _to_json(plan, comparisons),
-        lambda: _for_people(plan, comparisons) + _compiled_program(plan, args.rank or 0),
+        lambda: _to_text(plan, comparisons, args.rank or 0),
     )
 
 
-def _compiled_program(plan: Plan, rank: int) -> str:
-    """Of one rank, as it runs; nothing of a plan that is not compiled."""
-    if plan.target is None:
-        return ""
-    lines = []
-    for one in plan.passes:
-        lines.append(f"\n{one.direction}, rank {rank}, compiled for {plan.target.name}")
-        lines += program_lines(one.programs[rank])
-    return "\n" + "\n".join(lines)
+def cluster_of_target(name: str) -> Cluster:
+    """`h200` is the cluster of H200 GPUs that ships with the library."""
+    known = cluster_names()
+    matches = [cluster for cluster in known if name.lower() in cluster.split("-")]
+    if not matches and not Path(name).is_file() and name not in known:
+        gpus = [cluster.split("-")[1] for cluster in known if cluster.startswith("hgx-")]
+        names = ", ".join([*gpus, *known])
+        raise UsageError(f"--target {name}: it is neither a file nor one of {names}")
+    return load_cluster(matches[0] if len(matches) == 1 else name)
 
 
-def _for_people(plan: Plan, comparisons: Comparisons) -> str:
+def _to_text(plan: Plan, comparisons: Comparisons, rank: int) -> str:
+    """With the program of `rank` as it runs, where the plan is compiled for a target."""
     lines = [draw_summary(plan)]
-    for one in plan.passes:
-        lines += [f"\n{one.direction} steps", draw_steps(one.schedule)]
-        if one.direction in comparisons:
-            lines.append(comparisons[one.direction].text())
+    for pass_ in plan.passes:
+        lines += [f"\n{pass_.direction} steps", draw_steps(pass_.schedule)]
+        if pass_.direction in comparisons:
+            lines.append(comparisons[pass_.direction].text())
+    if plan.target is not None:
+        for pass_ in plan.passes:
+            lines.append(f"\n{pass_.direction}, rank {rank}, compiled for {plan.target.name}")
+            lines += program_lines(pass_.programs[rank])
     return "\n".join(lines)
-
-
-def _write_text(plan: Plan, target: str) -> None:
-    lines = (line + "\n" for line in plan_lines(plan))
-    if target == "-":
-        sys.stdout.writelines(lines)
-        return
-    with replacing(target) as part, part.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
 
 
 def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
     counts = count(plan)
     passes = {}
-    for one in plan.passes:
-        work = balance(plan, one)
-        passes[str(one.direction)] = {
-            "setting": one.setting,
-            "groups": one.groups,
-            "steps": steps_json(one.schedule),
-            "volume": counts[one.direction].to_json(),
+    for pass_ in plan.passes:
+        work = balance(plan, pass_)
+        passes[str(pass_.direction)] = {
+            "setting": pass_.setting,
+            "groups": pass_.groups,
+            "steps": steps_json(pass_.schedule),
+            "volume": counts[pass_.direction].to_json(),
             "visible_pairs_per_rank": {"mean": work.mean, "max": work.max},
         }
-        if one.direction in comparisons:
-            passes[str(one.direction)]["schedulers"] = comparisons[one.direction].to_json()
+        if pass_.direction in comparisons:
+            schedulers = comparisons[pass_.direction].to_json()
+            passes[str(pass_.direction)]["schedulers"] = schedulers
+    q, kv = plan.shards
     return {
         "method": plan.method,
         "ranks": plan.num_ranks,
         "digest": digest(plan),
         "problem": dataclasses.asdict(plan.problem),
         "layout": str(plan.q_layout.kind),
-        "slots": {side: one.slots for side, one in zip(("q", "kv"), plan.shards, strict=True)},
+        "slots": {"q": q.slots, "kv": kv.slots},
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
         "passes": passes,
@@ -110,7 +119,13 @@ COMMAND = Command(
     summary="make a plan: what it chose, what it costs, and the steps of its schedule",
     run=run,
     flags=(
-        TARGET_FLAG,
+        Flag(
+            "--target",
+            "compile the plan for a machine: kernels of each call, places of buffers (h200, a "
+            "cluster's name or its file)",
+            str,
+            "NAME",
+        ),
         Flag("--rank", "whose program --target shows (default 0)", count_of, "R"),
         Flag("--text", "write the full text form to FILE, or alone to - (stdout)", str, "FILE"),
         Flag(

@@ -6,15 +6,14 @@ import argparse
 import os
 from pathlib import Path
 
-from mesh_attention.cli.advise import FLAGS, AskedOfAll, asked_of_all
+from mesh_attention.cli.advise import FLAGS, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.installed import missing_kernels_note
 from mesh_attention.cli.options import add_plan_flags
-from mesh_attention.cli.output import Progress, progress, show
+from mesh_attention.cli.output import Progress, missing_kernels_note, progress, show
 from mesh_attention.cli.values import size
-from mesh_attention.report.facts import ReportFacts, report_facts
+from mesh_attention.report.estimates import RANKS
+from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
-from mesh_attention.report.scaling import RANKS
 
 OUTPUT = Path("report.html")
 _SEARCH_PART = 0.3  # of the time, about
@@ -24,26 +23,22 @@ def run(args: argparse.Namespace) -> int:
     asked = asked_of_all(args, "report")
     output: Path | None = args.output or (None if args.json else OUTPUT)
     library = ""
-    if output is not None:  # what would fail in the end fails now
+    if output is not None:  # fail before the search, not after it
         library = plotly_js()
         _check(output)
     with progress("searching, simulating and drawing") as tell:
-        facts = facts_of(asked, tell, args.scaling_ranks)
+        choice = asked.search(_part(tell, 0.0, _SEARCH_PART))
+        facts = report_facts(
+            choice,
+            cluster_found=asked.found_by,
+            most_ranks=args.scaling_ranks,
+            notes=missing_kernels_note([scored.timeline for scored in choice.chosen.values()]),
+            progress=_part(tell, _SEARCH_PART, 1.0),
+        )
     if output is not None:
         write_page(facts, output, library)
-    told = [facts.reason, *facts.warnings, f"The page is in {output}."]
-    return show(args, facts.to_json, lambda: "\n".join(told))
-
-
-def facts_of(asked: AskedOfAll, tell: Progress | None, most_ranks: int) -> ReportFacts:
-    found = asked.search(_part(tell, 0.0, _SEARCH_PART))
-    return report_facts(
-        found,
-        cluster_found=asked.found_by,
-        most_ranks=most_ranks,
-        notes=missing_kernels_note([one.timeline for one in found.chosen.values()]),
-        progress=_part(tell, _SEARCH_PART, 1.0),
-    )
+    lines = [facts.reason, *facts.warnings, f"The page is in {output}."]
+    return show(args, facts.to_json, lambda: "\n".join(lines))
 
 
 def _check(path: Path) -> None:
@@ -56,14 +51,12 @@ def _check(path: Path) -> None:
 
 
 def _part(tell: Progress | None, begin: float, end: float) -> Progress | None:
-    """Progress of a part of the work, told as that of all of it."""
+    """The progress of a part of the work, shown as progress of the whole."""
     if tell is None:
         return None
-
-    def told(done: int, total: int) -> None:
-        tell(int(1000 * (begin + (end - begin) * done / max(total, 1))), 1000)
-
-    return told
+    return lambda done, total: tell(
+        int(1000 * (begin + (end - begin) * done / max(total, 1))), 1000
+    )
 
 
 COMMAND = Command(
@@ -75,12 +68,15 @@ COMMAND = Command(
         Flag(
             "--output",
             f"the page (default {OUTPUT}; with --json none, unless it is given)",
-            *(Path, "FILE"),
+            Path,
+            "FILE",
         ),
         Flag(
             "--scaling-ranks",
             f"the most ranks of strong and weak scaling (default {RANKS[-1]})",
-            *(size, "N", RANKS[-1]),
+            size,
+            "N",
+            RANKS[-1],
         ),
     ),
     more_flags=add_plan_flags,

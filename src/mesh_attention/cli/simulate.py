@@ -1,4 +1,7 @@
-"""`mesh-attention simulate`: the modelled timeline of a plan on a described cluster."""
+"""`mesh-attention simulate`: the modelled timeline of a plan on a described cluster.
+
+`benchmarks/replay_rank.py` takes the same flags and replays what `simulated` returns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from typing import Any
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.installed import missing_kernels, missing_kernels_note
 from mesh_attention.cli.options import (
     add_plan_flags,
     directions_of,
@@ -21,7 +23,14 @@ from mesh_attention.cli.options import (
     ranks_of,
     tell_fewer_chunks,
 )
-from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.output import (
+    missing_kernels,
+    missing_kernels_note,
+    nodes_text,
+    progress,
+    show,
+    table,
+)
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cost.gantt import check_gantt, draw_gantt
 from mesh_attention.cost.planning import setting_of
@@ -41,25 +50,6 @@ DEFAULT_CLUSTER = "hgx-h100"
 TRACE_RANKS, GANTT_RANKS = 16, 4
 
 
-CLUSTER_FLAGS = (
-    Flag(
-        "--cluster",
-        f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
-        *(str, "NAME|FILE", DEFAULT_CLUSTER),
-    ),
-    Flag(
-        "--kernel",
-        "one of the cluster's kernels, for all attentions that it can do; otherwise each is done "
-        "by the fastest for it",
-        *(str, "NAME"),
-    ),
-    Flag(
-        "--best",
-        "search the options that are not given, and the method if none is, for the shortest time",
-    ),
-)
-
-
 def run(args: argparse.Namespace) -> int:
     if args.clusters:
         return _show_clusters(args)
@@ -71,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     cluster = load_cluster(args.cluster)
     if args.gantt:
         check_gantt(args.gantt, gantt_ranks)
-    found = simulated(args, cluster, args.overlap)
-    timelines = [one.timeline for one in found]
+    passes = simulated(args, cluster, args.overlap)
+    timelines = [pass_.timeline for pass_ in passes]
     files = []
     if args.trace:
         with replacing(args.trace) as part, part.open("w", encoding="utf-8") as trace:
@@ -82,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if args.gantt:
         draw_gantt(timelines, args.gantt, gantt_ranks)
         files.append(f"picture: {args.gantt}")
-    by_pass = {one.direction.value: one.to_json() for one in found}
+    by_pass = {pass_.direction.value: pass_.to_json() for pass_ in passes}
     return show(
         args,
-        lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
-        lambda: "\n".join([for_people(found), *files]),
+        lambda: by_pass if len(by_pass) > 1 else passes[0].to_json(),
+        lambda: "\n".join([to_text(passes), *files]),
     )
 
 
@@ -115,20 +105,24 @@ class Simulated:
 def simulated(
     args: argparse.Namespace, cluster: Cluster, overlap: Overlap | str = Overlap.EVENTS
 ) -> list[Simulated]:
-    """Each pass that was asked for: as given, as by default where no method is, or the best."""
+    """Each pass asked for, simulated with the options on the command line, or with `--best` with
+    those that a search finds."""
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
     directions, method = directions_of(args), args.method or AUTO
     if not args.best:
-        how: dict[str, Any] = {"method": method, "cluster": cluster, "directions": directions}
-        plan = make_plan(problem, ranks, **how, **options)
+        plan = make_plan(
+            problem, ranks, method=method, cluster=cluster, directions=directions, **options
+        )
         tell_fewer_chunks(args, plan)
-        timelines = [
-            simulate(plan, cluster, one, overlap=overlap, kernel=args.kernel) for one in directions
+        return [
+            Simulated(simulate(plan, cluster, d, overlap=overlap, kernel=args.kernel), options)
+            for d in directions
         ]
-        return [Simulated(timeline, options) for timeline in timelines]
     with progress("searching") as tell:
         best = find_best(
-            *(problem, ranks, cluster),
+            problem,
+            ranks,
+            cluster,
             directions=directions,
             options=options,
             method=None if method == AUTO else method,
@@ -136,77 +130,68 @@ def simulated(
             kernel=args.kernel,
             progress=tell,
         )
-    found = []
-    for direction, one in best.chosen.items():
-        timeline = one.timeline
-        if timeline is None:  # too long for a search
-            plan = best.asked.plan(direction, one.name, one.options)
-            timeline = simulate(plan, cluster, direction, overlap=overlap, kernel=args.kernel)
-        found.append(Simulated(timeline, one.options, best.tried))
-    return found
+    return [
+        Simulated(best.asked.timeline(scored), scored.options, best.tried)
+        for scored in best.chosen.values()
+    ]
 
 
 def _show_clusters(args: argparse.Namespace) -> int:
     clusters = [load_cluster(name) for name in cluster_names()]
-    width = max(len(one.name) for one in clusters)
-    lines = [
-        f"{one.name:<{width}}  {one.nodes} x {one.node.ranks} GPUs: {one.description}"
-        for one in clusters
-    ]
-    to_json = {one.name: one.description for one in clusters}
-    return show(args, lambda: to_json, lambda: "\n".join(lines))
-
-
-def for_people(found: Sequence[Simulated]) -> str:
-    first = found[0].timeline
-    plan, cluster = first.plan, first.cluster
-    nodes = -(-plan.num_ranks // cluster.node.ranks)
-    methods = list(dict.fromkeys(f"{one.timeline.plan.method}" for one in found))
-    head = (
-        f"{' and '.join(methods)} on {plan.num_ranks} ranks of {cluster.name}, {nodes} "
-        f"node{'s' if nodes > 1 else ''} of {cluster.node.ranks}\n{problem_text(plan.problem)}"
+    width = max(len(cluster.name) for cluster in clusters)
+    return show(
+        args,
+        lambda: {cluster.name: cluster.description for cluster in clusters},
+        lambda: "\n".join(
+            f"{cluster.name:<{width}}  {cluster.nodes} x {cluster.node.ranks} GPUs: "
+            f"{cluster.description}"
+            for cluster in clusters
+        ),
     )
-    numbers = [one.to_json() for one in found]
+
+
+def to_text(passes: Sequence[Simulated]) -> str:
+    first = passes[0].timeline
+    plan, cluster = first.plan, first.cluster
+    methods = list(dict.fromkeys(f"{pass_.timeline.plan.method}" for pass_ in passes))
+    numbers = [pass_.to_json() for pass_ in passes]
+    busy = [n["communication_busy_seconds"]["mean"] for n in numbers]
     rows = [
-        ["", *(one.direction.value for one in found)],
+        ["", *(pass_.direction.value for pass_ in passes)],
         ["runtime", *(_seconds_text(n["runtime_seconds"]) for n in numbers)],
         ["MFU", *(f"{n['mfu_percent']:.1f} %" for n in numbers)],
         ["exposed communication", *(_part_text(n, "open_communication") for n in numbers)],
         ["waiting for other ranks", *(_part_text(n, "waiting_for_ranks") for n in numbers)],
-        [
-            "communication busy, mean",
-            *(_seconds_text(n["communication_busy_seconds"]["mean"]) for n in numbers),
-        ],
+        ["communication busy, mean", *map(_seconds_text, busy)],
         ["received by a rank, max", *(bytes_text(n["received_bytes"]["max"]) for n in numbers)],
         ["peak memory", *(bytes_text(n["peak_bytes"]) for n in numbers)],
     ]
-    lines = [head, table(rows)]
-    for one in found:
-        tried = "" if one.tried is None else f" (best of {one.tried} tried)"
-        words = ", ".join(f"{key} {_word(value)}" for key, value in one.setting.items())
-        method = f"{one.timeline.plan.method}, " if len(methods) > 1 else ""
-        lines.append(f"{one.direction}: {method}{words}{tried}")
-        lines.append(f"{one.direction}: {_kernels_text(one.timeline)}")
-        limit = cluster.gpu.memory_gib * 2**30
-        if one.timeline.peak_bytes > limit:
-            lines.append(f"{one.direction}: needs more than the {bytes_text(limit)} of a GPU")
+    lines = [
+        f"{' and '.join(methods)} on {plan.num_ranks} ranks of {cluster.name}, "
+        f"{nodes_text(plan.num_ranks, cluster.node.ranks)}\n{problem_text(plan.problem)}",
+        table(rows),
+    ]
+    limit = cluster.gpu.memory_gib * 2**30
+    for pass_ in passes:
+        tried = "" if pass_.tried is None else f" (best of {pass_.tried} tried)"
+        words = ", ".join(
+            f"{key} {'none' if value is None else value}" for key, value in pass_.setting.items()
+        )
+        method = f"{pass_.timeline.plan.method}, " if len(methods) > 1 else ""
+        lines.append(f"{pass_.direction}: {method}{words}{tried}")
+        lines.append(f"{pass_.direction}: {_kernels_text(pass_.timeline.kernels)}")
+        if pass_.timeline.peak_bytes > limit:
+            lines.append(f"{pass_.direction}: needs more than the {bytes_text(limit)} of a GPU")
     lines.append(f"Modelled, not measured; overlap {first.overlap}; memory for batch 1.")
-    lines += missing_kernels_note([one.timeline for one in found])
+    lines += missing_kernels_note([pass_.timeline for pass_ in passes])
     return "\n".join(lines)
 
 
-def _kernels_text(timeline: Timeline) -> str:
-    """Kernels with the part of the attentions' time that they take."""
-    parts = timeline.kernels
-    if not parts:
-        return "no attention"
-    if len(parts) == 1:
-        return f"kernel {next(iter(parts))}"
+def _kernels_text(parts: dict[str, float]) -> str:
+    """Kernels, with the part of the attention time that each takes."""
+    if len(parts) < 2:
+        return f"kernel {next(iter(parts))}" if parts else "no attention"
     return "kernels " + ", ".join(f"{name} {part:.0%}" for name, part in parts.items())
-
-
-def _word(value: object) -> str:
-    return "none" if value is None else str(value)
 
 
 def _seconds_text(seconds: float) -> str:
@@ -219,10 +204,29 @@ def _seconds_text(seconds: float) -> str:
 
 def _part_text(numbers: dict[str, Any], name: str) -> str:
     seconds, runtime = numbers[f"{name}_seconds"], numbers["runtime_seconds"]
-    share = seconds / runtime if runtime else 0.0
-    return f"{_seconds_text(seconds)} ({share:.0%})"
+    return f"{_seconds_text(seconds)} ({seconds / runtime if runtime else 0.0:.0%})"
 
 
+CLUSTER_FLAGS = (
+    Flag(
+        "--cluster",
+        f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
+        str,
+        "NAME|FILE",
+        DEFAULT_CLUSTER,
+    ),
+    Flag(
+        "--kernel",
+        "one of the cluster's kernels, for all attentions that it can do; otherwise each is done "
+        "by the fastest for it",
+        str,
+        "NAME",
+    ),
+    Flag(
+        "--best",
+        "search the options that are not given, and the method if none is, for the shortest time",
+    ),
+)
 COMMAND = Command(
     name="simulate",
     summary="model the timeline on a cluster: runtime, MFU, exposed communication, memory",
@@ -234,7 +238,9 @@ COMMAND = Command(
             "--overlap",
             "events: each operation waits for its inputs only (default); strict: both halves of "
             "a step end before the next begins; none: one operation at a time",
-            *(one_of("way to overlap", Overlap), "|".join(Overlap), Overlap.EVENTS.value),
+            one_of("way to overlap", Overlap),
+            "|".join(Overlap),
+            Overlap.EVENTS.value,
         ),
         Flag("--trace", "write a trace that Perfetto opens", Path, "FILE.json"),
         Flag("--trace-ranks", f"ranks in it (default the first {TRACE_RANKS})", size, "N"),

@@ -1,4 +1,4 @@
-"""`mesh-attention tune`: the best predicted settings measured on real ranks, under torchrun."""
+"""`mesh-attention tune`: measures the best predicted settings on real ranks, under torchrun."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.advise import AskedOfAll, asked_of_all
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.models import MODELS
+from mesh_attention.cli.advise import MODEL_FLAG, AskedOfAll, asked_of_all
+from mesh_attention.cli.command import Command, Flag, UsageError, on_ranks
 from mesh_attention.cli.options import add_question_flags
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cli.values import one_of, size
+from mesh_attention.cli.values import size
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.problem import problem_text
 
 if TYPE_CHECKING:
+    from mesh_attention.measure.ranks import Ranks
     from mesh_attention.measure.tune import TuningOutcome
 
 USUAL_MEASUREMENTS = 10
 
 
 def run(args: argparse.Namespace) -> int:
-    # Here, since this is a command of ranks: the others need no torch.
-    from mesh_attention.cli.on_ranks import on_ranks
-    from mesh_attention.measure.ranks import MeasureError, Ranks
-    from mesh_attention.measure.tune import tune_ranks
-    from mesh_attention.request.auto import cluster_here
-
     if args.method is not None:
         raise UsageError("tune measures all methods; leave --method out")
     if args.output is None:
@@ -39,109 +33,118 @@ def run(args: argparse.Namespace) -> int:
             "--output is missing: the file that the answer goes to, as in --output tuned.json; "
             "ContextParallel(tuned='tuned.json') then uses it"
         )
-    args.kernel = args.passes = None  # flags of others: both passes, and kernels as they are chosen
+    args.kernel = args.passes = None  # `asked_of_all` reads them; tune has no such flags
+    command = "tune --tokens 65536 --causal --output tuned.json"
+    return on_ranks(command, None, lambda ranks: _tune(args, ranks))
 
-    def work(ranks: Ranks) -> int:
-        if args.ranks not in (None, ranks.size):
-            raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")
-        args.ranks = ranks.size
-        asked: AskedOfAll = ranks.of_first(lambda: asked_of_all(args, "tune"))
-        here, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))
-        cluster = here if args.cluster is None else asked.cluster
-        with progress("measuring", shown=ranks.rank == 0) as tell:
-            tuned = tune_ranks(
-                *(ranks, asked.problem, cluster, asked.options),
-                output=args.output,
-                measurements=args.measurements,
-                again=args.again,
-                progress=tell,
-                tell_line=_log if ranks.rank == 0 and not sys.stderr.isatty() else None,
-            )
-        if ranks.rank == 0:
-            line = found_by if args.cluster is None else asked.found_by
-            show(
-                args,
-                lambda: _to_json(tuned, args.output, cluster, line),
-                lambda: "\n".join(
-                    [
-                        problem_text(asked.problem),
-                        *_for_people(tuned, args.output),
-                        f"Cluster: {line}.",
-                    ]
-                ),
-            )
-        return 0
 
-    return on_ranks("tune --tokens 65536 --causal --output tuned.json", None, work)
+def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
+    # Imported here, as they import torch, which most commands do not need.
+    from mesh_attention.measure.ranks import MeasureError
+    from mesh_attention.measure.tune import tune_ranks
+    from mesh_attention.request.auto import cluster_here
+
+    if args.ranks not in (None, ranks.size):
+        raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")
+    args.ranks = ranks.size
+    asked: AskedOfAll = ranks.of_first(lambda: asked_of_all(args, "tune"))
+    cluster, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))
+    if args.cluster is not None:
+        cluster, found_by = asked.cluster, asked.found_by
+    with progress("measuring", shown=ranks.rank == 0) as tell:
+        outcome = tune_ranks(
+            ranks,
+            asked.problem,
+            cluster,
+            asked.options,
+            output=args.output,
+            measurements=args.measurements,
+            again=args.again,
+            progress=tell,
+            tell_line=_log if ranks.rank == 0 and not sys.stderr.isatty() else None,
+        )
+    if ranks.rank == 0:
+        show(
+            args,
+            lambda: _to_json(outcome, args.output, cluster, found_by),
+            lambda: "\n".join(
+                [
+                    problem_text(asked.problem),
+                    *_text_lines(outcome, args.output),
+                    f"Cluster: {found_by}.",
+                ]
+            ),
+        )
+    return 0
 
 
 def _log(line: str) -> None:
-    """Where nobody sees a bar."""
+    """In place of a bar, where standard error is no terminal."""
     print(f"tune: {line}", file=sys.stderr, flush=True)
 
 
-def _rows(tuned: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
+def _rows(outcome: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
     """What was measured, the fastest first."""
-    measured = tuned.tuning.measured
-    known = [one for one in tuned.tuning.contenders[direction] if one.key in measured]
+    measured = outcome.tuning.measured
+    known = [scored for scored in outcome.tuning.contenders[direction] if scored.key in measured]
     return [
         {
-            "method": one.name,
-            "options": one.options,
-            "text": one.text,
-            "predicted_seconds": one.seconds,
-            "seconds": None if measured[one.key] == inf else measured[one.key],
-            "cannot_run": tuned.tuning.refused.get(one.key),
+            "method": scored.name,
+            "options": scored.options,
+            "text": scored.text,
+            "predicted_seconds": scored.seconds,
+            "seconds": None if measured[scored.key] == inf else measured[scored.key],
+            "cannot_run": outcome.tuning.refused.get(scored.key),
         }
-        for one in sorted(known, key=lambda one: measured[one.key])
+        for scored in sorted(known, key=lambda scored: measured[scored.key])
     ]
 
 
-def _to_json(tuned: TuningOutcome, file: Path, cluster: Cluster, line: str) -> dict[str, Any]:
+def _to_json(outcome: TuningOutcome, file: Path, cluster: Cluster, found_by: str) -> dict[str, Any]:
     return {
         "cluster": cluster.name,
-        "cluster_found": line,
+        "cluster_found": found_by,
         "chosen": {
-            one.direction.value: {
-                "method": one.name,
-                "options": one.options,
-                "seconds": tuned.tuning.measured[one.key],
+            scored.direction.value: {
+                "method": scored.name,
+                "options": scored.options,
+                "seconds": outcome.tuning.measured[scored.key],
             }
-            for one in tuned.best
+            for scored in outcome.best
         },
-        "seconds": tuned.seconds,
-        "measurements": tuned.taken,
-        "measurements_before": tuned.before,
-        "contenders": {d.value: len(x) for d, x in tuned.tuning.contenders.items()},
-        "measured": {one.value: _rows(tuned, one) for one in Direction},
+        "seconds": outcome.seconds,
+        "measurements": outcome.taken,
+        "measurements_before": outcome.before,
+        "contenders": {d.value: len(x) for d, x in outcome.tuning.contenders.items()},
+        "measured": {d.value: _rows(outcome, d) for d in Direction},
         "file": str(file),
-        "earlier_answer_stays": tuned.stays,
+        "earlier_answer_stays": outcome.stays,
     }
 
 
-def _for_people(tuned: TuningOutcome, file: Path) -> list[str]:
+def _text_lines(outcome: TuningOutcome, file: Path) -> list[str]:
     lines = []
     for direction in Direction:
         rows = [(direction.value, "measured", "predicted")]
         reasons = []
-        for row in _rows(tuned, direction):
+        for row in _rows(outcome, direction):
             seconds = row["seconds"]
             took = "cannot run" if seconds is None else f"{seconds * 1e3:.2f} ms"
             rows.append((row["text"], took, f"{row['predicted_seconds'] * 1e3:.2f} ms"))
             if row["cannot_run"]:
                 reasons.append(f"{row['text']} cannot run: {row['cannot_run']}")
         lines += [table(rows), *reasons, ""]
-    forward, backward = (one.text for one in tuned.best)
-    before = f", {tuned.before} of an earlier tuning" if tuned.before else ""
+    forward, backward = (scored.text for scored in outcome.best)
+    before = f", {outcome.before} of an earlier tuning" if outcome.before else ""
     lines.append(
-        f"The fastest: forward {forward}, backward {backward}: {tuned.seconds * 1e3:.2f} ms "
-        f"together ({tuned.taken} measurements{before})."
+        f"The fastest: forward {forward}, backward {backward}: {outcome.seconds * 1e3:.2f} ms "
+        f"together ({outcome.taken} measurements{before})."
     )
-    if tuned.stays:
+    if outcome.stays:
+        answer = outcome.answer
         lines.append(
-            f"The answer that {file} has stays ({tuned.answer.text}): it took "
-            f"{tuned.answer.seconds * 1e3:.2f} ms when it was measured, on "
-            f"{tuned.answer.measured_on}; --again replaces it."
+            f"The answer that {file} has stays ({answer.text}): it took {answer.seconds * 1e3:.2f} "
+            f"ms when it was measured, on {answer.measured_on}; --again replaces it."
         )
     lines.append(f"Use it: ContextParallel(tuned={str(file)!r}, ...) with the same sizes.")
     return lines
@@ -156,23 +159,23 @@ COMMAND = Command(
             "--output",
             "the file of the answer, for ContextParallel(tuned=...); one that is there keeps its "
             "answers to other questions (needed)",
-            *(Path, "FILE.json"),
+            Path,
+            "FILE.json",
         ),
-        Flag(
-            "--model",
-            f"heads of a known model, causal: {', '.join(MODELS)}",
-            *(one_of("model", MODELS), "NAME"),
-        ),
+        MODEL_FLAG,
         Flag(
             "--cluster",
             f"what predictions go by: a file of profile, or {', '.join(cluster_names())} (default: "
             "by this machine's GPU)",
-            *(str, "NAME|FILE"),
+            str,
+            "NAME|FILE",
         ),
         Flag(
             "--measurements",
             f"at most so many (default {USUAL_MEASUREMENTS}), those of a tuning that was ended too",
-            *(size, "N", USUAL_MEASUREMENTS),
+            size,
+            "N",
+            USUAL_MEASUREMENTS,
         ),
         Flag("--again", "measure anew what an earlier tuning has measured, and replace its answer"),
     ),

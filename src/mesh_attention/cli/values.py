@@ -1,7 +1,7 @@
-"""How the values of options are written: `3x3`, `512MiB`, `128:0`, `0,100,400`.
+"""Readers of option values: `3x3`, `512MiB`, `128:0`, `0,100,400`, a file of JSON.
 
-Each reader takes the text of one value and raises with an example when it does not fit. Digits are
-0 to 9; a regular expression's digit would be that of any script.
+Each reader takes the text of a value and raises with an example when it does not fit. Patterns say
+[0-9], since \\d would also match digits of other scripts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ _MOST_BYTES = 1 << 26  # of a file that is a value
 
 
 def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
-    found = re.fullmatch(pattern, text)
-    if not found:
+    match = re.fullmatch(pattern, text)
+    if not match:
         raise ArgumentTypeError(f"{text!r} is not {what}")
-    return found
+    return match
 
 
 def size(text: str) -> int:
-    """A whole number of at least 1."""
     return _whole_number(text, at_least=1)
 
 
 def count(text: str) -> int:
-    """A whole number of at least 0."""
     return _whole_number(text, at_least=0)
 
 
@@ -45,12 +43,11 @@ def _whole_number(text: str, *, at_least: int) -> int:
     _matched(text, r"-?[0-9]+", "a whole number such as 8")
     if len(text) > _MOST_DIGITS:
         raise ArgumentTypeError(f"a number of {len(text)} digits is too large")
-    number = int(text)
-    if number < at_least:
+    if int(text) < at_least:
         raise ArgumentTypeError(
             f"{text} is not possible; give a whole number of at least {at_least}"
         )
-    return number
+    return int(text)
 
 
 def fraction(text: str) -> float:
@@ -61,8 +58,8 @@ def fraction(text: str) -> float:
 
 def pair(what: str) -> Callable[[str], tuple[int, int]]:
     def read(text: str) -> tuple[int, int]:
-        found = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", what)
-        first, second = int(found[1]), int(found[2])
+        match = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", what)
+        first, second = int(match[1]), int(match[2])
         if first < 1 or second < 1:
             raise ArgumentTypeError(f"{text}: both numbers must be at least 1")
         return first, second
@@ -77,10 +74,10 @@ def byte_size(text: str) -> int:
     """
     if re.match(r"\s*-\s*[0-9]", text):
         raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in _UNITS:
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in _UNITS:
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
-    number = int(float(found[1]) * _UNITS[found[2]])
+    number = int(float(match[1]) * _UNITS[match[2]])
     if number < 1:
         raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
     return number
@@ -93,24 +90,25 @@ def window(text: str) -> tuple[int | None, int | None]:
     ((128, 0), (128, 64), (None, 0))
     """
     side = "[0-9]{1,18}|inf"
-    found = _matched(text, f"({side})(?::({side}))?", "a window such as 128, 128:64 or 128:inf")
-    first, second = (None if one == "inf" else int(one) for one in (found[1], found[2] or "0"))
-    return first, second
+    match = _matched(text, f"({side})(?::({side}))?", "a window such as 128, 128:64 or 128:inf")
+    left, right = (None if end == "inf" else int(end) for end in (match[1], match[2] or "0"))
+    return left, right
 
 
 def starts(text: str) -> tuple[int, ...]:
     pattern = r"[0-9]{1,18}(,[0-9]{1,18})+"
-    found = _matched(text, pattern, "a list of document starts such as 0,100,400")
-    return tuple(map(int, found[0].split(",")))
+    match = _matched(text, pattern, "a list of document starts such as 0,100,400")
+    return tuple(map(int, match[0].split(",")))
 
 
 def json_file(path: str) -> Any:
-    """What a file holds."""
+    """The contents of a file."""
     try:
         return json.loads(read_text(path, most_bytes=_MOST_BYTES))
-    except (FileError, ValueError, RecursionError) as error:
-        told = str(error) if isinstance(error, FileError) else f"{path} is not JSON: {error}"
-        raise ArgumentTypeError(told) from error
+    except FileError as error:
+        raise ArgumentTypeError(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise ArgumentTypeError(f"{path} is not JSON: {error}") from error
 
 
 def one_of(what: str, names: Iterable[str]) -> Callable[[str], str]:

@@ -1,4 +1,4 @@
-"""`mesh-attention verify`: prove a plan, made here or read from its text form."""
+"""`mesh-attention verify`: proves a plan, made here or read from its text form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import add_plan_flags, directions_of, given, plan_of
+from mesh_attention.cli.options import add_plan_flags, directions_of, plan_of, question_flags
 from mesh_attention.cli.output import progress, show
 from mesh_attention.errors import PlanTextError
 from mesh_attention.files import read_text
@@ -28,18 +28,18 @@ def run(args: argparse.Namespace) -> int:
         lambda: {
             "ok": not findings,
             "digest": digest(plan),
-            "problems": [found.to_json() for found in findings],
+            "problems": [finding.to_json() for finding in findings],
         },
-        lambda: _for_people(plan, findings),
+        lambda: _to_text(plan, findings),
     )
     return 1 if findings else 0
 
 
-def _for_people(plan: Plan, findings: Sequence[Finding]) -> str:
+def _to_text(plan: Plan, findings: Sequence[Finding]) -> str:
     if findings:
         return "\n".join([*map(str, findings), f"bad: {len(findings)} problems found"])
-    operations = sum(len(p.operations) for one in plan.passes for p in one.programs)
-    passes = " and ".join(str(one.direction) for one in plan.passes)
+    operations = sum(len(p.operations) for pass_ in plan.passes for p in pass_.programs)
+    passes = " and ".join(str(pass_.direction) for pass_ in plan.passes)
     return (
         f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
         f"computed once and reduced to its owner once, and no rank deadlocks "
@@ -47,29 +47,25 @@ def _for_people(plan: Plan, findings: Sequence[Finding]) -> str:
     )
 
 
-def _text(source: str) -> str:
-    if source != "-":
-        return read_text(source, most_bytes=MOST_BYTES)
-    begin = sys.stdin.read(len(HEADER))  # what is no plan may have no end
-    return begin + sys.stdin.read(MOST_BYTES) if begin == HEADER else begin
-
-
 def _read(args: argparse.Namespace) -> Plan:
-    options = given(args)
-    if options:
-        raise UsageError(f"--text gives the whole plan; leave out {', '.join(options)}")
+    """The plan of `--text`, with the passes of `--pass`."""
+    flags = question_flags(args)
+    if flags:
+        raise UsageError(f"--text gives the whole plan; leave out {', '.join(flags)}")
+    if args.text == "-":
+        text = sys.stdin.read(len(HEADER))  # an input that is no plan may have no end
+        text += sys.stdin.read(MOST_BYTES) if text == HEADER else ""
+    else:
+        text = read_text(args.text, most_bytes=MOST_BYTES)
     try:
-        plan = parse_plan(_text(args.text))
+        plan = parse_plan(text)
     except PlanTextError as error:
         raise UsageError(f"{args.text} is not the text form of a plan: {error}") from error
-    if args.passes is None:
-        wanted = plan.passes
-    else:
-        directions = directions_of(args)
-        wanted = tuple(one for one in plan.passes if one.direction in directions)
-    if not wanted:
+    directions = directions_of(args)
+    passes = tuple(pass_ for pass_ in plan.passes if pass_.direction in directions)
+    if not passes:
         raise UsageError(f"{args.text} holds no {args.passes or ''} pass to verify")
-    return dataclasses.replace(plan, passes=wanted)
+    return dataclasses.replace(plan, passes=passes)
 
 
 COMMAND = Command(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
@@ -26,42 +25,37 @@ def run(args: argparse.Namespace) -> int:
     counts = count(plan)
     return show(
         args,
-        lambda: {str(direction): found.to_json() for direction, found in counts.items()},
-        lambda: _for_people(plan, counts),
+        lambda: {str(direction): counted.to_json() for direction, counted in counts.items()},
+        lambda: _to_text(plan, counts),
     )
 
 
-def _for_people(plan: Plan, counts: dict[Direction, PassCount]) -> str:
-    numbers = [found.to_json() for found in counts.values()]
+def _to_text(plan: Plan, counts: dict[Direction, PassCount]) -> str:
+    passes = [counted.to_json() for counted in counts.values()]
 
-    def row(name: str, *path: str) -> list[str]:
-        return [name, *(bytes_text(_at(one, path)) for one in numbers)]
+    def row(name: str, key: str, statistic: str) -> list[str]:
+        return [name, *(bytes_text(numbers[key][statistic]) for numbers in passes)]
 
+    by_operation = [numbers["bytes_per_rank_by_operation"] for numbers in passes]
     rows = [
         ["", *map(str, counts)],
         row("received by a rank, mean", "bytes_per_rank", "mean"),
         row("received by a rank, max", "bytes_per_rank", "max"),
     ]
-    kinds = sorted({kind for one in numbers for kind in one["bytes_per_rank_by_operation"]})
-    rows += [row(f"  by {kind}", "bytes_per_rank_by_operation", kind, "mean") for kind in kinds]
+    for kind in sorted({kind for kinds in by_operation for kind in kinds}):
+        means = [kinds.get(kind, {}).get("mean", 0) for kinds in by_operation]
+        rows.append([f"  by {kind}", *map(bytes_text, means)])
     rows += [
         row("  of it LSE and delta", "statistics_bytes_per_rank", "mean"),
         row("from other nodes, mean", "inter_node_bytes_per_rank", "mean"),
         row("from other nodes, max", "inter_node_bytes_per_rank", "max"),
-        row("most workspace at once", "peak_buffer_bytes"),
-        ["units over all ranks", *(f"{one['units_total']:.10g}" for one in numbers)],
+        ["most workspace at once", *(bytes_text(x["peak_buffer_bytes"]) for x in passes)],
+        ["units over all ranks", *(f"{x['units_total']:.10g}" for x in passes)],
     ]
     unit = next(iter(counts.values())).unit_bytes
-    settings = {f"tile {one.setting['tile']}" for one in plan.passes if "tile" in one.setting}
-    head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(settings)])
+    tiles = {f"tile {pass_.setting['tile']}" for pass_ in plan.passes if "tile" in pass_.setting}
+    head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)])
     return f"{head}\n{table(rows)}\n1 unit is one Q partition, {bytes_text(unit)}"
-
-
-def _at(numbers: dict[str, Any], path: tuple[str, ...]) -> float:
-    found: Any = numbers
-    for key in path:
-        found = found.get(key, {})
-    return float(found or 0)
 
 
 def _show_comparison(args: argparse.Namespace) -> int:
@@ -79,18 +73,16 @@ def _show_comparison(args: argparse.Namespace) -> int:
             raise UsageError(f"--compare tries all methods and settings; leave --{flag} out")
     with progress("planning") as tell:
         rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
-    return show(args, lambda: [row.to_json() for row in rows], lambda: _compared(rows))
+    return show(args, lambda: [row.to_json() for row in rows], lambda: _compared_text(rows))
 
 
-def _compared(rows: Sequence[Compared]) -> str:
-    directions = (Direction.FORWARD, Direction.BACKWARD)
+def _compared_text(rows: Sequence[Compared]) -> str:
     head = ["method", "setting"]
-    for direction in directions:
+    for direction in Direction:
         head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
-    lines = [head] + [_line(row, directions) for row in rows]
     refused = "".join(f"{row.method}: {row.reason}\n" for row in rows if row.reason is not None)
     return (
-        f"{table(lines)}\n"
+        f"{table([head, *map(_cells, rows)])}\n"
         f"{refused}"
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
@@ -98,21 +90,20 @@ def _compared(rows: Sequence[Compared]) -> str:
     )
 
 
-def _line(row: Compared, directions: tuple[Direction, ...]) -> list[str]:
-    setting = " ".join(f"{name}={_short(value)}" for name, value in row.setting.items()) or "-"
-    cells = [row.method, setting if row.reason is None else "cannot"]
-    for direction in directions:
-        one = row.counts.get(direction)
-        if one is None:
+def _cells(row: Compared) -> list[str]:
+    words = [
+        f"{name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in row.setting.items()
+    ]
+    cells = [row.method, (" ".join(words) or "-") if row.reason is None else "cannot"]
+    for direction in Direction:
+        counted = row.counts.get(direction)
+        if counted is None:
             cells += ["-"] * 5
             continue
-        sizes = (one.total_bytes, one.inter_node_bytes, one.peak_buffer_bytes)
-        cells += [*map(bytes_text, sizes), str(one.collectives), str(one.point_to_point)]
+        sizes = (counted.total_bytes, counted.inter_node_bytes, counted.peak_buffer_bytes)
+        cells += [*map(bytes_text, sizes), str(counted.collectives), str(counted.point_to_point)]
     return cells
-
-
-def _short(value: object) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 COMMAND = Command(

@@ -1,8 +1,8 @@
 """Which of the known clusters a machine is: by the name of its GPU and the speed of its NICs.
 
-Nothing is measured. The GPU decides on a cluster file; its memory, the ranks of a node and its
-NICs, where the kernel tells their speed, correct it; what is not known is taken from the file. One
-line says so, and that the file is only the nearest where it is about another GPU.
+Nothing is measured. The GPU decides on a cluster file. Its memory, the ranks of a node and the NICs
+whose speed the kernel tells correct the file; the rest is taken from it. A line says so, and
+whether the file is only the nearest, about another GPU. Used where a caller names no cluster.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_known_gpu(name: str) -> bool:
 
 
 def find_cluster(machine: Machine) -> tuple[Cluster, str]:
-    """The nearest known cluster, and a line that says what was found and what was made of it."""
+    """The nearest known cluster, and a line that names the machine and what it is reckoned as."""
     gpu = machine.gpu or ""
     name, exact = next(((c, e) for word, c, e in _GPUS if re.search(word, gpu)), (NEAREST, None))
     file = cluster = load_cluster(name)

@@ -1,10 +1,10 @@
 """How long a pass takes as one rank sees it: its own program, with the others there on time.
 
-A search looks at hundreds of settings, and to simulate all ranks takes seconds each; the program of
-one rank takes milliseconds. Two numbers come of it. `seconds` is the estimate by which settings are
-ranked: both streams, slowed by each other as the cluster says, and links shared with the ranks of
-the node as if they did the same. `least_seconds` is a bound: no simulation of all ranks is shorter,
-since to wait for others and to share links can only delay what a program does in its order.
+A search looks at hundreds of settings. To simulate all ranks takes seconds each, the program of one
+rank milliseconds. `seconds` is the estimate by which `choose/` ranks settings: both streams, slowed
+by each other as the cluster says, and links shared with the ranks of the node as if they did the
+same. `least_seconds` is a bound: no simulation of all ranks is shorter, since waiting for others
+and sharing links can only delay a program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
@@ -23,9 +24,6 @@ from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Collective, Free, SendRecv
 from mesh_attention.plan.language.traffic import TrafficMeter
-from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks
-from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.plan.problem.mask import Mask
 
 _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 
@@ -47,16 +45,12 @@ def estimate(
     cluster: Cluster,
     direction: Direction,
     *,
+    ranks: Sequence[int],
     overlap: Overlap = Overlap.EVENTS,
     kernel: str | None = None,
-    ranks: Sequence[int] | None = None,
 ) -> Estimate:
-    """`ranks`: those to look at; left out, the first, the last, one in between, and the rank whose
-    queries see most."""
+    """`ranks`: those to look at."""
     with collector_paused():
-        if ranks is None:
-            last = plan.num_ranks - 1
-            ranks = sorted({0, last // 2, last, busiest_rank(plan)})
         compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
         costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
         timed = [_Rank(compiled, cluster, costs, sharing, overlap, rank) for rank in ranks]
@@ -70,14 +64,6 @@ def estimate(
         )
 
 
-def busiest_rank(plan: Plan) -> int:
-    """By the pairs of a rank's own queries: under a window or documents they differ."""
-    mask = plan.problem.mask
-    if mask.is_full or (plan.q_layout.kind is LayoutKind.ZIGZAG and mask == Mask(causal=True)):
-        return 0
-    return int(pairs_of_ranks(plan.q_layout, plan.problem.rows).argmax())
-
-
 class _LinkSharing:
     """Which links the ranks of a plan share with each other, as if all did the same at once."""
 
@@ -86,7 +72,6 @@ class _LinkSharing:
         self._groups = compiled.pass_.groups
         per_node = cluster.node.ranks
         self.nodes = [device // per_node for device in self._devices]
-        self._collectives: dict[tuple[str, int], tuple[float, bool]] = {}
 
     def _here(self, group: Sequence[int], rank: int) -> int:
         """Members of a group in the node of `rank`."""
@@ -94,9 +79,8 @@ class _LinkSharing:
         return sum([nodes[member] == node for member in group])
 
     def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
-        """How much longer a flow out of a node takes, if all groups of the node have one at once;
-        all members there, where it goes to the place in another node that its sender has in its
-        own."""
+        """How much longer a flow out of a node takes if every group of the node has one at once. If
+        it goes to the place in another node that its sender has in its own, every member has."""
         cluster, network, here = self._cluster, self._cluster.network, self._here(group, rank)
         flows = min(cluster.node.ranks, len(self._devices)) / here
         source, target = map(group.index, ends)
@@ -111,12 +95,6 @@ class _LinkSharing:
     def collective(self, name: str, rank: int) -> tuple[float, bool]:
         """How much longer a collective between nodes takes on NICs that ranks share, and whether it
         leaves the node."""
-        known = self._collectives.get((name, rank))
-        if known is None:
-            known = self._collectives[name, rank] = self._collective(name, rank)
-        return known
-
-    def _collective(self, name: str, rank: int) -> tuple[float, bool]:
         cluster, group = self._cluster, self._groups[name]
         leaves = self._here(group, rank) < len(group)
         if not leaves or not cluster.ranks_share_nics:
@@ -154,6 +132,7 @@ class _Rank:
         program, problem = pass_.programs[rank], plan.problem
         table = program.buffer_table()
         meter, known = TrafficMeter(problem, table), compiled.seconds.get(rank, {})
+        shared = cache(lambda group: links.collective(group, rank))
         waits, self.at_once = compiled.waits.get(rank), transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
             plan, pass_, overlap, rank, at_once=self.at_once, waits=waits
@@ -168,14 +147,13 @@ class _Rank:
         flows, collectives = 0.0, {True: 0.0, False: 0.0}  # by whether they leave the node
         for index, op in enumerate(program.operations):
             if isinstance(op, SendRecv):
-                group = pass_.groups[op.group]
+                group, flow = pass_.groups[op.group], meter.flows(op)
                 seconds, sharing, leaves = 0.0, 1.0, False
-                for pieces, ends in (
-                    (op.sends, (rank, group[op.to_member])),
-                    (op.receives, (group[op.from_member], rank)),
+                for pieces, size, ends in (
+                    (op.sends, flow.sent[op.to_member], (rank, group[op.to_member])),
+                    (op.receives, flow.received[op.from_member][0], (group[op.from_member], rank)),
                 ):
                     if pieces:
-                        size = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
                         source, target = (plan.devices[end] for end in ends)
                         seconds = max(seconds, costs.flow(source, target, size))
                         if links.nodes[ends[0]] != links.nodes[ends[1]]:
@@ -189,7 +167,7 @@ class _Rank:
                     seconds = known[index]
                 else:
                     seconds = costs.collective(op, meter.flows(op), member)
-                sharing, leaves = links.collective(op.group, rank)
+                sharing, leaves = shared(op.group)
                 slowdown = cluster.disturbance.collective_slowdown
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 collectives[leaves] += seconds
@@ -218,8 +196,8 @@ class _Rank:
 
 
 class _Streams:
-    """Two streams of a rank, each in program order, of which each may slow the other; or one thread
-    and what it has in flight."""
+    """Two streams of a rank, each in program order, which slow each other; or one thread and the
+    transfers that it has in flight."""
 
     def __init__(self, rank: _Rank, *, disturbed: bool) -> None:
         self._rank, self._disturbed = rank, disturbed
@@ -266,7 +244,8 @@ class _Streams:
                     self._done[self._computing_at] = 1
 
     def _speed(self, move: _Move, *, beside: bool) -> float:
-        """Those that leave the node, or do not, divide a link. As a bound there is room for all."""
+        """Transfers that leave the node divide one link, the others another. For the bound all have
+        room."""
         if not self._disturbed:
             return 1.0
         speed = 1.0 - move.slowdown if beside else 1.0

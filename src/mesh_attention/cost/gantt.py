@@ -1,4 +1,7 @@
-"""A Gantt chart of timelines: two streams for each of the first ranks, with matplotlib."""
+"""A Gantt chart of timelines: two streams for each of the first ranks, with matplotlib.
+
+`simulate --gantt` and the demo write it; the report has the colours in common.
+"""
 
 from __future__ import annotations
 

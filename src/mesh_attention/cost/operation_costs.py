@@ -91,7 +91,6 @@ class ClusterCosts:
         self._clock = compiled.clock
         self._two_streams = plan.target.takes_turns and direction is Direction.FORWARD
         self._beside = plan.num_ranks > 1 and plan.target.own_stream
-        self._known: dict[tuple[object, ...], TimedCall] = {}
         transfers = TransferCosts(cluster.links, plan, compiled.pass_)
         self.collective, self.flow = transfers.collective, transfers.flow
 
@@ -111,16 +110,12 @@ class ClusterCosts:
         fresh = self._clock.fresh(op) if len(op.calls) == 1 else (False, False)
         calls: list[TimedCall] = []
         for at, call in enumerate(op.calls):
-            rounds = self._rounds(op, table, at)
             size = self._clock.size(op, table, call)
+            timed = self._call(call, size, self._rounds(op, table, at))
             # Calls take turns on two streams: a result is merged while the next call runs.
-            hidden = self._two_streams and at + 1 < len(op.calls)
-            key = (size, call.kernel, call.leave_sms, fresh, rounds, hidden)
-            timed = self._known.get(key)
-            if timed is None:
-                timed = self._call(call, size, rounds)
-                merge = 0.0 if hidden else self._clock.merge(size, fresh)
-                timed = self._known[key] = timed._replace(seconds=timed.seconds + merge)
+            if not self._two_streams or at + 1 == len(op.calls):
+                merge = self._clock.merge(size, fresh)
+                timed = timed._replace(seconds=timed.seconds + merge)
             if calls and timed.joins(calls[-1]):
                 before = calls.pop()
                 timed = before._replace(

@@ -32,17 +32,10 @@ PLACES = ("alpha", "units_per_node")  # options that say which rank holds which 
 
 
 def plan_on(
-    cluster: Cluster | str | Path,
-    problem: Problem,
-    num_ranks: int,
-    *,
-    method: str,
-    directions: tuple[Direction, ...] = BOTH,
-    **options: Any,
+    cluster: Cluster | str | Path, problem: Problem, num_ranks: int, **options: Any
 ) -> Plan:
-    """`make_plan` for so many ranks of this cluster."""
-    question = ask_on(cluster, problem, num_ranks, method=method, directions=directions, **options)
-    return question.plan()
+    """`make_plan` for so many ranks of this cluster; `method` and others as `ask_on` has them."""
+    return ask_on(cluster, problem, num_ranks, **options).plan()
 
 
 def ask_on(
@@ -88,7 +81,7 @@ def tokens_stay(plan: Plan, options: Mapping[str, Any]) -> bool:
 
 
 def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen for a pass: what it says itself, and the options that it does not name."""
+    """The setting of a pass as people read it: what the pass states, and the other options."""
     setting: dict[str, Any] = {**pass_.setting, "layout": plan.q_layout.kind.value}
     stated = {*setting, *(f"backward_{name}" for name in setting), "ranks_per_node", "costs"}
     for name, value in options.items():

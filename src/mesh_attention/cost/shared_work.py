@@ -15,18 +15,17 @@ from collections.abc import Mapping, Sequence
 from mesh_attention.cost.operation_costs import OperationCosts, TimedCall
 from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import (
     Attention,
     CallKind,
-    Collective,
+    Communication,
     Free,
     Operation,
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.passes.alike import Alike
+from mesh_attention.plan.language.workspace import Alike
 
 
 def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:
@@ -51,7 +50,7 @@ def _are_alike(nodes: Sequence[int], copies: int) -> bool:
 
 
 def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) -> bool:
-    """Whether ranks send to ranks of other nodes: all flows of a node divide what it can send."""
+    """Whether ranks send to other nodes: then all flows of a node divide its rate."""
     groups = {
         op.group
         for rank in ranks
@@ -62,7 +61,7 @@ def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) 
 
 
 class SharedWork:
-    """Waits of each rank, and kernel calls, flows and bytes of its operations."""
+    """Waits of each rank, and kernel calls and flows of its operations."""
 
     def __init__(
         self,
@@ -85,10 +84,13 @@ class SharedWork:
         self._tables = {rank: program.buffer_table() for rank, program in programs.items()}
         calls: dict[int, dict[Operation, tuple[TimedCall, ...]]] = {}
         flows: dict[int, dict[Operation, Flows]] = {}
-        sizes: dict[int, dict[tuple[Piece, ...], int]] = {}
+        meters: dict[int, TrafficMeter] = {}
+        for rank, number in numbers.items():
+            if number not in meters:
+                meters[number] = TrafficMeter(plan.problem, self._tables[rank])
+        self._meters = {rank: meters[number] for rank, number in numbers.items()}
         self._calls = {rank: calls.setdefault(number, {}) for rank, number in numbers.items()}
         self._flows = {rank: flows.setdefault(number, {}) for rank, number in numbers.items()}
-        self._sizes = {rank: sizes.setdefault(number, {}) for rank, number in numbers.items()}
 
     def waits(self, rank: int) -> WaitsOfOps:
         compiled = self._compiled.get(rank)
@@ -123,17 +125,10 @@ class SharedWork:
                 self._calls[rank][op] = known
         return known
 
-    def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
-        known = self._sizes[rank].get(pieces)
-        if known is None:
-            table, problem = self._tables[rank], self._plan.problem
-            known = sum(piece.num_bytes(table[piece.buffer], problem) for piece in pieces)
-            self._sizes[rank][pieces] = known
-        return known
-
-    def flows(self, rank: int, op: Collective) -> Flows:
+    def flows(self, rank: int, op: Communication) -> Flows:
+        if isinstance(op, SendRecv):  # ranks of a ring have other peers, and so other operations
+            return self._meters[rank].flows(op)
         known = self._flows[rank].get(op)
         if known is None:
-            known = TrafficMeter(self._plan.problem, self._tables[rank]).flows(op)
-            self._flows[rank][op] = known
+            known = self._flows[rank][op] = self._meters[rank].flows(op)
         return known

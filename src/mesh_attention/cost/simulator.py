@@ -148,7 +148,7 @@ class _Simulation:
             state.known_computing = computing
             for transfer in state.transfers:
                 transfer.computing += 1 if computing else -1
-                self._clock.set_speed(transfer.activity, transfer.speed)
+                self._clock.set_speed(transfer, transfer.disturbed_speed)
 
     def _begin_communication(self, state: RankState) -> bool:
         if state.call is not None and state.call.waits:
@@ -247,15 +247,15 @@ class _Simulation:
 
     def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
         rank, ranks = state.rank, self._pass.groups[op.group]
+        flows = self._work.flows(rank, op)
         self._open[rank, at] = bool(op.sends) + bool(op.receives)
         if op.sends:
-            flow = (op.group, rank, ranks[op.to_member])
-            sent = self._work.num_bytes(rank, op.sends)
-            self._pair(flow, (rank, at), sent, self._senders, self._receivers)
+            flow, num_bytes = (op.group, rank, ranks[op.to_member]), flows.sent[op.to_member]
+            self._pair(flow, (rank, at), num_bytes, self._senders, self._receivers)
         if op.receives:
             flow = (op.group, ranks[op.from_member], rank)
-            received = self._work.num_bytes(rank, op.receives)
-            self._pair(flow, (rank, at), received, self._receivers, self._senders)
+            num_bytes, _ = flows.received[op.from_member]
+            self._pair(flow, (rank, at), num_bytes, self._receivers, self._senders)
         if not op.sends and not op.receives:
             self._communicated([(rank, at)])
 
@@ -289,7 +289,7 @@ class _Simulation:
             state.times.start[at] = self._clock.now
             state.transfers.append(transfer)
             transfer.computing += state.known_computing
-        self._clock.start(transfer.activity, transfer.speed)
+        self._clock.start(transfer, transfer.disturbed_speed)
 
     def _ended(self, ends: list[_Place], transfer: Transfer) -> None:
         finished = []

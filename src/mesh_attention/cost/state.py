@@ -1,7 +1,7 @@
 """The state of a simulation: the clock, the links that transfers share, and the streams of ranks.
 
-An activity (a kernel call or a transfer) has so many seconds of work left and a speed. Whoever
-changes a speed settles what was done so far; the clock then knows when each activity ends. A
+An activity (a kernel call or a transfer) has so many seconds of work left and a speed. A change of
+speed first settles what was done so far, so the clock knows when each activity ends. A
 capacity (a NIC, the rate of a node, a pair of ranks) is divided equally among the activities that
 use it. `simulator.py` decides what begins when; nothing here knows a cost.
 """
@@ -107,10 +107,10 @@ class Clock:
         heappush(self._events, (end, self._number, activity.version, activity))
 
 
-class Transfer:
+class Transfer(Activity):
     """A communication in flight. Computation of any member slows all of it."""
 
-    __slots__ = ("activity", "computing", "slowdown")
+    __slots__ = ("computing", "slowdown")
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class Transfer:
         slowdown: float,
         ended: Callable[[Transfer], None],
     ) -> None:
-        self.activity = Activity(seconds, partial(ended, self), uses)
+        super().__init__(seconds, partial(ended, self), uses)
         self.slowdown = slowdown
         self.computing = 0  # members that compute at the same time
 
     @property
-    def speed(self) -> float:
+    def disturbed_speed(self) -> float:
         return 1.0 - self.slowdown if self.computing else 1.0
 
 
@@ -201,8 +201,8 @@ class RankState:
 
 
 class Capacities:
-    """What transfers of a cluster divide among themselves, each thing once. `at_once`: those of a
-    rank run beside each other, and so divide its own links too."""
+    """NICs, nodes and pairs of ranks that transfers divide among themselves. `at_once`: transfers
+    of a rank run beside each other, and so divide its own links too."""
 
     def __init__(self, cluster: Cluster, *, at_once: bool) -> None:
         self._cluster, self._links, self._at_once = cluster, cluster.links, at_once

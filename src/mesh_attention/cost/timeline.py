@@ -1,7 +1,8 @@
-"""What a simulation found: when every operation of every rank was issued, began and ended.
+"""The result of a simulation: when every operation of every rank was issued, began and ended.
 
-For computation issue and begin are the same; a communication is issued when its rank comes to it,
-and begins when the other members have come too.
+Search, command line and report read it; `trace.py` and `gantt.py` show it. For computation issue
+and begin are the same; a communication is issued when its rank comes to it, and begins when the
+other members have come too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Event:
 
 
 def some_timelines(value: Any) -> Sequence[Timeline]:
-    """What was given where pictures and traces want timelines: at least one, in a list."""
+    """Checks an argument of pictures and traces: a list of at least one timeline."""
     if (
         not isinstance(value, Sequence)
         or not value
@@ -73,7 +74,7 @@ class Timeline:
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
     far_bytes: tuple[int, ...]  # those of them that came from other nodes
     kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
-    target: Target | None = None  # for which the programs of `one` were compiled
+    target: Target | None = None  # for which the programs of `pass_` were compiled
 
     @cached_property
     def runtime_seconds(self) -> float:

@@ -1,7 +1,8 @@
 """For what each operation of a rank waits, by the way communication and computation overlap.
 
 `events`: for its own inputs, as the executor does. `strict`: both halves of a step finish before
-the next step begins, as the paper does. `none`: one operation at a time.
+the next step begins, as the paper does. `none`: one operation at a time. Estimate and simulator
+both begin an operation when those it waits for are done.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def attend(
         )
     mask = _mask_of(attention_mask)
     bidirectional = is_causal is False or getattr(module, "is_causal", True) is False
-    told = (
+    refusal = (
         mask.refused
         or _other_window(mask.window, sliding_window)
         or _dropout(dropout)
@@ -93,8 +93,9 @@ def attend(
     )
     out = documents.cp.attend_layer(
         (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
-        None if told is None else MeshAttentionError(told),
-        *(mask.window, softcap),
+        None if refusal is None else MeshAttentionError(refusal),
+        mask.window,
+        softcap,
         documents=documents.documents,
         sinks=getattr(module, "sinks", None) if s_aux is None else s_aux,
         softmax_scale=scaling,
@@ -103,10 +104,10 @@ def attend(
     return out, None
 
 
-def _mask_of(given: Any) -> LayerMask:
-    if isinstance(given, LayerMask):
-        return given
-    if given is None:
+def _mask_of(mask: Any) -> LayerMask:
+    if isinstance(mask, LayerMask):
+        return mask
+    if mask is None:
         return LayerMask(refused="the model makes no mask for its layer that could be read")
     return LayerMask(
         refused="attention_mask is a tensor of queries by keys, which is not supported: give "
@@ -158,6 +159,6 @@ def _unknown(others: Mapping[str, Any]) -> str | None:
     for name, value in others.items():
         if name in _NEUTRAL or value is None or value is False:
             continue
-        told = _WAYS_OUT.get(name, "it is not known what this would do; leave it out")
-        return f"{name} is not supported: {told}"
+        way_out = _WAYS_OUT.get(name, "it is not known what this would do; leave it out")
+        return f"{name} is not supported: {way_out}"
     return None

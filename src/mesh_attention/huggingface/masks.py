@@ -45,16 +45,16 @@ class MaskIsReadError(MeshAttentionError, AttributeError):
         )
 
 
-def layer_mask(*args: Any, **given: Any) -> LayerMask:
+def layer_mask(*args: Any, **arguments: Any) -> LayerMask:
     """What `AttentionMaskInterface` has registered. Arguments differ between versions, so they are
     asked for by name, and what is not there is refused."""
-    if given.get("attention_mask") is not None:
+    if arguments.get("attention_mask") is not None:
         return LayerMask(refused="attention_mask was given to the model: give it to shard_batch")
-    found = given.get("mask_function")
-    if found is None:
+    function_of_mask = arguments.get("mask_function")
+    if function_of_mask is None:
         return LayerMask(refused="this version of transformers says its masks in another way")
     window, causal = None, False
-    for name, function in _parts(found):
+    for name, function in _parts(function_of_mask):
         if name == "causal_mask_function":
             causal = True
         elif name == "sliding_window_overlay" and window is None:

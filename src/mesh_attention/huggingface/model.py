@@ -154,8 +154,8 @@ def _refuse(model: Any, config: Any, untested: bool, options: dict[str, Any]) ->
     if getattr(config, "output_attentions", False):
         raise MeshAttentionError("output_attentions=True: attention weights are never made")
     for module in model.modules():
-        found = getattr(module, "rope_type", None)  # or one for each kind of layer
-        for name in found.values() if isinstance(found, dict) else [found]:
+        rope_types = getattr(module, "rope_type", None)  # or one for each kind of layer
+        for name in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
             if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
                 raise MeshAttentionError(
                     f"rope_type={name!r} depends on the longest sequence of a batch, and a rank "
@@ -167,7 +167,7 @@ def _refuse_head(model: Any) -> None:
     """Heads that read one token, or all, would read those of this rank."""
     known = ("ForCausalLM", "ForTokenClassification", "Model")
     other = ("PreTrainedModel", "DoubleHeadsModel")
-    names = [one.__name__ for one in type(model).__mro__]
+    names = [base.__name__ for base in type(model).__mro__]
     if not any(name.endswith(known) and not name.endswith(other) for name in names):
         raise MeshAttentionError(
             f"{names[0]} has a head that may take the tokens of this rank for the whole sequence, "
@@ -223,19 +223,19 @@ class _Door:
             self._model.set_attn_implementation(self._before)
 
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if model.config._attn_implementation != NAME:
             raise MeshAttentionError(
                 f"the attention of the model was set to {model.config._attn_implementation!r} "
                 "meanwhile, which sees the tokens of this rank alone; close() the object first"
             )
-        documents = given.get("documents")
+        documents = arguments.get("documents")
         if documents is None:
             raise MeshAttentionError(WITHOUT_BATCH)
         for name, way_out in _AT_THE_DOOR.items():
-            if _is_given(given, name):
+            if _is_given(arguments, name):
                 raise MeshAttentionError(f"{name} was given to the model: {way_out}")
-        if given.get("position_ids") is None:
+        if arguments.get("position_ids") is None:
             raise MeshAttentionError(
                 "position_ids were not given to the model, which would count this rank's tokens "
                 "from 0: call it as model(**batch.model_inputs())"
@@ -264,6 +264,6 @@ _AT_THE_DOOR = {
 }
 
 
-def _is_given(given: dict[str, Any], name: str) -> bool:
-    value = given.get(name)
+def _is_given(arguments: dict[str, Any], name: str) -> bool:
+    value = arguments.get(name)
     return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)

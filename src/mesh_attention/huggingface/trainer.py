@@ -116,10 +116,10 @@ class ContextParallelTrainer(Trainer):
             raise MeshAttentionError(
                 f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
             )
-        given = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
+        arguments = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
         if "cu_seq_lens_q" in whole:
-            given["cu_seqlens"] = whole["cu_seq_lens_q"]
-        return self.cp.shard_batch(**given)
+            arguments["cu_seqlens"] = whole["cu_seq_lens_q"]
+        return self.cp.shard_batch(**arguments)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counts = [part.num_targets for part in batch_samples]
@@ -229,10 +229,10 @@ class ContextParallelTrainer(Trainer):
     def _gather(self, x: Tensor) -> Tensor:
         """From one rank of each context-parallel group, without what the last batch repeats."""
         of_all: Tensor = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
-        found = of_all[:: self.cp_size].flatten(0, 1)
+        values = of_all[:: self.cp_size].flatten(0, 1)
         loader = self.accelerator.gradient_state
         ends = loader.end_of_dataloader and loader.remainder > 0
-        return found[: loader.remainder] if ends else found
+        return values[: loader.remainder] if ends else values
 
 
 _OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -251,7 +251,7 @@ def _refuse(args: Any, more: Mapping[str, Any]) -> None:
     if args is None:
         return
     config = args.accelerator_config
-    found = {
+    refused = {
         "parallelism_config": (
             args.parallelism_config is not None,
             "accelerate's own context parallelism; leave it out, cp_size says all",
@@ -286,6 +286,6 @@ def _refuse(args: Any, more: Mapping[str, Any]) -> None:
         ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
-    for name, (is_given, why) in found.items():
+    for name, (is_given, why) in refused.items():
         if is_given:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")

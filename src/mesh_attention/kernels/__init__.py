@@ -11,8 +11,10 @@ from mesh_attention.kernels.interface import (
     BlockMask,
     BlockSize,
     Causal,
+    CheckedCall,
     Full,
     Kernel,
+    KernelResultError,
     MaskKind,
     Request,
     RowRange,
@@ -31,7 +33,6 @@ from mesh_attention.kernels.registry import (
     table_version,
     unregister,
 )
-from mesh_attention.kernels.results import KernelResultError
 from mesh_attention.kernels.rows import RowKernels
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "BlockMask",
     "BlockSize",
     "Causal",
+    "CheckedCall",
     "Choice",
     "Full",
     "Kernel",

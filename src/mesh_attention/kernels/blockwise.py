@@ -23,7 +23,6 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import accumulator_dtype
 from mesh_attention.kernels.visibility import BlockVisibility, Padding, Seen, cleared
 from mesh_attention.plan.language.plan import Direction
@@ -43,7 +42,7 @@ class Blockwise:
     def refuses(self, request: Request) -> str | None:
         if request.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
-        return why_not_grouped(request)
+        return request.why_not_grouped()
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         """Results in wide precision, a block of scores or two, and a last one not yet dropped."""
@@ -97,9 +96,9 @@ class Blockwise:
             lse_BHS[:, :, queries] = lse.view(B, H, -1)
         return out_BSHE, lse_BHS
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, *_ = block
-        grad_out_BSHE, _, lse_BHS, delta_BHS = given
+        grad_out_BSHE, _, lse_BHS, delta_BHS = inputs
         B, S, H, _ = q_BSHD.shape
         T, G, _ = v_BTGE.shape[1:]
         dtype = accumulator_dtype(q_BSHD.dtype)

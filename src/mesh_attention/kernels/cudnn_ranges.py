@@ -26,9 +26,9 @@ from mesh_attention.kernels.interface import (
     Request,
     RowRange,
 )
-from mesh_attention.kernels.intervals import interval_ends
-from mesh_attention.kernels.probe import load, why_not_grouped
-from mesh_attention.kernels.written_launch import WrittenLaunch
+from mesh_attention.kernels.launches import WrittenLaunch
+from mesh_attention.kernels.ready_made import load
+from mesh_attention.kernels.visibility import interval_ends
 from mesh_attention.plan.language.plan import Direction
 
 _PACKAGE = "nvidia-cudnn-frontend"
@@ -62,7 +62,7 @@ class CudnnRanges:
         grouped = request.num_heads != request.num_kv_heads
         if request.direction is Direction.BACKWARD and dims == (192, 128) and grouped:
             return "has no backward pass for head sizes (192, 128) with fewer KV heads"
-        return why_not_grouped(request) or _why_unusable() or _why_no_such_heads(request)
+        return request.why_not_grouped() or _why_unusable() or _why_no_such_heads(request)
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         """Results; backward an fp32 accumulator of dq and three rows of statistics, and where query
@@ -94,9 +94,9 @@ class CudnnRanges:
         prepared.forward(block, (q, k, v, out, lse))
         return out, lse
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (_aligned(x) for x in block[:3])
-        grad_out = _aligned(given.grad_out.to(q.dtype))
+        grad_out = _aligned(inputs.grad_out.to(q.dtype))
         into = block.into or (None, None, None)
         dq, dk, dv = (
             wanted if _fits(wanted) else x.new_empty(x.shape)
@@ -105,14 +105,14 @@ class CudnnRanges:
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         prepared = _prepared(block.mask, q, k, v, backward=True)
-        if given.delta is not None:
+        if inputs.delta is not None:
             # In the place of `out` something that nobody reads.
             prepared.backward(
-                block, (q, k, v, grad_out, grad_out, given.lse, dq, dk, dv, given.delta)
+                block, (q, k, v, grad_out, grad_out, inputs.lse, dq, dk, dv, inputs.delta)
             )
         else:
-            assert given.out is not None  # either is
-            out, lse = _aligned(given.out.to(q.dtype)), _in_order(given.lse)
+            assert inputs.out is not None  # either is
+            out, lse = _aligned(inputs.out.to(q.dtype)), _in_order(inputs.lse)
             prepared.backward(block, (q, k, v, out, grad_out, lse, dq, dk, dv))
         return dq, dk, dv
 
@@ -165,8 +165,8 @@ class _Prepared:
         backward = _flex("FlexAttentionBwd")
         compiled = _ready(backward(*others, self._plan, *delta, deterministic=deterministic))
 
-        def execute(*given: Tensor, **own: Any) -> None:
-            others, delta = given[:_NUM_WITHOUT_DELTA], given[_NUM_WITHOUT_DELTA:]
+        def execute(*tensors: Tensor, **own: Any) -> None:
+            others, delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
             compiled.execute(*others, self._plan, *delta, softmax_scale=scale, **own)
 
         launch = WrittenLaunch(compiled, execute, tensors)
@@ -188,7 +188,7 @@ def _hand_on(
 ) -> None:
     """In place of the package's first kernel, with its arguments."""
     # Imported here: it needs Triton, without which this kernel is never chosen.
-    from mesh_attention.kernels.fused.tiles import tile_statistics
+    from mesh_attention.kernels.fused.statistics import tile_statistics
 
     tile_statistics(delta, lse, tiled_delta, tiled_lse, grad_q)
 
@@ -210,9 +210,9 @@ def _why_unusable() -> str | None:
         return f"was written for {_PACKAGE} from {low} to below {high}, found {version}"
     wanted = ("create_mask_plan", "FlexAttentionFwd", "FlexAttentionBwd")
     for module, name in (*(("cudnn.flex_attention", name) for name in wanted), ("triton", "jit")):
-        found = load(module, name)
-        if isinstance(found, str):
-            return found
+        function = load(module, name)
+        if isinstance(function, str):
+            return function
     return None
 
 
@@ -230,14 +230,10 @@ def _why_no_such_heads(request: Request) -> str | None:
 
 
 @cache
-def _found(module: str, name: str) -> Any:
-    found = load(module, name)
-    assert not isinstance(found, str), found
-    return found
-
-
 def _flex(name: str) -> Any:
-    return _found("cudnn.flex_attention", name)
+    function = load("cudnn.flex_attention", name)
+    assert not isinstance(function, str), function
+    return function
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -266,12 +262,11 @@ def _prepared(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, backward: boo
     """Made once for a mask and sizes; this waits for the device."""
     assert isinstance(mask, RowRange), "chosen for row ranges only"
     key = ("cudnn_ranges", q.device, q.dtype, q.shape, k.shape, v.shape)
-    found = mask.kept.get((True, *key))  # what serves a backward pass serves both
-    if found is None and not backward:
-        found = mask.kept.get((False, *key))
-    if found is None:
+    prepared: _Prepared | None = mask.kept.get((True, *key))  # serves both passes
+    if prepared is None and not backward:
+        prepared = mask.kept.get((False, *key))
+    if prepared is None:
         ends = interval_ends(mask, q.device).repeat(1, q.shape[0])[None].contiguous()
         plan = _flex("create_mask_plan")(ends, q, k, v, build_backward=backward)
-        found = mask.kept[backward, *key] = _Prepared(plan)
-    prepared: _Prepared = found
+        prepared = mask.kept[backward, *key] = _Prepared(plan)
     return prepared

@@ -1,4 +1,4 @@
-"""The same bits every time: who asks for it, and how PyTorch's own ops are asked."""
+"""The same bits every time: whether the caller asks for it, and how PyTorch's ops are told."""
 
 from __future__ import annotations
 

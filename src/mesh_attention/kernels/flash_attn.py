@@ -1,7 +1,7 @@
 """FlashAttention 3 and 4 from their own packages, where those are installed.
 
 Their low-level functions are used because the backward pass must take the log-sum-exp of the whole
-softmax; the signatures vary, see `probe.py`.
+softmax; the signatures vary, see `ready_made.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.interface import Block, Request
-from mesh_attention.kernels.probe import PackageFunction, load, why_not_on_cuda
+from mesh_attention.kernels.ready_made import (
+    DenseKernel,
+    PackageFunction,
+    load,
+    why_not_on_cuda,
+)
 from mesh_attention.machine.call_time import sms_left
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
@@ -99,7 +103,9 @@ class FlashAttn3(FlashPackage):
             return out, lse
         (wanted,) = into or (None,)
         out, lse, *_ = torch.ops.fa3_fwd.fwd(
-            *(q, k, v),
+            q,
+            k,
+            v,
             out=wanted,
             softmax_scale=scale,
             is_causal=causal,
@@ -136,9 +142,9 @@ def _num_sms(device: torch.device) -> int:
 
 @cache
 def _why_not_fa3_fwd() -> str | None:
-    found = load("fa3_fwd._C", "__name__")  # which registers the operator
-    if isinstance(found, str) and "is not installed" in found:
-        return found
+    extension = load("fa3_fwd._C", "__name__")  # which registers the operator
+    if isinstance(extension, str) and "is not installed" in extension:
+        return extension
     try:
         arguments = {x.name for x in torch.ops.fa3_fwd.fwd.default._schema.arguments}
     except AttributeError:

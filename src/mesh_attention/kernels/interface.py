@@ -2,7 +2,8 @@
 
 A kernel computes one block: some queries against some keys, whatever part of the whole
 softmax that is. Blocks are joined by their log-sum-exp (`rows.py`), and the backward pass
-of a block takes the log-sum-exp of the *whole* softmax (algorithm.md, section 4).
+of a block takes the log-sum-exp of the *whole* softmax (algorithm.md, section 4). `CheckedCall`
+holds what a kernel returns against this.
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads (head h uses h // (H//G)),
 D head size of queries and keys, E of values. Tensors may be strided views, innermost stride 1.
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels.rows import accumulator_dtype
 from mesh_attention.plan.language.plan import Direction
 
 
@@ -126,6 +129,12 @@ class Request:
     deterministic: bool = False
     lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
 
+    def why_not_grouped(self) -> str | None:
+        """Why query heads cannot share KV heads equally; None if they can."""
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} heads are no multiple of {self.num_kv_heads} KV heads"
+        return None
+
     def __str__(self) -> str:
         """In words, for those whose request is refused."""
         where = self.device_type
@@ -223,6 +232,73 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs, /) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) that this block contributes; exact zeros for a row that saw no key."""
         ...
+
+
+class KernelResultError(MeshAttentionError):
+    """A kernel did not return what it is to return."""
+
+
+class CheckedCall:
+    """A pass of a kernel on one block, with a look at its results: wrong shapes would be spread
+    over the rows by broadcasting, and a log-sum-exp in half precision makes a merge wrong without a
+    word. What they must be is worked out once."""
+
+    def __init__(self, kernel: Kernel, direction: Direction, block: Block) -> None:
+        self._kernel, self._direction, self._block = kernel, direction, block
+        self._compute: Any = getattr(kernel, direction)
+        q, k, v = block.q, block.k, block.v
+        B, S, H, _ = q.shape
+        wide = {accumulator_dtype(q.dtype), torch.float64}
+        narrow = {q.dtype, *wide}
+        self._expected: dict[str, tuple[tuple[int, ...], set[torch.dtype]]] = {
+            "dq": (tuple(q.shape), narrow),
+            "dk": (tuple(k.shape), narrow),
+            "dv": (tuple(v.shape), narrow),
+        }
+        if direction is Direction.FORWARD:
+            self._expected = {"out": ((B, S, H, v.shape[3]), narrow), "lse": ((B, H, S), wide)}
+
+    def __call__(self, *inputs: BackwardInputs) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self._compute(self._block, *inputs)
+        device = self._block.q.device
+        if (
+            not isinstance(result, tuple | list)
+            or len(result) != len(self._expected)
+            or not all(
+                isinstance(x, Tensor)
+                and x.shape == shape
+                and x.dtype in dtypes
+                and x.device == device
+                for x, (shape, dtypes) in zip(result, self._expected.values(), strict=True)
+            )
+        ):
+            raise self._error(result)
+        return result
+
+    def _error(self, result: Any) -> KernelResultError:
+        q, k, v = self._block[:3]
+        shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in self._expected.items())
+        message = (
+            f"kernel {self._kernel.name!r}: {self._direction} of a block with q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)} in {q.dtype} must return ({shapes})"
+        )
+        if not isinstance(result, tuple | list) or len(result) != len(self._expected):
+            return KernelResultError(f"{message}, not {_described(result)}")
+        for (name, (shape, dtypes)), x in zip(self._expected.items(), result, strict=True):
+            if not isinstance(x, Tensor) or x.shape != shape or x.device != q.device:
+                return KernelResultError(f"{message} on {q.device}; its {name} is {_described(x)}")
+            if x.dtype not in dtypes:
+                known = " or ".join(sorted(map(str, dtypes)))
+                return KernelResultError(f"{message}; its {name} is {x.dtype}, and must be {known}")
+        raise AssertionError("there is nothing wrong with it")
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor {tuple(x.shape)} in {x.dtype} on {x.device}"
+    if isinstance(x, tuple | list):
+        return f"{len(x)} values ({', '.join(map(_described, x))})"
+    return type(x).__name__

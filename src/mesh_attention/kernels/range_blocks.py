@@ -1,4 +1,4 @@
-"""From a mask the blocks of it that a kernel has to look at, made once by a few tensor operations.
+"""The blocks of a mask that a Triton kernel has to look at, made once by a few tensor operations.
 
 Queries and keys are cut into blocks. Of each pair of blocks all, some or none of the pairs are
 visible, which follows from the smallest and largest positions. A kernel wants, for each block of
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mesh_attention.kernels.interface import BlockMask, Causal, RowRange
-from mesh_attention.kernels.visibility import check_mask
+from mesh_attention.kernels.visibility import block_states, check_mask
 
 _NEVER = 2**31 - 1  # a position that no key has
 
@@ -43,8 +43,8 @@ class RangeBlocks(NamedTuple):
 
 def listed_intervals(mask: BlockMask) -> int:
     """A power of two, since a kernel is compiled for each; those too many are empty."""
-    found = mask.num_intervals if isinstance(mask, RowRange) else 1
-    return 1 << (found - 1).bit_length()
+    intervals = mask.num_intervals if isinstance(mask, RowRange) else 1
+    return 1 << (intervals - 1).bit_length()
 
 
 def range_blocks(
@@ -60,14 +60,13 @@ def range_blocks(
         check_mask(mask, num_queries, num_keys)
         mask = _as_range(isinstance(mask, Causal), num_queries, num_keys, device)
     key = ("range_blocks", query_block, key_block, device)
-    found = mask.kept.get(key)
-    if found is None:
+    blocks: RangeBlocks | None = mask.kept.get(key)
+    if blocks is None:
         check_mask(mask, num_queries, num_keys)
-        found = mask.kept[key] = _make(mask, query_block, key_block, device)
+        blocks = mask.kept[key] = _make(mask, query_block, key_block, device)
         if device.type == "cuda":  # later calls may be on other streams
             torch.cuda.current_stream(device).synchronize()
-    assert isinstance(found, RangeBlocks)
-    return found
+    return blocks
 
 
 @lru_cache(maxsize=64)
@@ -86,7 +85,7 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
     if lo.dim() == 2:
         empty = listed_intervals(mask) - len(lo)
         lo, hi = (pad(x, (0, 0, 0, empty)) for x in (lo, hi))
-    all_QK, some_QK = _states(lo, hi, key_position, query_block, key_block)
+    all_QK, some_QK = block_states(lo, hi, key_position, query_block, key_block)
     listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
     edges = [_edges(seen) for seen in listed]
     ends = torch.cat([x.sum(dim=1) for x in edges]).cumsum(dim=0)
@@ -107,35 +106,6 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
         _table(firsts[0], counts[0], firsts[1], counts[1]),
         _table(firsts[2], counts[2], firsts[3], counts[3]),
     )
-
-
-def _states(
-    lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
-) -> tuple[Tensor, Tensor]:
-    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
-
-    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
-    a kernel need not look at bounds in whole blocks.
-    """
-    low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
-    high_K = _cut(key_position, key_block, -1).amax(dim=1)
-    # Padding is at the end of the last block alone, and raises its largest position here.
-    highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
-    found: tuple[Tensor, Tensor] | None = None
-    for lo_S, hi_S in zip(lo, hi, strict=True) if lo.dim() == 2 else ((lo, hi),):
-        sees = hi_S > lo_S
-        lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
-        hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
-        seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
-        whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
-        found = (whole, seen) if found is None else (found[0] | whole, found[1] | seen)
-    assert found is not None
-    return found[0], found[1] & ~found[0]
-
-
-def _cut(x: Tensor, block: int, padding: int) -> Tensor:
-    """(blocks, block)"""
-    return pad(x, (0, -len(x) % block), value=padding).view(-1, block)
 
 
 def _edges(seen_RC: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.probe import why_not_grouped
 from mesh_attention.kernels.rows import UNSEEN_LSE, accumulator_dtype, delta
 from mesh_attention.kernels.visibility import Padding, cleared, dense_mask
 from mesh_attention.plan.language.plan import Direction
@@ -34,7 +33,7 @@ class Reference:
             return f"takes floating point numbers, not {request.dtype}"
         if request.device_type == "mps":
             return "mps has no float64"
-        return why_not_grouped(request)
+        return request.why_not_grouped()
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
         """Matrices of scores in float64, as many as are alive at once, and inputs in float64."""
@@ -56,10 +55,10 @@ class Reference:
         lse_BHS = lse_BGRS.flatten(1, 2).to(accumulator_dtype(dtype))
         return out_BSGRE.flatten(2, 3).to(dtype), lse_BHS
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         block = _without_padding(block)
         q_BSHD, k_BTGD, v_BTGE, *_ = block
-        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = given
+        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = inputs
         unseen = Padding.of(block.mask, q_BSHD.device).queries
         grad_out_BSHE = cleared(grad_out_BSHE, unseen)
         delta_BHS = None if delta_BHS is None else cleared(delta_BHS, unseen, dim=2)

@@ -1,7 +1,7 @@
 """The table of kernels in order of preference, and the choice among them.
 
-A choice is made once for a request, and so for each pass apart, and can say why: the answer lists
-what every kernel that was asked before it said. Users may add kernels of their own.
+A choice is made once for a request, so for each pass separately, and says why: it lists the reason
+of every kernel that was asked before. Users may add kernels of their own (`register`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.cudnn_ranges import CudnnRanges
 from mesh_attention.kernels.flash_attn import FlashAttn3, FlashAttn4
 from mesh_attention.kernels.interface import BackwardNeeds, Kernel, MaskKind, Request
-from mesh_attention.kernels.probe import load
+from mesh_attention.kernels.ready_made import load
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
@@ -87,23 +87,19 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
         candidates.insert(0, forced)
     reasons: list[tuple[str, str]] = []
     slow: list[Kernel] = []
-    found = "chosen, deterministic" if request.deterministic else "chosen"
+    chosen = "chosen, deterministic" if request.deterministic else "chosen"
     for kernel in candidates:
         reason = _why_not(kernel, request)
         if reason is None and kernel.name != force:
-            reason = getattr(kernel, "slow_for", _never)(request)
+            reason = getattr(kernel, "slow_for", lambda _: None)(request)
             slow += [] if reason is None else [kernel]
-        reasons.append((kernel.name, reason or found))
+        reasons.append((kernel.name, reason or chosen))
         if reason is None:
             return Choice(kernel, tuple(reasons))
     if slow:
-        return Choice(slow[0], (*reasons, (slow[0].name, found)))
+        return Choice(slow[0], (*reasons, (slow[0].name, chosen)))
     listing = "; ".join(f"{name}: {reason}" for name, reason in reasons)
     raise KernelRefusedError(f"no kernel can do {request}. {listing}")
-
-
-def _never(request: Request) -> str | None:
-    return None
 
 
 def _why_not(kernel: Kernel, request: Request) -> str | None:
@@ -236,5 +232,5 @@ def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:
         return f"runs on cuda, not on {device_type}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes float32, bfloat16 and float16, not {dtype}"
-    found = load("triton", "jit")
-    return found if isinstance(found, str) else None
+    triton = load("triton", "jit")
+    return triton if isinstance(triton, str) else None

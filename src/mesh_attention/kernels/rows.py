@@ -109,9 +109,9 @@ class RowKernels:
         dtype = grad_out.dtype
         wide = accumulator_dtype(dtype)
         limit = torch.finfo(dtype).max
-        found = torch.zeros_like(grad_out, memory_format=torch.contiguous_format)
+        out = torch.zeros_like(grad_out, memory_format=torch.contiguous_format)
         if grad_out.numel() == 0:
-            return found
+            return out
         remainder = _per_row(delta).to(wide)
         magnitude = grad_out.abs()
         for _ in range(min(2, grad_out.shape[-1])):
@@ -120,10 +120,10 @@ class RowKernels:
             # A second largest entry near zero may call for more than the dtype holds.
             entry = (remainder / divisor).clamp(-limit, limit)
             entry = entry.masked_fill(divisor == 0, 0.0).to(dtype)
-            found.scatter_(-1, column, entry)
+            out.scatter_(-1, column, entry)
             remainder = remainder - entry.to(wide) * divisor
             magnitude.scatter_(-1, column, -1.0)
-        return found
+        return out
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         """A contiguous copy in which rows that saw nothing take no part: with their -inf

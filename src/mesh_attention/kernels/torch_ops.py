@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.dense import DenseKernel
 from mesh_attention.kernels.determinism import deterministic_algorithms
 from mesh_attention.kernels.interface import Block, BlockSize, Full, Request
-from mesh_attention.kernels.probe import aten, why_not_dense, why_not_on_cuda, why_op_unusable
+from mesh_attention.kernels.ready_made import (
+    DenseKernel,
+    aten,
+    why_not_dense,
+    why_not_on_cuda,
+    why_op_unusable,
+)
 from mesh_attention.plan.language.plan import Direction
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "scale")

@@ -1,7 +1,7 @@
 """Our own attention kernels in Triton: any row ranges in one call, forward and backward.
 
-The kernels are in `fused/attention_*.py`, their launches in `triton_launch.py`; here is what stands
-around them: sizes of tiles, memory for results, and what is kept of calls of one kind.
+The kernels are in `fused/attention_*.py`, their launches in `launches.py`. This file chooses sizes
+of tiles, allocates results, and keeps one launch for all calls of the same kind.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.probe import load, why_not_grouped
-from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
-from mesh_attention.kernels.triton_launch import (
+from mesh_attention.kernels.launches import (
     InnerTensor,
     KernelLaunch,
     KernelTile,
     padded,
 )
+from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
+from mesh_attention.kernels.ready_made import load, why_not_on_ampere
 from mesh_attention.plan.language.plan import Direction
 
 _LOG2_E = 1.4426950408889634
@@ -90,7 +90,7 @@ def tiles_for(
 
 
 class TritonRanges:
-    """Sums are always made in the same order. Results have the dtype of the inputs, or fp32."""
+    """Sums are always made in the same order. Results have the dtype of the inputs."""
 
     name = "triton"
     has_softcap = True
@@ -98,18 +98,13 @@ class TritonRanges:
     deterministic = True
     backward_needs = BackwardNeeds(delta=True)
 
-    def __init__(self, *, tiles: KernelTiles | None = None, wide: bool = False) -> None:
+    def __init__(self, *, tiles: KernelTiles | None = None) -> None:
         self._tiles = tiles
-        self._wide = wide
         self._launches: dict[tuple[Any, ...], tuple[KernelLaunch, ...]] = {}
 
     def refuses(self, request: Request) -> str | None:
-        if request.device_type != "cuda":
-            return f"runs on cuda, not on {request.device_type}"
-        if not torch.cuda.is_available():
-            return "no CUDA device is visible"
-        if request.capability is None or request.capability < (8, 0):
-            return f"needs compute capability 8.0 or later, found {request.capability}"
+        if (reason := why_not_on_ampere(request)) is not None:
+            return reason
         if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"takes float16, bfloat16 and float32, not {request.dtype}"
         if max(request.head_dim, request.v_head_dim) > 256:
@@ -119,12 +114,11 @@ class TritonRanges:
             return "in float32 its tiles of head sizes above 64 do not fit into registers"
         if request.intervals > _MOST_INTERVALS:
             return f"takes up to {_MOST_INTERVALS} intervals of keys for a query"
-        found = load("triton", "jit")
-        return found if isinstance(found, str) else why_not_grouped(request)
+        triton = load("triton", "jit")
+        return triton if isinstance(triton, str) else request.why_not_grouped()
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
-        wide = max(block.element_bytes, 4) if self._wide else block.element_bytes
-        results = block.result_bytes(direction, wide)
+        results = block.result_bytes(direction, block.element_bytes)
         if direction is Direction.FORWARD:
             return results
         rows = whole_blocks(block.num_queries, self._tiles.block if self._tiles else _MOST_BLOCK)
@@ -139,7 +133,7 @@ class TritonRanges:
         q, k, v, *_ = block
         B, S, H, _ = q.shape
         (wanted,) = block.into or (None,)
-        out = self._result(wanted, (B, S, H, v.shape[3]), q)
+        out = _result(wanted, (B, S, H, v.shape[3]), q)
         lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -150,15 +144,13 @@ class TritonRanges:
         launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
         return out, lse
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, *_ = block
-        grad_out, _, lse, delta = given
+        grad_out, _, lse, delta = inputs
         assert delta is not None  # as `backward_needs` says
         B, S, H, _ = q.shape
         into = block.into or (None, None, None)
-        dq, dk, dv = (
-            self._result(x, like.shape, q) for x, like in zip(into, (q, k, v), strict=True)
-        )
+        dq, dk, dv = (_result(x, like.shape, q) for x, like in zip(into, (q, k, v), strict=True))
         if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad_out = grad_out.to(q.dtype)
@@ -168,19 +160,11 @@ class TritonRanges:
         blocks = self._blocks(block, of_queries.block)
         rows = whole_blocks(S, of_queries.block)
         statistics = torch.empty(2, B, H, rows, dtype=torch.float32, device=q.device)
-        lists = blocks[:4]
-        of_queries(
-            *(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists, blocks.by_query)
-        )
-        of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists, blocks.by_key)
+        lists = (*blocks[:4], blocks.by_query)
+        of_queries(q, k, v, None, None, grad_out, lse, delta, statistics, dq, *lists)
+        lists = (*blocks[:4], blocks.by_key)
+        of_keys(q, k, v, grad_out, None, None, statistics, dk, dv, *lists)
         return dq, dk, dv
-
-    def _result(self, wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
-        """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
-        dtype = torch.float32 if self._wide else q.dtype
-        if wanted is not None and wanted.dtype == dtype and wanted.stride(3) == 1:
-            return wanted
-        return torch.empty(shape, dtype=dtype, device=q.device)
 
     def _blocks(self, block: Block, size: int) -> RangeBlocks:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
@@ -193,8 +177,15 @@ class TritonRanges:
             self._launches.clear()
         tiles = self._tiles or _tiles_of(block)
         make = _forward if len(tensors) == 4 else _backward
-        self._launches[key] = found = make(block, tensors, tiles)
-        return found
+        self._launches[key] = launches = make(block, tensors, tiles)
+        return launches
+
+
+def _result(wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
+    """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
+    if wanted is not None and wanted.dtype == q.dtype and wanted.stride(3) == 1:
+        return wanted
+    return torch.empty(shape, dtype=q.dtype, device=q.device)
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
-"""Which queries see which keys: as a dense matrix, and block by block.
+"""Which queries see which keys: as a dense matrix, block by block, and as intervals of rows.
 
 The dense form is the plain truth for the reference kernel. The block form answers, for a run
 of queries and a run of keys, whether none, all or some pairs are visible, from the smallest
 and largest positions alone, so that hidden blocks cost nothing (design.md, "Compute lowering").
+The intervals of rows are what cuDNN Frontend takes, where keys lie in a few runs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
 
 _NEVER = 2**31 - 1  # a position that no key has
+_MOST_RUNS = 4096
+_FAR = 1 << 40  # behind every row
+_MOST_CELLS = 1 << 19  # of queries by runs of keys, some eighty bytes for each
 
 
 class Seen(Enum):
@@ -36,9 +41,9 @@ def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
         rows = (num_queries,) if mask.lo.dim() == 1 else (len(mask.lo), num_queries)
         expected = {"lo": rows, "hi": rows, "key_position": (num_keys,)}
         for name, shape in expected.items():
-            found = tuple(getattr(mask, name).shape)
-            if found != shape:
-                raise MeshAttentionError(f"RowRange.{name} has shape {found}, not {shape}")
+            actual = tuple(getattr(mask, name).shape)
+            if actual != shape:
+                raise MeshAttentionError(f"RowRange.{name} has shape {actual}, not {shape}")
 
 
 class Padding(NamedTuple):
@@ -60,8 +65,8 @@ class Padding(NamedTuple):
             mask.kept[key] = Padding(
                 *(x.to(device) if x.any() else None for x in (sees_nothing, at_no_position))
             )
-        found: Padding = mask.kept[key]
-        return found
+        padding: Padding = mask.kept[key]
+        return padding
 
 
 def cleared(x: Tensor, padding: Tensor | None, rows: slice = slice(None), dim: int = 1) -> Tensor:
@@ -100,36 +105,66 @@ class BlockVisibility:
         check_mask(mask, num_queries, num_keys)
         self._blocks = query_block, key_block
         self._positions: tuple[Tensor, Tensor, Tensor] | None = None
-        self._bounds: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
+        self._states: list[list[int]] | None = None
         if isinstance(mask, Full):
             return
         self._positions = _positions(mask, num_queries, device)
-        # Reading bounds off a device would make the host wait for it.
+        # Reading states off a device would make the host wait for it.
         if isinstance(mask, Causal) or mask.key_position.device.type == "cpu":
-            self._bounds = _bounds(mask, num_queries, query_block, key_block)
+            kept = mask.kept if isinstance(mask, RowRange) else {}
+            key = ("states", query_block, key_block)
+            if key not in kept:
+                positions = _positions(mask, num_queries, torch.device("cpu"))
+                whole, part = block_states(*positions, query_block, key_block)
+                kept[key] = (whole * Seen.ALL.value + part * Seen.SOME.value).tolist()
+            self._states = kept[key]
 
     def seen(self, query_start: int, key_start: int) -> Seen:
         if self._positions is None:
             return Seen.ALL
-        if self._bounds is None:
+        if self._states is None:
             return Seen.SOME
-        queries, keys = self._bounds
-        key_min, key_max = keys[key_start // self._blocks[1]]
-        seen = Seen.NONE
-        bounds = queries[query_start // self._blocks[0]]
-        for at in range(0, len(bounds), 4):  # one interval after another
-            lo_min, lo_max, hi_min, hi_max = bounds[at : at + 4]
-            if lo_max <= key_min and key_max < hi_min:
-                return Seen.ALL
-            if not (key_max < lo_min or key_min >= hi_max):
-                seen = Seen.SOME
-        return seen
+        query_block, key_block = self._blocks
+        return Seen(self._states[query_start // query_block][key_start // key_block])
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
         """(queries, keys) bool, True where visible."""
         assert self._positions is not None
         lo, hi, key_position = self._positions
         return _visible(lo[..., queries], hi[..., queries], key_position[keys])
+
+
+def block_states(
+    lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
+) -> tuple[Tensor, Tensor]:
+    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
+
+    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
+    a kernel need not look at bounds in whole blocks.
+    """
+    low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
+    high_K = _cut(key_position, key_block, -1).amax(dim=1)
+    # Padding is at the end of the last block alone, and raises its largest position here.
+    highest_K = _cut(key_position, key_block, _NEVER).amax(dim=1)
+    all_QK = some_QK = torch.zeros((), dtype=torch.bool, device=lo.device)
+    for lo_S, hi_S in zip(_by_interval(lo), _by_interval(hi), strict=True):
+        sees = hi_S > lo_S
+        lo_QR = _cut(lo_S.where(sees, _NEVER), query_block, _NEVER)
+        hi_QR = _cut(hi_S.where(sees, -1), query_block, -1)
+        seen = (low_K < hi_QR.amax(dim=1)[:, None]) & (high_K >= lo_QR.amin(dim=1)[:, None])
+        whole = (lo_QR.amax(dim=1)[:, None] <= low_K) & (highest_K < hi_QR.amin(dim=1)[:, None])
+        all_QK, some_QK = all_QK | whole, some_QK | seen
+    return all_QK, some_QK & ~all_QK
+
+
+def _by_interval(bound: Tensor) -> Tensor:
+    """(intervals, queries)"""
+    return bound[None] if bound.dim() == 1 else bound
+
+
+def _cut(x: Tensor, block: int, padding: int) -> Tensor:
+    """(blocks, block)"""
+    return pad(x, (0, -len(x) % block), value=padding).view(-1, block)
 
 
 def _positions(
@@ -145,39 +180,92 @@ def _positions(
     return lo, hi, key_position
 
 
-def _bounds(
-    mask: Causal | RowRange, num_queries: int, query_block: int, key_block: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    kept = mask.kept if isinstance(mask, RowRange) else {}
-    key = ("bounds", query_block, key_block)
-    if key not in kept:
-        lo, hi, key_position = _positions(mask, num_queries, torch.device("cpu"))
-        if lo.dim() == 2:  # intervals that a query does not have widen no others
-            has = lo < hi
-            lo, hi = lo.where(has, _NEVER), hi.where(has, -1)
-        ends = (x for pair in zip(_intervals(lo), _intervals(hi), strict=True) for x in pair)
-        kept[key] = _extremes(query_block, *ends), _extremes(key_block, key_position)
-    queries, keys = kept[key]
-    return queries, keys
-
-
 def _visible(lo: Tensor, hi: Tensor, key_position_T: Tensor) -> Tensor:
-    key = key_position_T[None, :]
-    seen: Tensor | None = None
-    for lo_S, hi_S in zip(_intervals(lo), _intervals(hi), strict=True):
-        inside = (lo_S[:, None] <= key) & (key < hi_S[:, None])
-        seen = inside if seen is None else seen.logical_or_(inside)
-    assert seen is not None
+    lo, hi = _by_interval(lo)[..., None], _by_interval(hi)[..., None]
+    seen = torch.zeros((), dtype=torch.bool, device=lo.device)
+    for lo_S1, hi_S1 in zip(lo, hi, strict=True):
+        seen = seen | ((lo_S1 <= key_position_T) & (key_position_T < hi_S1))
     return seen
 
 
-def _intervals(bound: Tensor) -> tuple[Tensor, ...]:
-    """The bounds (S,) of one interval after another."""
-    return (bound,) if bound.dim() == 1 else bound.unbind(0)
+def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
+    """(2 n + 1, S) int32: what a query sees as `[0, F0) u [F1, F2) u ...`, sorted.
+
+    Keys that follow each other in rows and positions form runs. What a query sees of a run are at
+    most its own intervals, in order; those that touch are one.
+    """
+    lo, hi, position = (x.to(device, torch.int32) for x in (mask.lo, mask.hi, mask.key_position))
+    if mask.ascending and lo.dim() == 1:
+        # One interval of rows: nothing to look for, and nothing that the host would wait for.
+        low, high = torch.searchsorted(position, torch.stack((lo, hi)), out_int32=True)
+        high = torch.maximum(low, high)
+        if mask.from_first:
+            return high[None]
+        return torch.stack((torch.zeros_like(low), low, high))
+    if len(position) == 0:
+        return lo.new_zeros(1, lo.shape[-1])
+    breaks = torch.ones_like(position, dtype=torch.bool)
+    # What follows padding, which is at -1, is the beginning of a run, though it be at 0.
+    breaks[1:] = (position[1:] != position[:-1] + 1) | (position[:-1] < 0)
+    first_row = breaks.nonzero().flatten()
+    if len(first_row) * mask.num_intervals > _MOST_RUNS:
+        raise MeshAttentionError(
+            f"keys that lie in {len(first_row)} runs are too many intervals for cudnn_ranges"
+        )
+    lo, hi = _by_interval(lo), _by_interval(hi)
+    start = position[first_row].long()[:, None]
+    length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
+    runs = _Runs(first_row[:, None], start, length)
+    # Some queries at a time: all of a long sequence by all runs of keys are more memory than the
+    # pass takes that the mask is for.
+    some = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
+    num_queries = lo.shape[1]
+    parts = [
+        _pairs(runs, lo[:, at : at + some], hi[:, at : at + some])
+        for at in range(0, max(num_queries, 1), some)
+    ]
+    most = max(x.shape[1] for x in parts)
+    # Intervals that a query does not have are empty ones behind its last.
+    pairs = torch.cat(
+        [torch.cat((x, x[:, -1:].expand(-1, most - x.shape[1])), dim=1) for x in parts]
+    )
+    if bool((pairs[:, 0] > 0).any()):
+        pairs = torch.cat((pairs.new_zeros(len(pairs), 1), pairs), dim=1)
+    else:
+        pairs = pairs[:, 1:]
+    return pairs.T.contiguous()
 
 
-def _extremes(block: int, *positions: Tensor) -> list[tuple[int, ...]]:
-    """Smallest and largest of each of the positions, block by block."""
-    starts = range(0, len(positions[0]), block)
-    runs = ([x[start : start + block] for x in positions] for start in starts)
-    return [tuple(int(end) for x in run for end in (x.min(), x.max())) for run in runs]
+class _Runs(NamedTuple):
+    """Of keys, each a column: the rows and the positions where they begin, and how many."""
+
+    row: Tensor
+    position: Tensor
+    length: Tensor
+
+
+def _pairs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
+    """(S, 2 n) int32: where what queries see begins and ends, b0, e0, b1, e1, ..."""
+    # (S, runs * intervals): where what is seen of a run begins and ends, as rows.
+    low, high = (
+        (
+            runs.row + torch.minimum((bound.T[:, None] - runs.position).clamp_(min=0), runs.length)
+        ).flatten(1)
+        for bound in (lo, hi)
+    )
+    real = (runs.position >= 0).expand(len(runs.row), len(lo)).flatten()
+    seen = (low < high) & real
+    low, high = low.masked_fill_(~seen, -1), high.masked_fill_(~seen, -1)
+    before = torch.cummax(high, dim=1).values.roll(1, dims=1)
+    before[:, 0] = -1
+    opens = seen & (low != before)
+    number = opens.cumsum(dim=1) - 1  # of the interval that a run belongs to
+    most = max(int(number.max()) + 1, 1) if number.numel() else 1
+    target = number.clamp_(min=0)
+    begins = torch.full((len(low), most), _FAR, device=low.device)
+    ends = torch.full((len(low), most), -1, device=low.device)
+    begins.scatter_reduce_(1, target, low.masked_fill_(~seen, _FAR), "amin")
+    ends.scatter_reduce_(1, target, high, "amax")
+    ends = ends.clamp_(min=0).cummax(dim=1).values
+    begins = torch.minimum(begins, ends)
+    return torch.stack((begins, ends), dim=2).flatten(1).int()

@@ -1,7 +1,8 @@
 """Seconds of one kernel call, and of a pass over memory: by a kernel's facts, on a GPU.
 
 A call lasts as long as its pairs at the rate its rows and columns allow, but no less than the host
-needs to launch it. Merging a partial result and adding gradients are passes over memory.
+needs to launch it. Merging a partial result and adding gradients are passes over memory. Passes
+of `plan/passes/` choose by these seconds, and `cost/` adds them up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CallSize(NamedTuple):
 
 
 class HeadSizes(NamedTuple):
-    """Of a problem, as far as the seconds of calls go."""
+    """The sizes of a problem that decide how long its calls take."""
 
     head_dim: int
     v_dim: int
@@ -38,8 +39,8 @@ class HeadSizes(NamedTuple):
         return 2.5 * forward if backward else forward
 
     def result_bytes(self, size: CallSize, fresh: tuple[bool, bool], *, backward: bool) -> int:
-        """A result is read, and its accumulator read, unless it is `fresh`, and written: out, or
-        the gradient of q, and those of k and v."""
+        """Bytes of adding the results of a call to their accumulators: out, or the gradient of q
+        and those of k and v. An accumulator that is `fresh` is written without being read."""
         once, once_kv = (
             self.element_bytes + (1 if new else 2) * self.accumulate_bytes for new in fresh
         )
@@ -72,9 +73,9 @@ def kernel_seconds(
 
 
 def unfilled(rates: PassRates, sms: int, size: CallSize) -> float:
-    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs,
-    of which the next call fills half of the last. Of a causal square the tiles are unlike, and
-    shared out as SMs fall free: none takes less time than its largest, twice the mean."""
+    """How much longer a call takes because it lasts a whole number of rounds of tiles over all SMs;
+    the next call fills half of the last round. Tiles of a causal square are unlike, and are shared
+    out as SMs fall free: the call lasts at least as long as its largest tile, twice the mean."""
     if not rates.tile_rows or not size.rows:
         return 1.0
     tiles = num_tiles(rates, size)
@@ -109,12 +110,12 @@ def lost_by_leaving(rates: PassRates, sms: int, size: CallSize, leave_sms: int) 
 
 
 def sms_left(tiles: int, sms: int, asked: int) -> int:
-    """By a call without a mask: as many as cost it no round, and no less than asked for.
+    """SMs that a call without a mask leaves: as many as cost it no round, and no less than asked.
 
     Programs have a fixed share of the tiles, so fewer of them may last as many rounds. They come in
-    pairs that share what they load, if a head has an even number of tiles, and two free SMs in
-    different parts of the GPU are no place for a pair: one that finds none beside a transfer begins
-    when that is over, or other pairs are, with all of its tiles to do (on an H200 5.4 ms for 3.5).
+    pairs that share what they load, if a head has an even number of tiles. Two free SMs in
+    different parts of the GPU are no place for a pair: without a place beside a transfer it begins
+    when the transfer or another pair ends, with all of its tiles to do (on an H200 5.4 ms for 3.5).
 
     >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
     28
@@ -129,7 +130,7 @@ def sms_left(tiles: int, sms: int, asked: int) -> int:
 
 def late_pairs(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> float:
     """The part of its length by which a call lasts longer if pairs of its programs find no place
-    beside a transfer, and begin when the first that did have no tile left.
+    beside a transfer. Such pairs begin when the first of the others have no tile left.
 
     >>> fa3 = PassRates(False, True, 16, 38.0, tile_rows=128, pair_sms=24)
     >>> calls = [CallSize("full", tiles * 128, 65536, 0, 1, 1) for tiles in (232, 231, 512, 1024)]
@@ -148,8 +149,9 @@ def late_pairs(rates: PassRates, sms: int, size: CallSize, leave_sms: int) -> fl
 
 
 def rounds_of_parts(first: int, leaving: int, sms: int, leave_sms: int) -> int:
-    """Of tiles with the whole GPU, and of those that follow and leave SMs. They begin on the SMs
-    that have had one tile less, as far as transfers do not take those."""
+    """Rounds of a call in two parts: `first` tiles on the whole GPU, then `leaving` tiles that
+    leave SMs. The second part begins on the SMs that had one tile less, unless transfers take
+    them."""
     rounds, one_more = divmod(first, sms)
     others, others_more = divmod(leaving, sms - leave_sms)
     soon = max(0, sms - one_more - leave_sms)

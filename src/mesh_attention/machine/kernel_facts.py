@@ -18,7 +18,7 @@ from typing import Any
 from mesh_attention.machine.tables import read_table
 
 KINDS = ("full", "causal", "range")  # of calls, as `CallKind` has them
-UNKNOWN_TFLOPS = 700.0  # of a kernel without facts: whoever registers one wants it to be used
+UNKNOWN_TFLOPS = 700.0  # of a kernel without facts: it was registered to be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class PassRates:
     holds all of them until the call is over, and a communication begins between two calls.
     `sm_margin`: SMs that its calls leave to a communication in flight beside them.
     `launch` is the host's time for a call, which a shorter kernel cannot hide. `tile_rows`: rows of
-    a tile of one head, of which each SM computes one after the other, where rounds show.
-    `tile_keys`: keys that a program has of one head, where a communication finds enough SMs only
+    a tile of one head, if the time of a call shows rounds: each SM computes tile after tile.
+    `tile_keys`: keys of one head that a program has, if a communication finds enough SMs only
     when a round of programs ends. `slowdown`: the part of its speed that it loses beside a
     communication, where it has no margin; left out, what the cluster says for all.
     `keys_in_runs`: keys that lie one by one are refused, and so are rows that hold nothing.
@@ -149,7 +149,8 @@ def facts_fault(kernel: Any) -> str | None:
 
 
 def facts_of(kernel: Any) -> KernelRates:
-    """Of a kernel at hand: its own, those of the library, or none, which makes it fast."""
+    """The facts that a kernel brings, or else those of the library. A kernel without any counts as
+    fast."""
     own = getattr(kernel, "facts", None)
     known: KernelRates | KernelFacts = own or library_facts().get(kernel.name) or UNKNOWN
     return KernelRates(known.forward or _PASS, known.backward or _PASS)

@@ -1,4 +1,4 @@
-"""Clusters from TOML: those that ship with the library by name, a person's own by path.
+"""Clusters from TOML: the library's by name, a person's own by path.
 
 Every field is required and nothing else is accepted, so that no constant is left to a default
 nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from mesh_attention.files import FileError, read_text
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.kernel_facts import KINDS, library_kernels
-from mesh_attention.machine.tables import ClusterError, read_table, without_none
+from mesh_attention.machine.tables import ClusterError, read_table
 
 __all__ = ["ClusterError", "a_cluster", "cluster_names", "load_cluster", "parse_cluster"]
 
@@ -81,8 +81,20 @@ def parse_cluster(text: str, source: str) -> Cluster:
 def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
     """From what TOML holds; `source` names it in errors."""
     _refuse_fields_of_old(table, source)
-    table = _with_kernels(table, source)
-    cluster = read_table(Cluster, table, source)
+    own = dict(table)
+    more = own.pop("more_kernels", None)
+    if more is not None and "kernels" in own:
+        raise ClusterError(f"{source}: give kernels, or more_kernels beside the library's")
+    if not isinstance(more, dict | None):
+        raise ClusterError(f"{source}: more_kernels = {repr(more)[:40]} must be a table")
+    if taken := [name for name in more or {} if name in library_kernels()]:
+        raise ClusterError(
+            f"{source}: more_kernels.{taken[0]} is a kernel of the library; choose another "
+            "name, or describe all kernels of the file under [kernels]"
+        )
+    cluster = read_table(Cluster, {"kernels": more or {}, **own}, source)
+    if "kernels" not in own:  # those of the library, measured on Hopper GPUs
+        cluster = replace(cluster, kernels=library_kernels() | cluster.kernels)
     if cluster.node.ranks % cluster.network.nics:
         raise ClusterError(
             f"{source}: network.nics = {cluster.network.nics} does not divide "
@@ -121,35 +133,8 @@ def _refuse_fields_of_old(table: Mapping[str, Any], source: str) -> None:
             )
 
 
-def _with_kernels(table: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A file without curves has those of the library's kernels, measured on Hopper GPUs; with
-    `more_kernels`, its own beside them."""
-    own = dict(table)
-    more = own.pop("more_kernels", None)
-    if more is not None and "kernels" in own:
-        raise ClusterError(f"{source}: give kernels, or more_kernels beside the library's")
-    if "kernels" in own:
-        return own
-    if not isinstance(more, dict | None):
-        raise ClusterError(f"{source}: more_kernels = {repr(more)[:40]} must be a table")
-    if taken := [name for name in more or {} if name in library_kernels()]:
-        raise ClusterError(
-            f"{source}: more_kernels.{taken[0]} is a kernel of the library; choose another "
-            "name, or describe all kernels of the file under [kernels]"
-        )
-    library = {
-        name: {
-            direction: without_none(asdict(rates))
-            for direction in DIRECTIONS
-            if (rates := kernel.of(direction)) is not None
-        }
-        for name, kernel in library_kernels().items()
-    }
-    return own | {"kernels": library | (more or {})}
-
-
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
-    """No kernel faster than the GPU, and for every call one that takes it."""
+    """No kernel is faster than the GPU, and every kind of call has a kernel."""
     there: set[str] = set()
     for name, rates in cluster.passes(direction).items():
         where = f"{source}: kernels.{name}.{direction}"

@@ -1,5 +1,7 @@
-"""A machine in a few numbers, for choices that must take no time: orders of tasks,
-documents of a batch, and how long a transfer in flight lasts. All of them are read off a cluster.
+"""A machine in a few numbers, for choices that must take no time.
+
+`Costs` orders the tasks of a program, and `Rates` chooses for the documents of a batch. Both are
+read off a cluster: the caller's, or the usual one where nobody names a machine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ USUAL = "hgx-h200"  # where nobody says what machine it is
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of a rank, one direction each.
+    """What one rank reaches, in one direction of its links.
 
     flops, half_keys, half_rows   the kernel that is fastest under a mask, forward and backward
     peer        seconds for each other rank that a rank exchanges with

@@ -1,4 +1,7 @@
-"""TOML tables as frozen dataclasses, or an error that names the field and what it must be."""
+"""TOML tables as frozen dataclasses, or an error that names the field and what it must be.
+
+Cluster files (`load.py`), facts of kernels and targets in plan files are read by it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ T = TypeVar("T")
 
 
 class ClusterError(MeshAttentionError, ValueError):
-    """A cluster that does not exist, or a description of one that does not hold together."""
+    """A cluster does not exist, or its description does not hold together."""
 
 
 # Fields that may be zero: what does not cost anything, or does not disturb.

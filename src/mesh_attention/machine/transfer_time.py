@@ -20,11 +20,11 @@ from mesh_attention.machine.cluster import Links
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How a group lies on the nodes: what its costs depend on."""
+    """How a group lies on the nodes, which decides what its transfers cost."""
 
     nodes: tuple[int, ...]  # of each member
     num_nodes: int
-    crossing: float  # of parts into the busiest NIC: those of a ring / NICs of the members there
+    crossing: float  # parts that enter the busiest NIC: all of a ring / NICs of the members there
     behind_nic: tuple[int, ...]  # for each member: how many have its NIC
     several_in_a_node: bool
 

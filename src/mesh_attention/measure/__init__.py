@@ -1,2 +1,2 @@
-"""Measuring on real ranks: what a cluster's file says of this one (`profile`), and which of the
-best predicted settings is the fastest (`tune`)."""
+"""Measurements on real ranks: `profile` writes the file of a cluster, `tune` finds the fastest of
+the best predicted settings. Only `cli/` and benchmarks use it; it runs plans and needs torch."""

@@ -1,19 +1,22 @@
 """How fast the kernels are that would be chosen here: calls of both passes at a few sizes, merges,
-and products of matrices, which are the best that a processor without a data sheet does.
+and products of matrices, which stand for the peak of a processor without a data sheet.
 
-All ranks measure at once, since on one machine they share memory, and on CPUs the processor too.
+`profile.py` and `benchmarks/kernel_curves.py` measure with this. All ranks measure at once, since
+on one machine they share memory, and on CPUs the processor too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from mesh_attention.kernels import (
+    BackwardInputs,
+    Block,
     BlockMask,
     Causal,
     Full,
@@ -23,10 +26,9 @@ from mesh_attention.kernels import (
     Request,
 )
 from mesh_attention.kernels.registry import choose, choose_rows
-from mesh_attention.kernels.rows import accumulator_dtype
-from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates, facts_of
-from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, fit_terms
-from mesh_attention.measure.kernel_call import KernelCall
+from mesh_attention.kernels.rows import accumulator_dtype, delta
+from mesh_attention.machine.kernel_facts import KernelRate, PassRates, facts_of
+from mesh_attention.measure.curve_fit import Point, fit, fit_terms
 from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
@@ -40,9 +42,53 @@ ASKED_AT = 0.3  # of a call: when a transfer is asked for that shows whether it 
 _LARGEST = 1 << 15  # tokens of a call
 
 
+class KernelCall:
+    """A call of a kernel on random tensors, to be timed. `pairs` of a query and a key that the mask
+    shows; `flops` of the pass for all heads."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        direction: Direction,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int,
+        columns: int,
+        heads: int,
+        head_dim: int,
+        mask: BlockMask,
+        pairs: int,
+    ) -> None:
+        self._kernel, self._direction, self._mask = kernel, direction, mask
+        self._scale = head_dim**-0.5
+        self.pairs = pairs
+        self._tensors = [
+            torch.randn(1, n, heads, head_dim, device=device, dtype=dtype)
+            for n in (rows, columns, columns)
+        ]
+        self.flops = 4.0 * head_dim * heads * pairs
+        if direction is Direction.BACKWARD:
+            self.flops *= 2.5
+            out, lse = kernel.forward(self._block(0))
+            grad_out = torch.randn_like(out, dtype=dtype)
+            out, lse = out.to(dtype), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
+            self._inputs = BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))
+
+    def _block(self, leave_sms: int) -> Block:
+        q, k, v = self._tensors
+        return Block(q, k, v, self._mask, self._scale, leave_sms=leave_sms)
+
+    def work(self, leave_sms: int = 0) -> Work:
+        """`leave_sms`: multiprocessors that it is asked to leave to transfers."""
+        block = self._block(leave_sms)
+        if self._direction is Direction.FORWARD:
+            return lambda: self._kernel.forward(block)
+        return lambda: self._kernel.backward(block, self._inputs)
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Of the calls that are measured. `lasting`: seconds of a measurement, about."""
+    """Sizes of the calls that are measured. `lasting`: seconds of a measurement, about."""
 
     heads: int
     head_dim: int
@@ -50,47 +96,35 @@ class Sizes:
     first: int  # rows of the smallest square
     lasting: float
 
-    @property
-    def accumulate_bytes(self) -> int:
-        return accumulator_dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Curve:
-    """With the points that it was fitted to."""
-
-    rate: KernelRate
-    points: tuple[Point, ...]
-
-    @property
-    def lines(self) -> Iterator[str]:
-        for p in self.points:
-            curve = curve_tflops(self.rate, p)
-            yield f"{p.what}: {p.tflops:.4g} TFLOP/s; the curve gives {curve:.4g}"
-
 
 def kernels_of(
     ranks: Ranks, sizes: Sizes
 ) -> dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]]:
-    """By pass and name: those that would be chosen here, for which kinds of calls."""
-    found: dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]] = {}
+    """The kernels that would be chosen here by pass and name, with the kinds of calls they take."""
+    kernels: dict[Direction, dict[str, tuple[Kernel, set[CallKind]]]] = {}
     for direction in Direction:
-        by_name = found.setdefault(direction, {})
+        by_name = kernels.setdefault(direction, {})
         for kind in CallKind:
             try:
                 kernel = choose(request(ranks, sizes, direction, kind)).kernel
             except KernelRefusedError as error:
                 raise MeasureError(str(error)) from error
             by_name.setdefault(kernel.name, (kernel, set()))[1].add(kind)
-    return found
+    return kernels
 
 
 def request(ranks: Ranks, sizes: Sizes, direction: Direction, kind: CallKind) -> Request:
     capability = torch.cuda.get_device_capability(ranks.device) if ranks.is_cuda else None
+    where = (ranks.device.type, capability, sizes.dtype)
     D, H = sizes.head_dim, sizes.heads
-    return Request(
-        direction, ranks.device.type, capability, sizes.dtype, D, D, H, H, MaskKind(kind)
-    )
+    return Request(direction, *where, D, D, H, H, MaskKind(kind))
+
+
+class Curve(NamedTuple):
+    """A curve, with the points that it was fitted to."""
+
+    rate: KernelRate
+    points: list[Point]
 
 
 class KernelMeter:
@@ -107,17 +141,19 @@ class KernelMeter:
         self.kinds = [CallKind.FULL, CallKind.RANGE] if self.ranges else sorted(kinds)
 
     def call(self, kind: CallKind, rows: int, columns: int, heads: int) -> KernelCall:
-        device, shape = self._ranks.device, (rows, columns, heads, self._sizes.head_dim)
-        how = (self._kernel, self._direction, self._sizes.dtype, device)
+        mask: BlockMask
         if kind is CallKind.CAUSAL:
-            return KernelCall(*how, *shape, Causal(), rows * (rows + 1) // 2)
-        if kind is CallKind.FULL:
-            everything = self._seen(rows, columns, Mask()) if self.ranges else Full()
-            return KernelCall(*how, *shape, everything, rows * columns)
-        mask = self._seen(rows, columns, Mask(causal=True))
-        return KernelCall(*how, *shape, mask, rows * (rows + 1) // 2 + rows * (columns - rows))
+            mask, pairs = Causal(), rows * (rows + 1) // 2
+        elif kind is CallKind.FULL:
+            mask = self._row_range(rows, columns, Mask()) if self.ranges else Full()
+            pairs = rows * columns
+        else:
+            mask = self._row_range(rows, columns, Mask(causal=True))
+            pairs = rows * (rows + 1) // 2 + rows * (columns - rows)
+        how = (self._kernel, self._direction, self._sizes.dtype, self._ranks.device)
+        return KernelCall(*how, rows, columns, heads, self._sizes.head_dim, mask, pairs)
 
-    def _seen(self, rows: int, columns: int, mask: Mask) -> BlockMask:
+    def _row_range(self, rows: int, columns: int, mask: Mask) -> BlockMask:
         problem = Problem(rows, 1, self._sizes.head_dim, kv_tokens=columns, mask=mask)
         where = self._ranks.device if self.ranges else torch.device("cpu")
         return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
@@ -131,11 +167,11 @@ class KernelMeter:
             n *= 2
         n //= 2
         points.append(self._point(kind, n, n, max(1, heads // 4), gap))
-        if kind is not CallKind.CAUSAL:  # which are square
+        if kind is not CallKind.CAUSAL:  # causal calls are square
             points.append(self._point(kind, n // 4, n, heads, gap))
         if kind is CallKind.FULL:
             points.append(self._point(kind, n, n // 4, heads, gap))
-        return Curve(fit(points), tuple(points))
+        return Curve(fit(points), points)
 
     def _point(self, kind: CallKind, rows: int, columns: int, heads: int, gap: float) -> Point:
         call = self.call(kind, rows, columns, heads)
@@ -171,9 +207,8 @@ class KernelMeter:
         # Slower than both: times vary, most where ranks share a GPU.
         margin = MARGIN if beside > 1.03 * max(before, after) else 0
         done = ranks.average([self._done_at(call.work(margin), beside, transfer)])[0]
-        begins = done < ASKED_AT + 0.35
-        told = f"a transfer asked for at {ASKED_AT:.0%} of a call was done at {done:.0%}"
-        return begins, margin, told
+        how = f"a transfer asked for at {ASKED_AT:.0%} of a call was done at {done:.0%}"
+        return done < ASKED_AT + 0.35, margin, how
 
     def _done_at(self, work: Work, lasts: float, transfer: Work) -> float:
         device = self._ranks.device
@@ -198,21 +233,19 @@ class KernelMeter:
 def pass_rates(
     meter: KernelMeter, gap: float, transfer: Work
 ) -> tuple[PassRates, dict[CallKind, Curve], str]:
+    """The rates of a pass, the curves they come from, and how it was found whether a transfer can
+    begin beside a call."""
     curves = {kind: meter.curve(kind, gap) for kind in meter.kinds}
-    begins, margin, told = meter.room_for_transfers(transfer)
+    begins, margin, how = meter.room_for_transfers(transfer)
     launch = round(meter.launch_seconds() * 1e6, 1)
     rates = [curves[kind].rate if kind in curves else None for kind in CallKind]
-    return PassRates(meter.ranges, begins, margin, launch, *rates), curves, told
-
-
-def with_pass(kernels: KernelRates | None, direction: Direction, rates: PassRates) -> KernelRates:
-    return replace(kernels or KernelRates(), **{direction.value: rates})
+    return PassRates(meter.ranges, begins, margin, launch, *rates), curves, how
 
 
 def merge_costs(ranks: Ranks, sizes: Sizes) -> tuple[float, float, list[str]]:
     """Seconds before a pass over memory, bytes a second in it, and what was measured: the merge of
-    a partial result and the sum of a gradient, bytes counted as the simulator does. It knows one
-    rate, so that is of one of each."""
+    a partial result and the sum of a gradient, bytes counted as the simulator does. The simulator
+    knows one rate, so this is the mean of the two."""
     rows = choose_rows(ranks.device.type, sizes.dtype).rows
     wide = accumulator_dtype(sizes.dtype)
     H, D = sizes.heads, sizes.head_dim
@@ -226,7 +259,7 @@ def merge_costs(ranks: Ranks, sizes: Sizes) -> tuple[float, float, list[str]]:
         num_bytes = n * H * D * (part.element_size() + 2 * acc.element_size())
         merge = partial(rows.merge_into, acc, acc_lse, part, lse, fresh=False)
         works: list[Work] = [merge, partial(rows.sum, (acc, part), acc)]
-        merging, summing = (ranks.seconds(one, lasting=sizes.lasting / 2) for one in works)
+        merging, summing = (ranks.seconds(work, lasting=sizes.lasting / 2) for work in works)
         terms.append((1.0, float(num_bytes)))
         measured.append((merging + summing) / 2)
         lines.append(f"{n} rows: merge {merging * 1e6:.4g} us, sum {summing * 1e6:.4g} us")

@@ -1,15 +1,15 @@
 """What links carry: each collective at a few sizes, inside nodes and between them.
 
-The calls are those that the runtime makes. Inside nodes all nodes measure at once, and groups of
-half a node too, so that a hop and the beginning of a collective can be told apart. Between nodes
-the first ranks of all nodes measure alone, and then all ranks of each node at once: what they lose
-by that tells how many NICs they share.
+`profile.py` uses it. The calls are those that the runtime makes. Inside nodes all nodes measure at
+once, and groups of half a node too, which tells a hop from the beginning of a collective. Between
+nodes the first ranks of all nodes measure alone, and then all ranks of each node at once: their
+loss tells how many NICs they share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from mesh_attention.machine.cluster import (
@@ -19,18 +19,17 @@ from mesh_attention.machine.cluster import (
     Node,
     PeerLink,
 )
-from mesh_attention.measure.curve_fit import fit_terms
+from mesh_attention.measure.curve_fit import fit_terms, short
 from mesh_attention.measure.ranks import Ranks
-from mesh_attention.measure.timed_transfers import Begin, TimedTransfers, done
+from mesh_attention.measure.transfers import Begin, TimedTransfers, done
 
 KIB = 1 << 10
-_KINDS = ("all-gather", "reduce-scatter")
 _SLOW = 3.0  # times the seconds of a measurement: larger transfers are not tried
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured transfer: bytes of a part (what one rank hands over, or one message)."""
+    """A measured transfer: bytes of a part (what one rank hands over, or one message)."""
 
     what: str
     members: int
@@ -41,32 +40,25 @@ class Sample:
         return f"{self.what}, {self.part_bytes >> 10} KiB a part: {self.seconds * 1e6:.4g} us"
 
 
-@dataclass
-class Measured:
-    """Links with the samples that they were fitted to, by section of the file."""
-
-    node: Node
-    network: Network
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-
-
 class LinkMeter:
+    """Measures links. `samples` are what they were fitted to, by section of the cluster's file;
+    `largest` is the largest size at which all transfers so far could be measured."""
+
     def __init__(
         self, ranks: Ranks, sizes: Sequence[int], lasting: float, tell: Callable[[], None]
     ) -> None:
         self.ranks, self.transfers = ranks, TimedTransfers(ranks)
         self._sizes, self._lasting, self._tell = sizes, lasting, tell
-        self.largest = max(sizes)  # that all transfers so far could be measured at
+        self.largest = max(sizes)
+        self.samples: dict[str, list[Sample]] = {}
         n, k = ranks.size, ranks.per_node
+        self._all = [tuple(range(n))]
         self._nodes = [tuple(range(first, first + k)) for first in range(0, n, k)]
         self._columns = [tuple(range(place, n, k)) for place in range(k)]
 
-    def measure(self) -> Measured:
-        found: dict[str, list[Sample]] = {}
-        inside = self.ranks.per_node > 1
-        between = self.ranks.num_nodes > 1
-        node = self._node(found) if inside else None
-        network = self._network(found, node) if between else None
+    def measure(self) -> tuple[Node, Network]:
+        node = self._node() if self.ranks.per_node > 1 else None
+        network = self._network(node) if self.ranks.num_nodes > 1 else None
         if node is None:
             assert network is not None  # there are two ranks at least
             node = Node(1, network.peer, network.collective, network.many_peers.gb_per_second)
@@ -74,227 +66,197 @@ class LinkMeter:
             # Nothing was measured, so nothing is better or worse than inside.
             k, rate = node.ranks, node.peer.gb_per_second
             network = Network(k, node.peer, k * rate, 2.0, node.collective)
-        return Measured(node, network, found)
+        return node, network
 
     # Inside nodes.
 
-    def _node(self, found: dict[str, list[Sample]]) -> Node:
+    def _node(self) -> Node:
         k = self.ranks.per_node
-        halves = [tuple(half) for node in self._nodes for half in (node[: k // 2], node[k // 2 :])]
+        halves = [half for node in self._nodes for half in (node[: k // 2], node[k // 2 :])]
         shapes = [self._nodes, *([halves] if k >= 4 and k % 2 == 0 else [])]
         collectives = [
             sample for groups in shapes for sample in self._collectives(groups, "inside a node")
         ]
-        terms = [(1.0, s.members - 1.0, (s.members - 1.0) * s.part_bytes) for s in collectives]
-        base, hop, per_byte = _latency_and_rate(terms, collectives)
-        ring = self._ring([*self._nodes], "ring inside a node")
-        exchanges = self._all_to_alls([*self._nodes], "inside a node")
-        many = [(s.members - 1.0) * s.part_bytes for s in exchanges]
-        _, per_many = _beyond([base] * len(many), 0.0, many, exchanges)
-        found["node.collective"], found["node.peer"] = collectives, ring
-        found["node.all_to_all_gb_per_second"] = exchanges
-        latency, per_message = fit_terms(
-            [(1.0, s.part_bytes) for s in ring], _seconds(ring), needed=(1,)
-        )
+        base, hop, per_byte = _latency_and_rate(collectives)
+        own = self._nodes[self.ranks.rank // k]
+        at = own.index(self.ranks.rank)
+        neighbours = [(own[(at + 1) % k], True), (own[at - 1], False)]
+        ring = self._messages(neighbours, "ring inside a node", k, self.ranks.size)
+        exchanges = self._all_to_alls(own, "inside a node")
+        moved = [(s.members - 1.0) * s.part_bytes for s in exchanges]
+        _, per_exchanged = _beyond([base] * len(moved), 0.0, moved, exchanges)
+        self.samples["node.collective"], self.samples["node.peer"] = collectives, ring
+        self.samples["node.all_to_all_gb_per_second"] = exchanges
         return Node(
             k,
-            PeerLink(_gb(per_message), _micro(latency)),
+            _peer_link(ring),
             CollectiveLink(_gb(per_byte), _micro(base), _micro(hop)),
-            _gb(per_many),
+            _gb(per_exchanged),
         )
 
     # Between nodes.
 
-    def _network(self, found: dict[str, list[Sample]], node: Node | None) -> Network:
+    def _network(self, node: Node | None) -> Network:
         ranks, k = self.ranks, self.ranks.per_node
         hops = ranks.num_nodes - 1.0
         alone = self._collectives([self._columns[0]], "one rank of each node")
-        together = alone
+        together: list[Sample] = []
         if k > 1:
             together = self._collectives(self._columns, "all ranks of each node, in groups of one")
-        peer, peer_node, pair = self._peers(found, k)
-        flows = (found[f"network.{name}"] for name in ("peer", "peer_node_gb_per_second"))
+        flow = self._counterparts(1, "one rank of each node to the next")
+        flows = flow
+        if k > 1:
+            flows = self._counterparts(k, "all ranks of each node to the next")
+        pair = self._flows_of_a_pair(flows[-1].part_bytes)
         # Whatever loses by the others: one flow may be too slow to fill a NIC, or one gather.
-        nics = min(nics_of(k, alone, together), nics_of(k, *flows))
+        nics = min(nics_of(k, alone, together or alone), nics_of(k, flow, flows))
         every: list[Sample] = []
         if k > 1:  # gathers alone: a reduction over gloo is no ring
-            all_ranks = [tuple(range(ranks.size))]
-            every = self._collectives(all_ranks, "over all nodes", ("all-gather",))
+            every = self._collectives(self._all, "over all nodes", ("all-gather",))
         base, local = 0.0, 0.0
         if node is not None:
             base = node.collective.base_microseconds * 1e-6
             local = (ranks.size - ranks.num_nodes) * node.collective.hop_microseconds * 1e-6
         # Groups that share a NIC take turns, so each waits for as many times its bytes; a ring of
         # all ranks has one link into each node, spread over its NICs.
-        samples = [*alone, *(together if k > 1 else ()), *every]
+        samples = [*alone, *together, *every]
         moved = [hops * s.part_bytes for s in alone]
-        moved += [hops * s.part_bytes * k / nics for s in together] if k > 1 else []
+        moved += [hops * s.part_bytes * k / nics for s in together]
         moved += [(ranks.size - 1.0) * s.part_bytes / nics for s in every]
         known = [base] * (len(samples) - len(every)) + [base + local] * len(every)
         hop, per_byte = _beyond(known, hops, moved, samples)
-        found["network.collective"] = samples
-        exchanges = self._all_to_alls([tuple(range(ranks.size))], "over all nodes")
+        exchanges = self._all_to_alls(self._all[0], "over all nodes")
         crossing = float(ranks.size - k)
         moved = [crossing * s.part_bytes * k / nics for s in exchanges]
-        message, per_many = _beyond([base] * len(moved), crossing, moved, exchanges)
-        found["network.all_to_all"] = exchanges
+        message, per_exchanged = _beyond([base] * len(moved), crossing, moved, exchanges)
+        self.samples["network.peer"] = flow
+        self.samples["network.peer_node_gb_per_second"] = flows
+        self.samples["network.flows_of_a_pair"] = pair
+        self.samples["network.collective"] = samples
+        self.samples["network.all_to_all"] = exchanges
+        peer = _peer_link(flow)
+        node_rate = k * flows[-1].part_bytes / flows[-1].seconds * 1e-9
+        one_way, both_ways = pair
         return Network(
             nics,
             peer,
-            peer_node,
-            pair,
+            short(max(node_rate, peer.gb_per_second)),
+            short(min(max(2 * one_way.seconds / both_ways.seconds, 1), 2)),
             CollectiveLink(_gb(per_byte), _micro(base), _micro(hop)),
-            ManyPeersLink(_gb(per_many), _micro(message)),
+            ManyPeersLink(_gb(per_exchanged), _micro(message)),
         )
 
-    def _peers(self, found: dict[str, list[Sample]], k: int) -> tuple[PeerLink, float, float]:
-        """One flow, all flows of a node together, and flows between the same two ranks."""
-        ranks = self.ranks
-        one = self._counterparts(1, "one rank of each node to the next")
-        latency, per_byte = fit_terms(
-            [(1.0, s.part_bytes) for s in one], _seconds(one), needed=(1,)
-        )
-        rate = _gb(per_byte)
-        all_flows = one
-        if k > 1:
-            all_flows = self._counterparts(k, "all ranks of each node to the next")
-        size = all_flows[-1].part_bytes
-        whole = k * size / all_flows[-1].seconds * 1e-9
-        found["network.peer"] = one
-        found["network.peer_node_gb_per_second"] = all_flows
-        turns = {}
+    def _flows_of_a_pair(self, part_bytes: int) -> list[Sample]:
+        """Between the first ranks of the first two nodes: one way, and both ways at once."""
+        first, second = 0, self.ranks.per_node
+        samples = []
         for name, both_ways in (("one way", False), ("both ways", True)):
             peers: list[tuple[int, bool]] = []
-            if ranks.rank == 0:
-                peers = [(k, True), (k, False)] if both_ways else [(k, True)]
-            elif ranks.rank == k:
-                peers = [(0, True), (0, False)] if both_ways else [(0, False)]
-            work = done(self.transfers.messages(peers, size)) if peers else None
-            lasts = ranks.seconds(work, lasting=self._lasting, members=2, of_last=True)
-            turns[name] = Sample(f"{name} between two ranks", 2, size, lasts)
+            if self.ranks.rank == first:
+                peers = [(second, True), *([(second, False)] if both_ways else [])]
+            elif self.ranks.rank == second:
+                peers = [*([(first, True)] if both_ways else []), (first, False)]
+            work = done(self.transfers.messages(peers, part_bytes)) if peers else None
+            lasts = self.ranks.seconds(work, lasting=self._lasting, members=2, of_last=True)
+            samples.append(Sample(f"{name} between two ranks", 2, part_bytes, lasts))
             self._tell()
-        found["network.flows_of_a_pair"] = [*turns.values()]
-        flows = 2 * turns["one way"].seconds / turns["both ways"].seconds
-        return (
-            PeerLink(rate, _micro(latency)),
-            _short(max(whole, rate)),
-            _short(_within(flows, 1, 2)),
-        )
+        return samples
 
     # Samples.
 
     def _collectives(
-        self, groups: Sequence[tuple[int, ...]], where: str, kinds: Sequence[str] = _KINDS
+        self,
+        groups: Sequence[tuple[int, ...]],
+        where: str,
+        kinds: Sequence[str] = ("all-gather", "reduce-scatter"),
     ) -> list[Sample]:
         members = self.transfers.group(groups)
         size, taking = len(groups[0]), sum(map(len, groups))
-        found = []
+        samples = []
         for kind in kinds:
+            begin = partial(self.transfers.collective, kind, members) if members else None
+            samples += self._samples(f"{kind} of {size} ranks, {where}", size, taking, begin)
+        return samples
 
-            def begin(part: int, kind: str = kind) -> Begin | None:
-                return self.transfers.collective(kind, members, part) if members else None
-
-            found += self._samples(f"{kind} of {size} ranks, {where}", size, taking, begin)
-        return found
-
-    def _all_to_alls(self, groups: Sequence[tuple[int, ...]], where: str) -> list[Sample]:
-        mine = next(members for members in groups if self.ranks.rank in members)
-        begin = partial(self.transfers.all_to_all, mine)
-        what = f"all-to-all of {len(mine)} ranks, {where}"
-        return self._samples(what, len(mine), self.ranks.size, begin)
-
-    def _ring(self, groups: Sequence[tuple[int, ...]], where: str) -> list[Sample]:
-        """Each rank to the next of its group, and from the one before it."""
-        mine = next(members for members in groups if self.ranks.rank in members)
-        at = mine.index(self.ranks.rank)
-        peers = [(mine[(at + 1) % len(mine)], True), (mine[at - 1], False)]
-        return self._flows(peers, where, len(mine), self.ranks.size)
+    def _all_to_alls(self, members: tuple[int, ...], where: str) -> list[Sample]:
+        size, begin = len(members), partial(self.transfers.all_to_all, members)
+        return self._samples(f"all-to-all of {size} ranks, {where}", size, self.ranks.size, begin)
 
     def _counterparts(self, taking: int, where: str) -> list[Sample]:
         """The first ranks of each node to those of the next node, round all nodes."""
-        n, k = self.ranks.size, self.ranks.per_node
-        peers = [((self.ranks.rank + k) % n, True), ((self.ranks.rank - k) % n, False)]
-        mine = peers if self.ranks.rank % k < taking else []
-        return self._flows(mine, where, self.ranks.num_nodes, taking * self.ranks.num_nodes)
+        rank, n, k = self.ranks.rank, self.ranks.size, self.ranks.per_node
+        peers = [((rank + k) % n, True), ((rank - k) % n, False)] if rank % k < taking else []
+        return self._messages(peers, where, self.ranks.num_nodes, taking * self.ranks.num_nodes)
 
-    def _flows(
+    def _messages(
         self, peers: Sequence[tuple[int, bool]], where: str, size: int, taking: int
     ) -> list[Sample]:
-        def begin(part: int) -> Begin | None:
-            return self.transfers.messages(peers, part) if peers else None
-
+        begin = partial(self.transfers.messages, peers) if peers else None
         return self._samples(where, size, taking, begin)
 
     def _samples(
-        self,
-        what: str,
-        size: int,
-        taking: int,
-        begin: Callable[[int], Begin | None],
+        self, what: str, size: int, taking: int, begin: Callable[[int], Begin] | None
     ) -> list[Sample]:
-        """At all sizes, but not at larger ones than links carry in a moment; `begin` gives None on
-        ranks that do not take part."""
-        found: list[Sample] = []
+        """At all sizes, up to the first that takes too long; `begin` is None on ranks that do not
+        take part."""
+        samples: list[Sample] = []
         for part in self._sizes:
-            if len(found) > 1 and found[-1].seconds > _SLOW * self._lasting:
+            if len(samples) > 1 and samples[-1].seconds > _SLOW * self._lasting:
                 break
-            one = begin(part)
-            work = None if one is None else done(one)
+            work = done(begin(part)) if begin else None
             lasts = self.ranks.seconds(work, lasting=self._lasting, members=taking, of_last=True)
-            found.append(Sample(what, size, part, lasts))
+            samples.append(Sample(what, size, part, lasts))
             self._tell()
-        self.largest = min(self.largest, found[-1].part_bytes)
-        return found
+        self.largest = min(self.largest, samples[-1].part_bytes)
+        return samples
 
 
 def _seconds(samples: Sequence[Sample]) -> list[float]:
     return [s.seconds for s in samples]
 
 
-def _latency_and_rate(
-    terms: Sequence[tuple[float, float, float]], samples: Sequence[Sample]
-) -> tuple[float, float, float]:
+def _peer_link(samples: Sequence[Sample]) -> PeerLink:
+    terms = [(1.0, s.part_bytes) for s in samples]
+    latency, per_byte = fit_terms(terms, _seconds(samples), needed=(1,))
+    return PeerLink(_gb(per_byte), _micro(latency))
+
+
+def _latency_and_rate(samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Base, hop and seconds of a byte. Groups of one size cannot tell a base from hops: then all
     of it is hops."""
+    terms = [(1.0, s.members - 1.0, (s.members - 1.0) * s.part_bytes) for s in samples]
     if len({s.members for s in samples}) > 1:
         base, hop, per_byte = fit_terms(terms, _seconds(samples), needed=(2,))
         return base, hop, per_byte
-    hop, per_byte = fit_terms([t[1:] for t in terms], _seconds(samples), needed=(1,))
+    hop, per_byte = fit_terms([term[1:] for term in terms], _seconds(samples), needed=(1,))
     return 0.0, hop, per_byte
 
 
 def _beyond(
     known: Sequence[float], times: float, num_bytes: Sequence[float], samples: Sequence[Sample]
 ) -> tuple[float, float]:
-    """Seconds of what happens `times` in each sample, and of a byte, beside those that are known.
-    What is left of a sample is a tenth of it at least: what is known was fitted, too."""
+    """Fits what is left of samples after their `known` seconds: seconds of a hop or message, of
+    which each sample has `times`, and of a byte. At least a tenth of a sample is left, since the
+    known seconds were fitted too."""
     left = [max(s.seconds - x, s.seconds / 10) for s, x in zip(samples, known, strict=True)]
     each, per_byte = fit_terms([(times, b) for b in num_bytes], left, needed=(1,))
     return each, per_byte
 
 
 def nics_of(per_node: int, alone: Sequence[Sample], together: Sequence[Sample]) -> int:
-    """Among the divisors of the ranks of a node the one that explains best what a rank loses when
-    all of them use the network, by the largest transfers that were measured of both."""
+    """The divisor of the ranks of a node that explains best what a rank loses when all of them use
+    the network, by the largest transfers that were measured of both."""
     size = min(max(s.part_bytes for s in samples) for samples in (alone, together))
-    times = [[s.seconds for s in one if s.part_bytes == size] for one in (alone, together)]
+    times = [[s.seconds for s in each if s.part_bytes == size] for each in (alone, together)]
     few = min(map(len, times))  # larger transfers of slow kinds were left out
     wanted = per_node * sum(times[0][:few]) / sum(times[1][:few])
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
     return min(divisors, key=lambda n: max(n / wanted, wanted / n))
 
 
-def _within(value: float, least: float, most: float) -> float:
-    return min(max(value, least), most)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _gb(seconds_of_a_byte: float) -> float:
-    return _short(1e-9 / seconds_of_a_byte)
+    return short(1e-9 / seconds_of_a_byte)
 
 
 def _micro(seconds: float) -> float:
-    return _short(seconds * 1e6)
+    return short(seconds * 1e6)

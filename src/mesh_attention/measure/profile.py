@@ -1,5 +1,6 @@
-"""A cluster's file from measurements on its own ranks: kernels, merges, links, and what they lose
-by each other. All ranks measure; all of them know the result.
+"""Makes a cluster's file from measurements on its own ranks: kernels, merges, links, and what they
+lose beside each other. All ranks measure, and all of them get the result. `mesh-attention profile`
+and benchmarks use it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
+from statistics import fmean
 
 import torch
 
@@ -17,8 +19,7 @@ from mesh_attention.cost.detect_cluster import Machine, find_cluster, is_known_g
 from mesh_attention.machine.cluster import Cluster, Disturbance, Gpu
 from mesh_attention.machine.kernel_facts import KernelRates
 from mesh_attention.machine.load import parse_cluster
-from mesh_attention.measure.cluster_file import cluster_text
-from mesh_attention.measure.interference import Lost, lost_beside
+from mesh_attention.measure.curve_fit import cluster_text, pass_notes, short
 from mesh_attention.measure.kernel_rates import (
     KernelMeter,
     Sizes,
@@ -26,11 +27,10 @@ from mesh_attention.measure.kernel_rates import (
     matrix_product_tflops,
     merge_costs,
     pass_rates,
-    with_pass,
 )
-from mesh_attention.measure.links import KIB, LinkMeter, Measured
+from mesh_attention.measure.links import KIB, LinkMeter
 from mesh_attention.measure.ranks import MeasureError, Ranks
-from mesh_attention.measure.timed_transfers import done
+from mesh_attention.measure.transfers import Lost, done, lost_beside
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
 from mesh_attention.version import __version__
@@ -49,8 +49,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: seconds of one measurement, about, rows of the smallest square of
-    queries and keys, and bytes of transfers, ascending."""
+    """How long to measure: about so many seconds a measurement, the rows of the smallest square of
+    queries and keys, and the bytes of transfers, ascending."""
 
     lasting: float
     rows: int
@@ -80,17 +80,14 @@ def profile_ranks(
         raise MeasureError("there is one rank, and nothing travels: start at least two")
     cuda = ranks.is_cuda
     effort = effort or Effort.usual(ranks.device)
-    sizes = Sizes(
-        heads or (32 if cuda else 4),
-        head_dim,
-        dtype or (torch.bfloat16 if cuda else torch.float32),
-        effort.rows,
-        effort.lasting,
-    )
+    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
+    sizes = Sizes(heads or (32 if cuda else 4), head_dim, dtype, effort.rows, effort.lasting)
     return _Profiling(ranks, name, sizes, effort, progress).measure()
 
 
 class _Profiling:
+    """One profile. `_notes` are comments of the file, by the place that they explain."""
+
     def __init__(
         self, ranks: Ranks, name: str, sizes: Sizes, effort: Effort, progress: Progress | None
     ) -> None:
@@ -111,16 +108,16 @@ class _Profiling:
 
     def measure(self) -> Profile:
         meter = LinkMeter(self._ranks, self._effort.transfers, self._effort.lasting / 2, self._tell)
-        links = meter.measure()
+        node, network = meter.measure()
         gpu = self._gpu()
         kernels = self._kernels(meter, gpu.gap_microseconds * 1e-6)
         disturbance = self._disturbance(meter)
         best = max(
             rate.tflops
             for kernel in kernels.values()
-            for one in (kernel.forward, kernel.backward)
-            if one is not None
-            for rate in one.rates.values()
+            for rates in (kernel.forward, kernel.backward)
+            if rates is not None
+            for rate in rates.rates.values()
         )
         if best > gpu.peak_tflops:  # an asymptote may be above all that was seen
             gpu = replace(gpu, peak_tflops=best)
@@ -135,13 +132,13 @@ class _Profiling:
             ranks.num_nodes,
             gpu,
             kernels,
-            links.node,
-            links.network,
+            node,
+            network,
             disturbance,
             host_driven=True if ranks.backend == "gloo" else None,
         )
         self._notes["host_driven"] = "gloo: a thread of the host begins transfers and computes"
-        self._tell_of_links(links)
+        self._note_links(meter)
         text = cluster_text(cluster, self._notes, self._head())
         # From the text, so that every rank has what readers of the file will have.
         text = ranks.of_first(lambda: text)
@@ -176,9 +173,9 @@ class _Profiling:
         name, sms = platform.processor() or platform.machine() or "CPU", os.cpu_count() or 1
         memory_gib = _machine_gib() / ranks.per_node
         if ranks.is_cuda:
-            found = torch.cuda.get_device_properties(ranks.device)
-            name, sms, memory_gib = found.name, found.multi_processor_count, found.total_memory
-            memory_gib /= 2**30
+            device = torch.cuda.get_device_properties(ranks.device)
+            name, sms = device.name, device.multi_processor_count
+            memory_gib = device.total_memory / 2**30
             notes["gpu.memory_gib"] = notes["gpu.sms"] = "as the driver says"
             if is_known_gpu(name):
                 known = find_cluster(Machine(name))[0].gpu
@@ -191,68 +188,52 @@ class _Profiling:
                     f"assumed; merges alone, each launched by the host, take {gap * 1e6:.3g}"
                 )
                 gap = _USUAL_GAP
-        return Gpu(
-            name,
-            _short(peak),
-            _short(memory_gib),
-            _short(memory * 1e-9),
-            sms,
-            _short(gap * 1e6),
-        )
+        rates = (short(peak), short(memory_gib), short(memory * 1e-9))
+        return Gpu(name, *rates, sms, short(gap * 1e6))
 
     def _kernels(self, meter: LinkMeter, gap: float) -> dict[str, KernelRates]:
-        members = meter.transfers.group([range(self._ranks.size)])
-        assert members is not None
-        small = done(meter.transfers.collective("all-gather", members, 64 * KIB))
+        every = tuple(range(self._ranks.size))
+        small = done(meter.transfers.collective("all-gather", every, 64 * KIB))
         kernels: dict[str, KernelRates] = {}
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
-                one = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
-                rates, curves, told = pass_rates(one, gap, small)
-                kernels[name] = with_pass(kernels.get(name), direction, rates)
-                place = f"kernels.{name}.{direction.value}"
-                self._notes[f"{place}.lets_transfers_begin"] = told
-                self._notes[f"{place}.launch_microseconds"] = "measured: of the smallest call"
-                for kind, curve in curves.items():
-                    self._notes[f"{place}.{kind.value}"] = [*curve.lines]
+                timer = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
+                rates, curves, done_at = pass_rates(timer, gap, small)
+                earlier = kernels.get(name, KernelRates())
+                kernels[name] = replace(earlier, **{direction.value: rates})
+                points = {kind: curve.points for kind, curve in curves.items()}
+                self._notes |= pass_notes(name, direction, rates, points, done_at)
                 self._tell()
         return kernels
 
     def _disturbance(self, meter: LinkMeter) -> Disturbance:
-        """Beside gathers over all ranks and beside a ring of them, forward and backward."""
+        """What calls of both passes and transfers lose beside each other: gathers over all ranks,
+        and a ring of them."""
         ranks, part = self._ranks, meter.largest
-        every = tuple(range(ranks.size))
         ring = [((ranks.rank + 1) % ranks.size, True), ((ranks.rank - 1) % ranks.size, False)]
-        members = meter.transfers.group([every])
-        assert members is not None
         begins = {
-            "gather": meter.transfers.collective("all-gather", members, part),
+            "gather": meter.transfers.collective("all-gather", tuple(range(ranks.size)), part),
             "rotation": meter.transfers.messages(ring, part),
         }
-        found: dict[tuple[str, Direction], Lost] = {}
+        losses: dict[tuple[str, Direction], Lost] = {}
         lasting = self._effort.lasting
         for what, begin in begins.items():
             moving = ranks.seconds(done(begin), lasting=lasting)
             for direction in Direction:
                 call, takes = self._short_call(direction, moving)
-                found[what, direction] = lost_beside(
-                    *(ranks, call, begin),
-                    call_seconds=takes,
-                    lasting=3 * lasting,
+                losses[what, direction] = lost_beside(
+                    ranks, call, begin, call_seconds=takes, lasting=3 * lasting
                 )
                 self._tell()
-        forward, backward = (found["rotation", one] for one in Direction)
-        gathers = [found["gather", one] for one in Direction]
         self._notes["disturbance"] = [
             f"{what} beside {direction} calls: computation loses {lost.computation:.3g} of its "
             f"speed, the {what} {lost.communication:.3g}"
-            for (what, direction), lost in found.items()
+            for (what, direction), lost in losses.items()
         ]
         return Disturbance(
-            _short(sum(one.computation for one in found.values()) / len(found)),
-            _short(sum(one.communication for one in gathers) / len(gathers)),
-            forward.communication,
-            backward.communication,
+            short(fmean(lost.computation for lost in losses.values())),
+            short(fmean(losses["gather", d].communication for d in Direction)),
+            *(losses["rotation", d].communication for d in Direction),
         )
 
     def _short_call(
@@ -273,8 +254,8 @@ class _Profiling:
                 return work, takes
             rows //= 2
 
-    def _tell_of_links(self, links: Measured) -> None:
-        for place, samples in links.samples.items():
+    def _note_links(self, meter: LinkMeter) -> None:
+        for place, samples in meter.samples.items():
             self._notes[place] = [str(sample) for sample in samples]
         ranks = self._ranks
         if ranks.num_nodes == 1:
@@ -293,7 +274,3 @@ def _machine_gib() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError, AttributeError):  # not on every system
         return 16.0
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

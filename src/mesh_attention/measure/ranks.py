@@ -1,7 +1,8 @@
 """The ranks that measure together: who they are, and seconds on which all of them agree.
 
-Whatever is measured begins on all ranks at once and is averaged over them, so every rank sees the
-same numbers and decides alike: how often to repeat, and what to measure next.
+Measurements begin on all ranks at once and are averaged over them, so every rank sees the same
+numbers and decides alike: how often to repeat, and what to measure next. Everything in `measure/`
+is built on it, and so are benchmarks that run on several ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +37,7 @@ class MeasureError(MeshAttentionError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group, node by node: rank r is on node r // per_node."""
+    """The ranks of a process group, of which rank r is on node r // per_node."""
 
     group: dist.ProcessGroup
     rank: int
@@ -70,36 +71,40 @@ class Ranks:
 
     def average(self, numbers: Sequence[float]) -> list[float]:
         """Over all ranks."""
-        found = torch.tensor(numbers, dtype=torch.float64, device=self._agreeing)
-        dist.all_reduce(found, group=self.group)
-        return [float(x) / self.size for x in found]
+        return [x / self.size for x in self._reduced(numbers, dist.ReduceOp.SUM)]
 
     def longest(self, seconds: float) -> float:
         """Of all ranks."""
         return self._most([seconds])[0]
 
     def _most(self, numbers: Sequence[float]) -> list[float]:
-        found = torch.tensor(numbers, dtype=torch.float64, device=self._agreeing)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return [float(x) for x in found]
+        return self._reduced(numbers, dist.ReduceOp.MAX)
 
-    def everyones(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self.group)
-        return found
+    def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self._agreeing)
+        dist.all_reduce(tensor, operation, group=self.group)
+        return [float(x) for x in tensor]
+
+    def everyones(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def of_first(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes; where that fails it fails on all of them."""
-        found: list[Any] = [None, None]
+        answer: list[Any] = [None, None]  # and the error
         if self.rank == 0:
             try:
-                found = [make(), None]
-            except (MeshAttentionError, OSError) as error:
-                found = [None, _one_line(error)]
-        dist.broadcast_object_list(found, group=self.group, group_src=0)
-        if found[1] is not None:
-            raise MeasureError(found[1])
-        return found[0]
+                answer = [make(), None]
+            except OSError as error:
+                where = error.filename or "input or output"
+                answer = [None, f"{where}: {error.strerror}" if error.strerror else str(error)]
+            except MeshAttentionError as error:
+                answer = [None, str(error)]
+        dist.broadcast_object_list(answer, group=self.group, group_src=0)
+        if answer[1] is not None:
+            raise MeasureError(answer[1])
+        return answer[0]
 
     def seconds(
         self,
@@ -109,10 +114,10 @@ class Ranks:
         members: int | None = None,
         of_last: bool = False,
     ) -> float:
-        """Of one call of `work` on the ranks that take part, at once: the median of repeats, as
-        many as fit into `lasting` seconds, each averaged over those ranks. Others give None and
-        wait; `members` says how many take part where that is not all. `of_last`: from the end of
-        one repeat on the last rank to that of the next, as a transfer is over when its last member
+        """Seconds of a call of `work` on the ranks that take part, at once: the median of as many
+        repeats as fit into `lasting` seconds, each averaged over those ranks. Other ranks give None
+        and wait; `members` says how many take part where that is not all. `of_last`: from the end
+        of a repeat on the last rank to that of the next, as a transfer is over when its last member
         is done."""
         share = self.size / (members or self.size)
         once = 0.0
@@ -149,18 +154,10 @@ def cuda_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'input or output'}: {error.strerror}"
-    return str(error)
-
-
 @contextmanager
-def ranks_of_launcher(
-    ranks_per_node: int | None, *, command: str, least: int = 2
-) -> Iterator[Ranks]:
-    """The default process group of the job that torchrun, or anything that sets the same variables,
-    has started. `command` is what a person would start."""
+def ranks_of_launcher(ranks_per_node: int | None, *, command: str) -> Iterator[Ranks]:
+    """Joins the default process group of a job started by torchrun, or by anything that sets the
+    same variables. `command` is an example to start it with."""
     environment = os.environ
     line = f"torchrun --nproc-per-node 8 -m mesh_attention {command}"
     if missing := [name for name in _NEEDED if name not in environment]:
@@ -175,7 +172,7 @@ def ranks_of_launcher(
     )
     if cuda:
         torch.cuda.set_device(device)
-    if int(environment["WORLD_SIZE"]) < least:
+    if int(environment["WORLD_SIZE"]) < 2:
         raise MeasureError(f"there is one rank, and nothing travels: start more, as in: {line}")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     leave = True
@@ -184,9 +181,9 @@ def ranks_of_launcher(
     except (RuntimeError, dist.DistBackendError) as error:
         leave = not cuda  # NCCL would wait for what is in flight, and so for ranks that never come
         lines = str(error).splitlines() or [type(error).__name__]
-        told = " ... ".join(dict.fromkeys((lines[0], lines[-1])))  # NCCL ends with the cause
+        cause = " ... ".join(dict.fromkeys((lines[0], lines[-1])))  # NCCL ends with the cause
         raise MeshAttentionError(
-            f"rank {environment['RANK']}: a communication failed, most often as one ended: {told}"
+            f"rank {environment['RANK']}: a communication failed, most often as one ended: {cause}"
         ) from error
     finally:
         if leave:
@@ -196,29 +193,29 @@ def ranks_of_launcher(
 def ranks_of_group(
     group: dist.ProcessGroup | None, device: torch.device, ranks_per_node: int | None = None
 ) -> Ranks:
-    """All of a group's ranks call this; refused on all of them where they do not fit together.
-    Where nobody says how large a node is, all are taken for one."""
+    """All ranks of the group call this, and all refuse where they do not fit together. All ranks
+    are on one node where nothing says how large a node is."""
     if group is None:
         group = dist.distributed_c10d._get_default_group()
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    told = ranks_per_node or (int(said) if said.isdecimal() else 0)
-    per_node = told or size
-    per_node = size if per_node > size and ranks_per_node is None else per_node
+    per_node = ranks_per_node
+    if not per_node:
+        launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+        per_node = min(int(launched) if launched.isdecimal() else 0, size) or size
     ranks = Ranks(group, rank, size, per_node, device)
-    mine = {
+    own = {
         "versions": f"mesh-attention {__version__}, torch {torch.__version__}, "
         f"Python {sys.version_info.major}.{sys.version_info.minor}",
         "device": device.type,
         "ranks of a node": per_node,
     }
-    every: list[Mapping[str, Any]] = ranks.everyones(mine)
-    for what in mine:
-        for other, told_there in enumerate(every):
-            if told_there[what] != every[0][what]:
+    every: list[dict[str, Any]] = ranks.everyones(own)
+    for what in own:
+        for other, its in enumerate(every):
+            if its[what] != every[0][what]:
                 raise MeasureError(
                     f"ranks differ in their {what}: rank 0 has {every[0][what]}, rank {other} has "
-                    f"{told_there[what]}; they would measure different things"
+                    f"{its[what]}; they would measure different things"
                 )
     if per_node < 1 or size % per_node:
         raise MeasureError(

@@ -1,2 +1,2 @@
-"""One page about a problem on a cluster. `facts.py`, with what it asks, finds out what is shown and
-knows nothing of pictures; `page.py` shows it, with pictures made from facts and nothing else."""
+"""The page of `mesh-attention report`: `facts.py` collects what is shown and knows nothing of
+pictures; `page.py` shows it, with pictures made of these facts alone. Only `cli/` uses it."""

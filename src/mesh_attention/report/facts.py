@@ -5,8 +5,10 @@ Nothing here knows how it is shown. All times are modelled; `to_json` is what `-
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice
@@ -14,31 +16,36 @@ from mesh_attention.choose.plan_file import python_line
 from mesh_attention.choose.ranking import RankedMethod, Ranking, ranked
 from mesh_attention.choose.scored import Scored, gpu_bytes
 from mesh_attention.cost.timeline import Event, Timeline
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.computed_pairs import heads_of
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.problem.problem import problem_text
 from mesh_attention.plan.read.count import least_bytes
-from mesh_attention.report.assignment_facts import AssignmentFacts, assignment_facts
-from mesh_attention.report.scaling import (
+from mesh_attention.plan.read.draw import computed_cells
+from mesh_attention.report.estimates import (
     Scaling,
     ScalingLine,
+    ShapeTimes,
+    methods_with_shapes,
     points_of_scaling,
     scaling_lines,
+    shape_times,
 )
-from mesh_attention.report.shape_times import ShapeTimes, methods_with_shapes, shape_times
 
-Progress = Callable[[int, int], None]
 CHOSEN = "chosen"
 NUM_RUNNERS_UP = 3
 GANTT_RANKS = 4
 MOST_EVENTS = 1500  # of a chart: with more, fewer ranks are drawn
 MOST_SIMULATED = 15_000  # operations of all ranks: a runner-up with more has no chart
+MOST_PARTITIONS = 64  # of more, only every second, or fourth, ... is shown
+MOST_HEADS = 4  # a matrix is shown for a head of each of so many head groups
 _ALIKE = 1e-9  # seconds: the same plan in other words
 
 
 @dataclass(frozen=True, slots=True)
 class MethodPass:
     """A method at its best in one pass; bytes are those that a rank receives. Where it was not
-    simulated, seconds are what one rank sees."""
+    simulated, seconds are what one rank expects."""
 
     seconds: float
     is_simulated: bool
@@ -59,7 +66,35 @@ class MethodFacts:
 
     @property
     def is_simulated(self) -> bool:
-        return all(one.is_simulated for one in self.passes.values())
+        return all(pass_.is_simulated for pass_ in self.passes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrix:
+    """`ranks[i][j]` computes Q partition i against KV partition j of those shown, for this query
+    head; None where the mask shows nothing. Where ranks exchange tokens for heads, several of them
+    share a cell but none shares a head, so there is a matrix for each head."""
+
+    direction: Direction
+    head: int
+    ranks: tuple[tuple[int | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentFacts:
+    """By rank: its node, and for each pass and kind of group (such as Q or KV) the number of its
+    group. Kinds with a single group are left out. `num_head_groups` is the larger of the passes';
+    `heads` are of the first of them."""
+
+    partitions: tuple[int, ...]  # that are shown, evenly spaced
+    heads: tuple[int, ...]
+    num_head_groups: int
+    matrices: tuple[HeadMatrix, ...]
+    nodes: tuple[int, ...]
+    groups: dict[Direction, dict[str, tuple[int, ...]]]
+
+    def matrix(self, direction: Direction, head: int) -> HeadMatrix:
+        return next(m for m in self.matrices if (m.direction, m.head) == (direction, head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +115,7 @@ class GanttFacts:
 @dataclass(frozen=True, slots=True)
 class ReportFacts:
     """Times, bytes and memory are those of the chosen plan; so are `kernels`, by pass: the part of
-    the attentions' time of each. Bytes are those that a rank receives."""
+    the attention time that each takes. Bytes are those that a rank receives."""
 
     problem: str
     tokens: int
@@ -92,7 +127,7 @@ class ReportFacts:
     gpu: str
     gpu_bytes: int
     directions: tuple[Direction, ...]
-    given: str  # options, in words
+    options: str  # in words; "given" in JSON
     chosen: dict[Direction, str]  # method
     settings: dict[Direction, str]
     seconds: float
@@ -115,33 +150,42 @@ class ReportFacts:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "given" if name == "options" else name: value for name, value in asdict(self).items()
+        }
 
 
 def report_facts(
-    found: PlanChoice,
+    searched: PlanChoice,
     *,
     cluster_found: str,
     most_ranks: int = 1024,
     notes: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ReportFacts:
     """`most_ranks` ends scaling."""
-    asked, directions = found.asked, tuple(found.chosen)
+    asked, directions = searched.asked, tuple(searched.chosen)
     problem, num_ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
     at = points_of_scaling(num_ranks, cluster, most_ranks)
     with_shapes = methods_with_shapes(asked.options)
-    told = _Told(progress, 3 + len(directions) * len(with_shapes) + 2 * len(at))
-    ranking = ranked(found)
+    expected = 3 + len(directions) * len(with_shapes) + 2 * len(at)
+    steps = count(1)
+
+    def tell() -> None:
+        done = next(steps)
+        if progress is not None:
+            progress(done, max(done, expected))
+
+    ranking = ranked(searched)
     choice, chosen = ranking.choice, ranking.chosen
-    told()
+    tell()
     assignment = assignment_facts(choice.plan())
-    told()
+    tell()
     gantts = _gantts(ranking)
-    told()
-    shapes = [shape_times(asked, d, name, told) for name in with_shapes for d in directions]
+    tell()
+    shapes = [shape_times(asked, d, name, tell) for name in with_shapes for d in directions]
     lines = [
-        line for scaling in Scaling for line in scaling_lines(asked, directions, scaling, at, told)
+        line for scaling in Scaling for line in scaling_lines(asked, directions, scaling, at, tell)
     ]
     return ReportFacts(
         problem=problem_text(problem),
@@ -154,8 +198,8 @@ def report_facts(
         gpu=cluster.gpu.name,
         gpu_bytes=gpu_bytes(cluster),
         directions=directions,
-        given=", ".join(f"{name}={value}" for name, value in asked.options.items()),
-        chosen={d: one.name for d, one in choice.chosen.items()},
+        options=", ".join(f"{name}={value}" for name, value in asked.options.items()),
+        chosen={d: scored.name for d, scored in choice.chosen.items()},
         settings={d: chosen.setting(d) for d in directions},
         seconds=chosen.seconds,
         mfu_percent=chosen.mfu_percent,
@@ -163,67 +207,103 @@ def report_facts(
         peak_bytes=chosen.peak_bytes,
         fits_gpu=chosen.fits_gpu,
         warnings=tuple(chosen.too_large()),
-        kernels={d: one.timeline.kernels for d, one in choice.chosen.items() if one.timeline},
+        kernels={d: s.timeline.kernels for d, s in choice.chosen.items() if s.timeline},
         reason=ranking.reason,
         python=python_line(choice),
         settings_tried=choice.tried,
         refused=ranking.refused,
-        least_bytes={one: least_bytes(problem, num_ranks, one) for one in directions},
+        least_bytes={d: least_bytes(problem, num_ranks, d) for d in directions},
         methods=tuple(_method(row, is_tie=ranking.is_tie(row)) for row in ranking.rows),
         assignment=assignment,
         gantts=tuple(gantts),
-        shapes=tuple(one for one in shapes if one is not None),
+        shapes=tuple(times for times in shapes if times is not None),
         scaling=tuple(lines),
         notes=tuple(notes),
     )
 
 
-class _Told:
-    """Counts what is done; what takes longer than expected moves the end."""
-
-    def __init__(self, progress: Progress | None, expected: int) -> None:
-        self._progress, self._expected, self._done = progress, expected, 0
-
-    def __call__(self) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, max(self._done, self._expected))
-
-
 def _method(row: RankedMethod, *, is_tie: bool) -> MethodFacts:
     passes = {
         direction: MethodPass(
-            one.seconds,
-            one.is_simulated,
+            scored.seconds,
+            scored.is_simulated,
             *row.received[direction],
-            one.peak_bytes,
+            scored.peak_bytes,
             row.setting(direction),
         )
-        for direction, one in row.passes.items()
+        for direction, scored in row.passes.items()
     }
     return MethodFacts(row.name, row.seconds, row.mfu_percent, row.peak_bytes, is_tie, passes)
 
 
+def assignment_facts(plan: Plan) -> AssignmentFacts:
+    # A head of each head group of the pass that has more of them.
+    heads = max((_first_heads(plan, pass_) for pass_ in plan.passes), key=len)
+    shown = heads[:MOST_HEADS]
+    step = -(-plan.num_ranks // MOST_PARTITIONS)
+    return AssignmentFacts(
+        tuple(range(0, plan.num_ranks, step)),
+        shown,
+        len(heads),
+        tuple(_matrix(plan, pass_, head, step) for pass_ in plan.passes for head in shown),
+        tuple(plan.node_of(rank) for rank in range(plan.num_ranks)),
+        {pass_.direction: _groups(plan, pass_) for pass_ in plan.passes},
+    )
+
+
+def _first_heads(plan: Plan, pass_: Pass) -> tuple[int, ...]:
+    """The first query head of each head group: the heads that the same ranks compute."""
+    ranks_of: list[set[int]] = [set() for _ in range(plan.problem.num_heads)]
+    for program in pass_.programs:
+        buffers = program.buffer_table()
+        for operation in program.operations:
+            if isinstance(operation, Attention):
+                for head in heads_of(operation, buffers[operation.q.buffer]):
+                    ranks_of[head].add(program.rank)
+    first: dict[frozenset[int], int] = {}
+    for head, ranks in enumerate(ranks_of):
+        first.setdefault(frozenset(ranks), head)
+    return tuple(first.values())
+
+
+def _matrix(plan: Plan, pass_: Pass, head: int, step: int) -> HeadMatrix:
+    cells = computed_cells(plan, pass_, head=head).to_json()[::step]
+    rows = tuple(tuple(c[0] if isinstance(c, list) else c for c in row[::step]) for row in cells)
+    return HeadMatrix(pass_.direction, head, rows)
+
+
+def _groups(plan: Plan, pass_: Pass) -> dict[str, tuple[int, ...]]:
+    kinds: dict[str, list[tuple[int, ...]]] = {}
+    for name, ranks in pass_.groups.items():
+        kinds.setdefault(re.split("[0-9]", name)[0], []).append(ranks)
+    numbers = {}
+    for kind, groups in kinds.items():
+        number = {rank: at for at, ranks in enumerate(groups) for rank in ranks}
+        if len(groups) > 1 and len(number) == plan.num_ranks:
+            numbers[kind] = tuple(number[rank] for rank in range(plan.num_ranks))
+    return numbers
+
+
 def _gantts(ranking: Ranking) -> list[GanttFacts]:
-    """Of the chosen plan, and of the next best methods that make another plan."""
+    """Charts of the chosen plan, and of the next best methods that make another plan."""
     charts: list[GanttFacts] = []
-    seen: list[float] = []
+    drawn: list[float] = []
     for row in ranking.rows:
-        if len(seen) > NUM_RUNNERS_UP:
+        if len(drawn) > NUM_RUNNERS_UP:
             break
         is_choice = row is ranking.chosen
-        if any(abs(row.seconds - seconds) < _ALIKE for seconds in seen):
+        if any(abs(row.seconds - seconds) < _ALIKE for seconds in drawn):
             continue
-        if is_choice or all(_is_short(one) for one in row.passes.values()):
-            seen.append(row.seconds)
+        if is_choice or all(map(_is_short, row.passes.values())):
+            drawn.append(row.seconds)
             for scored in row.passes.values():
                 timeline = row.asked.timeline(scored)
                 charts.append(_gantt(CHOSEN if is_choice else row.name, timeline))
     return charts
 
 
-def _is_short(one: Scored) -> bool:
-    return one.is_simulated or one.operations <= MOST_SIMULATED
+def _is_short(scored: Scored) -> bool:
+    return scored.is_simulated or scored.operations <= MOST_SIMULATED
 
 
 def _gantt(name: str, timeline: Timeline) -> GanttFacts:

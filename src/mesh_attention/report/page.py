@@ -1,13 +1,12 @@
-"""The page: one HTML file with everything in it, which asks the network for nothing.
+"""The page of `mesh-attention report`: one HTML file with everything in it, made of the facts.
 
 plotly.js draws the pictures; it comes with the Python package `plotly` (the extra `report`) and is
-put into the page whole. A browser that reads the page is told by a policy in it to load nothing.
+put into the page whole. A policy in the page tells browsers to load nothing from the network.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 from mesh_attention.choose.explain import TIE_TEXT
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.files import replacing
-from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.report.comparison_pictures import (
     memory_picture,
@@ -55,27 +53,21 @@ def plotly_js() -> str:
 
 
 def pictures_of(facts: ReportFacts) -> dict[str, Picture]:
-    made = (
-        assignment_picture(facts),
-        gantt_picture(facts),
-        shapes_picture(facts),
-        scaling_picture(facts),
-        memory_picture(facts),
-    )
-    return {one.name: one for one in made if one is not None}
+    make = (assignment_picture, gantt_picture, shapes_picture, scaling_picture, memory_picture)
+    pictures = [picture_of(facts) for picture_of in make]
+    return {picture.name: picture for picture in pictures if picture is not None}
 
 
 def write_page(facts: ReportFacts, path: Path, library: str) -> None:
-    """Whole, or not at all."""
+    """Writes the whole page or nothing. `library` is what `plotly_js` returns."""
     with replacing(path) as part:
         part.write_text(page_of(facts, library), encoding="utf-8")
 
 
 def page_of(facts: ReportFacts, library: str) -> str:
-    """`library` is what `plotly_js` returns."""
     pictures = pictures_of(facts)
     variants = {
-        name: {key: one.to_json() for key, one in picture.variants.items()}
+        name: {key: variant.to_json() for key, variant in picture.variants.items()}
         for name, picture in pictures.items()
     }
     here = files(__package__)
@@ -117,7 +109,7 @@ def page_of(facts: ReportFacts, library: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """For the inside of a script: nothing in it ends the element."""
+    """JSON for the inside of a script element: no character of it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -166,11 +158,10 @@ def _methods(facts: ReportFacts) -> str:
         f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}</button></th>'
         for text in heads
     )
-    rows = "".join(_row(facts, one) for one in facts.methods)
-    least = [bytes_text(facts.least_bytes[d]) for d in facts.directions]
+    rows = "".join(_row(facts, method) for method in facts.methods)
     blank = "<td></td>"
-    before = len(facts.directions) + (len(facts.directions) > 1) + 1
-    foot = blank * before + "".join(f"<td>{text}</td>" for text in least)
+    foot = blank * (len(facts.directions) + (len(facts.directions) > 1) + 1)
+    foot += "".join(f"<td>{bytes_text(facts.least_bytes[d])}</td>" for d in facts.directions)
     foot += blank * 3
     refused = "".join(
         f"<li>{escape(name)}: {escape(text)}</li>" for name, text in facts.refused.items()
@@ -194,43 +185,38 @@ visible area alone: in reach under a full mask only.</p>
 """
 
 
-def _row(facts: ReportFacts, one: MethodFacts) -> str:
-    passes = [one.passes[d] for d in facts.directions]
-    # Value to sort by, and HTML.
+def _row(facts: ReportFacts, method: MethodFacts) -> str:
+    passes = [method.passes[d] for d in facts.directions]
     times = [(p.seconds, p.is_simulated) for p in passes]
     if len(passes) > 1:
-        times.append((one.seconds, one.is_simulated))
-    cells: list[tuple[float, str]] = [
+        times.append((method.seconds, method.is_simulated))
+    cells: list[tuple[float, str]] = [  # the value to sort by, and HTML
         (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}")
         for seconds, is_simulated in times
     ]
-    cells.append((one.mfu_percent, f"{one.mfu_percent:.1f}"))
+    cells.append((method.mfu_percent, f"{method.mfu_percent:.1f}"))
     for direction, p in zip(facts.directions, passes, strict=True):
-        cells.append((p.received_bytes, _received(p.received_bytes, facts, direction)))
-    other = sum(p.other_node_bytes for p in passes)
-    much = "<small>more than there is</small>" if one.peak_bytes > facts.gpu_bytes else ""
-    cells += [(other, bytes_text(other)), (one.peak_bytes, f"{bytes_text(one.peak_bytes)}{much}")]
+        least = facts.least_bytes[direction]
+        ratio = f"<small>{p.received_bytes / least:.2f} x least</small>" if least else ""
+        cells.append((p.received_bytes, f"{bytes_text(p.received_bytes)}{ratio}"))
+    other, peak = sum(p.other_node_bytes for p in passes), method.peak_bytes
+    much = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
+    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{much}")]
     numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
     settings = list(dict.fromkeys(p.setting for p in passes))
     if len(settings) > 1:
         settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
     words = "<br>".join(map(escape, settings))
     words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
-    name, is_choice = escape(one.name), one is facts.methods[0]
-    mark = "<small>as fast</small>" if one.is_tie else ""
+    name, is_choice = escape(method.name), method is facts.methods[0]
+    mark = "<small>as fast</small>" if method.is_tie else ""
     mark, shown = ("<small>the choice</small>", ' class="chosen"') if is_choice else (mark, "")
     head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
     return f"<tr{shown}>{head}{numbers}{words}</tr>\n"
 
 
-def _received(num_bytes: int, facts: ReportFacts, direction: Direction) -> str:
-    least = facts.least_bytes[direction]
-    times = f"<small>{num_bytes / least:.2f} x least</small>" if least else ""
-    return f"{bytes_text(num_bytes)}{times}"
-
-
 def _section(picture: Picture) -> str:
-    controls = "".join(_control(picture.name, at, one) for at, one in enumerate(picture.controls))
+    controls = "".join(_control(picture.name, at, c) for at, c in enumerate(picture.controls))
     first = next(iter(picture.variants.values()))
     title = _TITLES[picture.name]
     return f"""<section id="{picture.name}" data-picture="{picture.name}">
@@ -245,34 +231,22 @@ def _section(picture: Picture) -> str:
 
 
 def _control(picture: str, at: int, control: Control) -> str:
-    """Buttons that exclude each other, or a list; a single choice is no choice, but has a value."""
-    name = f"{picture}-{control.name}"
-    if len(control.choices) == 1:
-        value = escape(control.choices[0][0])
-        return f'<input type="hidden" data-control="{at}" value="{value}">'
-    label = escape(control.label)
-    if len(control.choices) > _MOST_BUTTONS:
-        options = "".join(_option(choice) for choice in control.choices)
+    """Radio buttons, or a list of many choices; a single choice is a hidden input."""
+    name, label = f"{picture}-{control.name}", escape(control.label)
+    choices = [(escape(value), escape(text)) for value, text in control.choices]
+    if len(choices) == 1:
+        return f'<input type="hidden" data-control="{at}" value="{choices[0][0]}">'
+    if len(choices) > _MOST_BUTTONS:
+        options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices)
         return (
             f'<label>{label} <select data-control="{at}" name="{name}">{options}</select></label>'
         )
     buttons = "".join(
-        f'<label><input type="radio" data-control="{at}" name="{name}" value="{escape(value)}"'
-        f"{' checked' if first else ''}><span>{escape(text)}</span></label>"
-        for first, (value, text) in _first_marked(control.choices)
+        f'<label><input type="radio" data-control="{at}" name="{name}" value="{value}"'
+        f"{'' if i else ' checked'}><span>{text}</span></label>"
+        for i, (value, text) in enumerate(choices)
     )
     return f"<fieldset><legend>{label}</legend>{buttons}</fieldset>"
-
-
-def _option(choice: tuple[str, str]) -> str:
-    value, text = choice
-    return f'<option value="{escape(value)}">{escape(text)}</option>'
-
-
-def _first_marked(
-    choices: Iterable[tuple[str, str]],
-) -> Iterable[tuple[bool, tuple[str, str]]]:
-    return ((at == 0, one) for at, one in enumerate(choices))
 
 
 def _notes(facts: ReportFacts) -> str:
@@ -294,7 +268,7 @@ def _notes(facts: ReportFacts) -> str:
         "Everything is modelled from the cluster's file with its rates of kernels and links; "
         "nothing was measured. Memory is the workspace, shards and results of attention for batch "
         "1, without what kernels take for themselves.",
-        *([f"Options that were given: {facts.given}."] if facts.given else []),
+        *([f"Options that were given: {facts.options}."] if facts.options else []),
         *facts.notes,
     ]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)

@@ -1,7 +1,8 @@
-"""What a picture is: variants, of which people choose by controls, as plotly.js reads them.
+"""What a picture is: variants as plotly.js reads them, and the controls that choose among them.
 
-Colours of text and grids are the page's, so that they follow light and dark. Those of data are the
-colours of Okabe and Ito, or cividis: people who see fewer colours can tell them apart.
+`plan_pictures.py` and `comparison_pictures.py` make pictures of these parts. Colours of text and
+grids are the page's, so that they follow light and dark. Colours of data are those of Okabe and
+Ito, or cividis: people who see fewer colours can tell them apart.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Picture:
 
 
 def picture_of(name: str, controls: Sequence[Control], make: Callable[..., Variant]) -> Picture:
-    """All variants; `make` is given a value of each control."""
-    values = product(*([value for value, _ in one.choices] for one in controls))
-    return Picture(name, tuple(controls), {"|".join(one): make(*one) for one in values})
+    """All variants: `make` is called with every combination of the values of the controls."""
+    values = product(*([value for value, _ in control.choices] for control in controls))
+    return Picture(name, tuple(controls), {"|".join(chosen): make(*chosen) for chosen in values})
 
 
 def pass_control(directions: Iterable[str], *more: str) -> Control:
@@ -65,12 +66,16 @@ def ms(seconds: float) -> float:
     return round(seconds * 1e3, 6)
 
 
+def gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 4)
+
+
 def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, "automargin": True, **more}
 
 
 def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
-    """With numbers that are written out, a few of them whatever the range."""
+    """Ticks are a few numbers, written out, whatever the range."""
     known = [value for value in values if value > 0] or [1.0]
     low, high = min(known) / 1.15, max(known) * 1.15
     ticks: list[float] = []
@@ -86,5 +91,5 @@ def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
 
 
 def style_of(at: int) -> tuple[str, str]:
-    """Colour and symbol of one of many: no two of a dozen are alike in both."""
+    """Colour and symbol of the method at this place: no two of a dozen are alike in both."""
     return PALETTE[at % len(PALETTE)], SYMBOLS[at % len(SYMBOLS)]

@@ -1,4 +1,7 @@
-"""Pictures of plans: who computes which tile, and when each operation runs."""
+"""Pictures of plans: who computes which tile, and when each operation runs.
+
+`page.py` draws them from the facts; nothing is computed here that the facts do not hold.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +29,26 @@ _MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
 
 
 def assignment_picture(facts: ReportFacts) -> Picture:
-    found = facts.assignment
-    size, shown = len(found.partitions), list(found.partitions)
+    assignment = facts.assignment
+    size, shown = len(assignment.partitions), list(assignment.partitions)
     step = shown[1] if size > 1 else 1
-    kinds = dict.fromkeys(kind for groups in found.groups.values() for kind in groups)
+    kinds = dict.fromkeys(kind for groups in assignment.groups.values() for kind in groups)
     colours = [("node", "node")] if facts.nodes > 1 else []
     colours += [("rank", "rank"), *((kind, f"{kind} group") for kind in kinds)]
-    heads = tuple((str(head), f"head {head}") for head in found.heads)
+    heads = tuple((str(head), f"head {head}") for head in assignment.heads)
     part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
-    if len(heads) < found.num_head_groups:
-        part += (
-            f" (a head of each of the first {len(heads)} of {found.num_head_groups} head groups)"
-        )
+    num_groups = assignment.num_head_groups
+    if len(heads) < num_groups:
+        part += f" (a head of each of the first {len(heads)} of {num_groups} head groups)"
 
     def make(direction: str, colour: str, head: str) -> Variant:
-        matrix = found.matrix(Direction(direction), int(head)).ranks
-        groups = found.groups[Direction(direction)]
-        every = tuple(range(len(found.nodes)))
-        of_rank = {"node": found.nodes, "rank": every}.get(colour) or groups.get(colour, every)
-        known = colour in ("node", "rank") or colour in groups
-        what = f"{colour}" if colour in ("node", "rank") else f"{colour} group"
+        matrix = assignment.matrix(Direction(direction), int(head)).ranks
+        every = tuple(range(len(assignment.nodes)))
+        numbers = {"node": assignment.nodes, "rank": every}
+        numbers |= assignment.groups[Direction(direction)]
+        known = colour in numbers
+        of_rank = numbers.get(colour, every)
+        what = colour if colour in ("node", "rank") else f"{colour} group"
         by = "the rank" if colour == "rank" else f"the {what} of the rank"
         z = [[None if r is None else of_rank[r] for r in row] for row in matrix]
         number = max(of_rank) + 1
@@ -58,8 +61,8 @@ def assignment_picture(facts: ReportFacts) -> Picture:
             "hovertemplate": "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
             f"<br>{what if known else 'rank'} %{{z}}<extra></extra>",
             "hoverongaps": False,
-            "xgap": 1 if size <= 2 * _MOST_NUMBERED else 0,
-            "ygap": 1 if size <= 2 * _MOST_NUMBERED else 0,
+            "xgap": int(size <= 2 * _MOST_NUMBERED),
+            "ygap": int(size <= 2 * _MOST_NUMBERED),
             **_category_colours(number, what),
         }
         if size <= _MOST_NUMBERED:
@@ -91,7 +94,7 @@ def assignment_picture(facts: ReportFacts) -> Picture:
 
 
 def _category_colours(number: int, title: str) -> dict[str, Any]:
-    """A colour each for a few, and a scale for many."""
+    """A few categories have a colour each, many a scale."""
     bar: dict[str, Any] = {"title": {"text": title}, "thickness": 12}
     if number > len(PALETTE):
         return {"colorscale": SCALE, "zmin": 0, "zmax": number - 1, "colorbar": bar}
@@ -101,8 +104,8 @@ def _category_colours(number: int, title: str) -> dict[str, Any]:
 
 
 def gantt_picture(facts: ReportFacts) -> Picture:
-    charts = {(one.name, one.direction): one for one in facts.gantts}
-    names = dict.fromkeys(one.name for one in facts.gantts)
+    charts = {(chart.name, chart.direction): chart for chart in facts.gantts}
+    names = dict.fromkeys(chart.name for chart in facts.gantts)
     choices = tuple((name, "the chosen plan" if name == CHOSEN else name) for name in names)
     # One scale for all plans of a pass, so that lengths can be compared.
     longest = {

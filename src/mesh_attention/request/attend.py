@@ -7,6 +7,7 @@ faults) goes through the checks each time.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.compiled_attention import traced_attention
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.autograd import attention
 from mesh_attention.runtime.session.call_cache import WarmCall
-from mesh_attention.runtime.session.distributed_tensors import own_heads
+from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.runtime.session.modes import as_under_autocast
+from mesh_attention.runtime.session.modes import as_under_autocast, constant_in_graphs
 
 _MOST_WARM = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -53,7 +53,7 @@ def attend(
     if is_dynamo_compiling():
         (q, k, v), how["sinks"], spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         fault = fault or spread.fault
-        out, lse = traced_attention(calls, q, k, v, fault, label=label, block=block, **how)
+        out, lse = _traced_attention(calls, q, k, v, fault, label=label, block=block, **how)
         return spread.whole(out), spread.whole(lse, 1)
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         q, k, v = as_under_autocast(q, k, v)
@@ -123,3 +123,60 @@ def _keep(known: dict[Any, WarmCall], key: Any, warm: WarmCall) -> None:
     if len(known) >= _MOST_WARM:
         known.pop(next(iter(known)))
     known[key] = warm
+
+
+def _traced_attention(
+    calls: ObjectCalls,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fault: MeshAttentionError | None,
+    *,
+    sinks: Tensor | None = None,
+    documents: Any = None,
+    label: str | int | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool | None = None,
+    block: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` as it stands in a graph. What is wrong already is told when the
+    graph runs, by all ranks."""
+    load_ops()
+    refusal = None if fault is None else fault.args[0]
+    if not isinstance(documents, Documents | None):
+        refusal = f"documents is of {type(documents).__name__}: give what documents() returned"
+        documents = None
+    for x, called in ((q, "q"), (k, "k"), (v, "v"), (sinks, "sinks")):
+        missing = not isinstance(x, Tensor) and (x is not None or called != "sinks")
+        if missing or is_dtensor(x):
+            way_out = (
+                "it must be a torch.Tensor" if missing else "in compiled code give x.to_local()"
+            )
+            refusal = f"{called} is {type(x).__name__}; {way_out}"
+            q = k = v = torch.empty(0)
+            sinks = None
+    q, k, v = as_under_autocast(q, k, v)
+    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
+    out, lse, _ = torch.ops.mesh_attention.attention(
+        calls.name,
+        q,
+        k,
+        v,
+        sinks,
+        None if documents is None else documents.number,
+        block,
+        label if isinstance(label, str) else None,
+        label if isinstance(label, int) else None,
+        softmax_scale,
+        is_causal,
+        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
+        refusal,
+    )
+    return out, lse
+
+
+@constant_in_graphs
+def load_ops() -> bool:
+    """The ops of compiled code, imported by whoever compiles: what they need takes seconds."""
+    import_module("mesh_attention.request.compiled_attention")
+    return True

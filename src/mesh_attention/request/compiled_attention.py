@@ -10,7 +10,7 @@ moved before one: PyTorch calls that an ordered effect.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,85 +20,14 @@ from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.request.object_calls import BLOCKS, OBJECT_CALLS, ObjectCalls
 from mesh_attention.runtime.session.autograd import backward_pass, forward_pass
-from mesh_attention.runtime.session.caches import WeakRegistry
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
-from mesh_attention.runtime.session.distributed_tensors import is_dtensor
-from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans, Documents
+from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans
 from mesh_attention.runtime.session.modes import (
-    as_under_autocast,
     outside_autocast,
     outside_inference_mode,
 )
-
-__all__ = [
-    "BLOCKS",
-    "attention_backward_op",
-    "attention_op",
-    "traced_attention",
-]
-
-
-class ReplacingBlock(Protocol):
-    """A block in which PyTorch's attention is replaced."""
-
-    def count_checkpoints(self, depth: int) -> None: ...
-
-
-BLOCKS: WeakRegistry[ReplacingBlock] = WeakRegistry(
-    "the block of context_parallel around this call is over"
-)
-
-
-def traced_attention(
-    calls: ObjectCalls,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    fault: MeshAttentionError | None,
-    *,
-    sinks: Tensor | None = None,
-    documents: Any = None,
-    label: str | int | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool | None = None,
-    block: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`attend` as it stands in a graph. What is wrong already is told when the
-    graph runs, by all ranks."""
-    refusal = None if fault is None else fault.args[0]
-    if not isinstance(documents, Documents | None):
-        refusal = f"documents is of {type(documents).__name__}: give what documents() returned"
-        documents = None
-    for x, called in ((q, "q"), (k, "k"), (v, "v"), (sinks, "sinks")):
-        missing = not isinstance(x, Tensor) and (x is not None or called != "sinks")
-        if missing or is_dtensor(x):
-            way_out = (
-                "it must be a torch.Tensor" if missing else "in compiled code give x.to_local()"
-            )
-            refusal = f"{called} is {type(x).__name__}; {way_out}"
-            q = k = v = torch.empty(0)
-            sinks = None
-    q, k, v = as_under_autocast(q, k, v)
-    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
-    out, lse, _ = attention_op(
-        calls.name,
-        q,
-        k,
-        v,
-        sinks,
-        None if documents is None else documents.number,
-        block,
-        label if isinstance(label, str) else None,
-        label if isinstance(label, int) else None,
-        softmax_scale,
-        is_causal,
-        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
-        refusal,
-    )
-    return out, lse
-
 
 _UNSAFE = torch.Tag.cudagraph_unsafe
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -252,6 +252,17 @@ class ObjectCalls:
 OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
     "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
     "and its backward passes may run"
+)
+
+
+class ReplacingBlock(Protocol):
+    """A block in which PyTorch's attention is replaced."""
+
+    def count_checkpoints(self, depth: int) -> None: ...
+
+
+BLOCKS: WeakRegistry[ReplacingBlock] = WeakRegistry(
+    "the block of context_parallel around this call is over"
 )
 
 

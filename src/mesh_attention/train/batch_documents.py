@@ -29,22 +29,22 @@ def rows_of_documents(
     """Of a batch of (rows, tokens). Positions and mask are on the CPU, of that shape."""
     num_rows, num_tokens = shape
     real = None if attention_mask is None else attention_mask.bool()
-    given = None if cu_seqlens is None else _given_rows(shape, cu_seqlens)
-    found = given or [(0, num_tokens)] * num_rows
+    said = None if cu_seqlens is None else _given_rows(shape, cu_seqlens)
+    rows = said or [(0, num_tokens)] * num_rows
     if position_ids is not None:
         restarts = _restarts(position_ids, real)
-        if given is None:
+        if said is None:
             _refuse_negative(position_ids, real)
             _refuse_jumps(position_ids, real)
-            found = restarts
+            rows = restarts
         else:
-            _refuse_restarts_inside(restarts, given)
+            _refuse_restarts_inside(restarts, said)
     if attention_mask is None:
-        return found
+        return rows
     spans = _real_tokens(attention_mask)
-    if given is not None:
-        _refuse_documents_of_padding(given, spans)
-    return [_set_apart(row, *span, num_tokens) for row, span in zip(found, spans, strict=True)]
+    if said is not None:
+        _refuse_documents_of_padding(said, spans)
+    return [_set_apart(row, *span, num_tokens) for row, span in zip(rows, spans, strict=True)]
 
 
 def rows_of_pack(pack: Pack, shape: tuple[int, int]) -> Rows:
@@ -71,10 +71,10 @@ def _split(starts: Starts, num_rows: int, shape: tuple[int, int]) -> Rows:
 
 def _refuse_other_length(starts: Starts, num_rows: int, shape: tuple[int, int]) -> None:
     rows, tokens = shape
-    told = starts[-1] // num_rows
-    if told != tokens:
+    per_row = starts[-1] // num_rows
+    if per_row != tokens:
         raise MeshAttentionError(
-            f"the documents have {told} tokens in a row, and the batch has {tokens}; give the "
+            f"the documents have {per_row} tokens in a row, and the batch has {tokens}; give the "
             "whole batch, which is sharded here and only once"
         )
     if num_rows not in (1, rows):
@@ -116,9 +116,9 @@ def _refuse_jumps(positions: Tensor, real: Tensor | None) -> None:
         )
 
 
-def _refuse_restarts_inside(restarts: Rows, given: Rows) -> None:
-    for row, (found, told) in enumerate(zip(restarts, given, strict=True)):
-        inside = sorted({*found} - {*told})
+def _refuse_restarts_inside(restarts: Rows, said: Rows) -> None:
+    for row, (begun, starts) in enumerate(zip(restarts, said, strict=True)):
+        inside = sorted({*begun} - {*starts})
         if inside:
             raise MeshAttentionError(
                 f"position_ids of row {row} restart at token {inside[0]}, where cu_seqlens begin "
@@ -147,8 +147,8 @@ def _real_tokens(attention_mask: Tensor) -> list[tuple[int, int]]:
     return spans
 
 
-def _refuse_documents_of_padding(given: Rows, spans: Sequence[tuple[int, int]]) -> None:
-    for row, (starts, (first, stop)) in enumerate(zip(given, spans, strict=True)):
+def _refuse_documents_of_padding(said: Rows, spans: Sequence[tuple[int, int]]) -> None:
+    for row, (starts, (first, stop)) in enumerate(zip(said, spans, strict=True)):
         inside = [s for s in starts if 0 < s < first or stop < s < starts[-1]]
         if inside:
             raise MeshAttentionError(

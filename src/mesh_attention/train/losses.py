@@ -186,9 +186,9 @@ class _Said:
         self, num_targets: int | Tensor | None, how: tuple[object, ...], device: torch.device
     ) -> None:
         self._num_targets = num_targets
-        found = int.from_bytes(blake2b(repr(how).encode(), digest_size=3).digest(), "big")
+        number = int.from_bytes(blake2b(repr(how).encode(), digest_size=3).digest(), "big")
         count = torch.as_tensor(-1 if num_targets is None else num_targets, device=device)
-        settings = torch.tensor(found, device=device)
+        settings = torch.tensor(number, device=device)
         both = torch.stack([count.round().long(), settings])
         values = torch.stack([both % modulus for modulus in _MODULI], 1).flatten().double()
         self.sums = torch.cat([values, values**2])
@@ -222,8 +222,8 @@ class _Said:
 _MODULI = (4093, 4091)
 
 
-def _number(given: int | Tensor | None) -> float | None:
-    return given.item() if isinstance(given, Tensor) else given
+def _number(value: int | Tensor | None) -> float | None:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _losses(logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -256,5 +256,7 @@ def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
     try:
         dist.all_reduce(x, group=group)
     except (RuntimeError, dist.DistBackendError) as error:
-        told = str(error).splitlines()[0]
-        raise CommunicationError(f"the losses {whose}could not be added up ({told})") from error
+        first_line = str(error).splitlines()[0]
+        raise CommunicationError(
+            f"the losses {whose}could not be added up ({first_line})"
+        ) from error

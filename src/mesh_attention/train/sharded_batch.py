@@ -49,9 +49,9 @@ class ShardedBatch(Mapping[str, Any]):
 
     def model_inputs(self) -> dict[str, Any]:
         """What a model takes: no labels, since models that take some shift them once more."""
-        found = {"input_ids": self.input_ids, "position_ids": self.position_ids, **self.others}
-        found["documents"] = self.documents  # type: ignore[assignment]
-        return {name: x for name, x in found.items() if x is not None}
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, **self.others}
+        inputs["documents"] = self.documents  # type: ignore[assignment]
+        return {name: x for name, x in inputs.items() if x is not None}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedBatch:
         def moved(x: Tensor | None) -> Any:
@@ -118,26 +118,26 @@ def shard_batch(
         tensors["labels"] = _targets(whole, rows, shift_labels, ignore_index)
         num_targets = (tensors["labels"] != ignore_index).sum()
     device = next(iter(tensors.values())).device  # what else was kept on the CPU goes there too
-    found = {
+    local = {
         name: shards.shard(x, 1, "q").to(device, non_blocking=True) for name, x in tensors.items()
     }
     empty = shards.padding("q", device)
-    size = next(iter(found.values())).shape[:2]
-    if "labels" in found:
-        found["labels"].masked_fill_(empty, ignore_index)
-    if "position_ids" not in found:
-        found["position_ids"] = shards.positions("q", device, restart=True).expand(size)
-    real = found.pop("attention_mask", None)
-    for x in found.values():
+    size = next(iter(local.values())).shape[:2]
+    if "labels" in local:
+        local["labels"].masked_fill_(empty, ignore_index)
+    if "position_ids" not in local:
+        local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
+    real = local.pop("attention_mask", None)
+    for x in local.values():
         setattr(x, MARK, True)
     return ShardedBatch(
-        found.pop("input_ids", None),
-        found.pop("labels", None),
-        found.pop("position_ids"),
+        local.pop("input_ids", None),
+        local.pop("labels", None),
+        local.pop("position_ids"),
         padding=empty.expand(size) if real is None else ~real.bool(),
         documents=handle,
         num_targets=num_targets,
-        others=found,
+        others=local,
     )
 
 

@@ -71,14 +71,14 @@ class WholeBatch:
 
     def contents(self, **more: Any) -> str:
         """What ranks compare: digests of what was read here, shapes of the rest."""
-        told = [f"{name} {value}" for name, value in more.items()]
+        parts = [f"{name} {value}" for name, value in more.items()]
         for name, x in sorted(self.tensors.items()):
-            told.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
+            parts.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
             small = self.check is None and x.device.type == "cpu" and not x.is_floating_point()
             if small or self.check:
                 held = x.detach().cpu().contiguous().view(torch.uint8).numpy()
-                told[-1] += f" {blake2b(held.tobytes(), digest_size=8).hexdigest()}"
-        return ", ".join(told)
+                parts[-1] += f" {blake2b(held.tobytes(), digest_size=8).hexdigest()}"
+        return ", ".join(parts)
 
     def refuse_next_tokens(self, ignore_index: int) -> None:
         """Labels that are next tokens already would be shifted twice, and nobody would see it."""
@@ -95,9 +95,9 @@ class WholeBatch:
             )
 
 
-def checked_tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Those that there are, all of (rows, tokens, ...)."""
-    tensors = {name: x for name, x in given.items() if x is not None}
+    tensors = {name: x for name, x in arguments.items() if x is not None}
     for name, x in tensors.items():
         if hasattr(x, MARK):
             raise MeshAttentionError(

@@ -1,4 +1,4 @@
-"""One small Triton kernel that touches results only to spoil them."""
+"""`kernels/poison.py` in one small Triton kernel, which writes results only if a call was wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def poison_by_one_kernel(
     are handed to it: Triton would look for the one and ask CUDA about each of the others.
     """
     kind: list[Any] = [pair.device.index, place < 2**31]
-    addresses, sizes = [pair.data_ptr(), status.data_ptr()], []
+    addresses = [pair.data_ptr(), status.data_ptr()]
+    sizes: list[int] = []
     for result in results:
         address, size = result.data_ptr(), result.numel()
         if not result.is_contiguous():
@@ -33,16 +34,15 @@ def poison_by_one_kernel(
         kind += result.dtype, address % 16 == 0, size < 2**31
         addresses.append(address)
         sizes.append(size)
-    lacking = _MOST_RESULTS - len(sizes)
     key = tuple(kind)
     launch = _LAUNCHES.get(key) if len(sizes) == len(results) else None
     if launch is None:
         return _first_launch(key, pair, status, place, results)
-    launch(
-        *(*addresses[:2], place, *addresses[2:], *addresses[2:3] * lacking),
-        *(*sizes, *(0,) * lacking, _BLOCK),
-        stream=torch._C._cuda_getCurrentRawStream(key[0]),
-    )
+    lacking = _MOST_RESULTS - len(sizes)
+    addresses += addresses[2:3] * lacking
+    sizes += [0] * lacking
+    stream = torch._C._cuda_getCurrentRawStream(key[0])
+    launch(*addresses[:2], place, *addresses[2:], *sizes, _BLOCK, stream=stream)
     return True
 
 

@@ -1,12 +1,17 @@
 """Numbers of a row: delta, rescaling by log-sum-exp, the stand-in output, a finite log-sum-exp, and
-how cuDNN Frontend's backward pass takes them."""
+how cuDNN Frontend's backward kernels take them: in whole tiles of a head."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place
+from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place, row_stride
+from mesh_attention.kernels.rows import UNSEEN_LSE
+
+_TILE_ROWS = 128  # of a program of `tiled_statistics_kernel`
+_STEP = 2048
 
 
 @triton.jit
@@ -140,3 +145,32 @@ def tiled_statistics_kernel(
         for at in range(0, ROWS * WIDTH, STEP):
             cell = at + tl.arange(0, STEP)
             tl.store(grad_q + cell, nothing, cell < cells)
+
+
+def tile_statistics(
+    delta_BHS: Tensor,
+    lse_BHS: Tensor,
+    tiled_delta: Tensor,
+    tiled_lse: Tensor,
+    grad_q: Tensor | None,
+) -> None:
+    """Into contiguous (B, H, whole tiles of rows): delta, zero where there is no row, and the
+    log-sum-exp to the base of two, which hides rows that saw nothing and those that are none. The
+    accumulator of dq, (B, H, rows * width), is cleared on the way."""
+    B, H, S = delta_BHS.shape
+    num_tiled = tiled_delta.shape[2]
+    tiled_statistics_kernel[(triton.cdiv(num_tiled, _TILE_ROWS), B * H)](
+        delta_BHS,
+        lse_BHS,
+        tiled_delta,
+        tiled_lse,
+        tiled_delta if grad_q is None else grad_q,
+        (row_stride(delta_BHS), row_stride(lse_BHS)),
+        H,
+        S,
+        num_tiled,
+        UNSEEN=UNSEEN_LSE,
+        WIDTH=0 if grad_q is None else grad_q.shape[2] // num_tiled,
+        ROWS=_TILE_ROWS,
+        STEP=_STEP,
+    )

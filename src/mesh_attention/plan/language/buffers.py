@@ -1,8 +1,8 @@
 """Named buffers and pieces of them: what a program's operations read and write.
 
-A buffer says what it holds: a kind of tensor, which rows (intervals of places, in the order in
-which they lie in memory), which heads, and in which precision. So coverage, bytes and lifetimes
-follow from the program alone, before anything runs.
+Builders of plans declare buffers, and every reader of programs looks them up. A buffer says what it
+holds: a kind of tensor, which rows (intervals of places, in the order in which they lie in memory),
+which heads, and in which precision. So coverage, bytes and lifetimes follow from the program alone.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class Value:
-    """A base that leaves room for the remembered hash. What is not yet known is None."""
+    """A base with a slot for the remembered hash, which is None until it is known."""
 
     __slots__ = ("_hash",)
 
 
 @dataclass_transform(frozen_default=True)
 def value(cls: type[T]) -> type[T]:
-    """A frozen dataclass that works out its hash once: readers look operations up by value, again
-    and again, and ranks share most of them."""
+    """A frozen dataclass that computes its hash once: readers often look operations up by value,
+    and ranks share most of them."""
     made: Any = dataclass(frozen=True, slots=True)(cls)
     hash_of_fields, remember = made.__hash__, Value._hash.__set__  # type: ignore[attr-defined]
 
@@ -44,9 +44,9 @@ def value(cls: type[T]) -> type[T]:
 
 
 def _init_of(cls: Any) -> Any:
-    """What a frozen dataclass has, with fields set through their slots, and None in those of what
-    is remembered: a plan makes thousands of values, and to look up each field by its name, or to
-    find that a slot is empty, is most of the time that takes."""
+    """An `__init__` like a frozen dataclass's that sets fields through their slots, and remembered
+    slots to None. A plan makes thousands of values, and looking up each field by name, or finding a
+    slot empty, would take most of that time."""
     names = [field.name for field in fields(cls)]
     empty = [slot for base in cls.__mro__[1:] for slot in getattr(base, "__slots__", ())]
     scope: dict[str, Any] = {f"set_{name}": getattr(cls, name).__set__ for name in names + empty}
@@ -90,7 +90,7 @@ class Kind(StrEnum):
 
     @property
     def precision(self) -> Precision:
-        """Of what callers hold, and of what travels."""
+        """The precision in which callers hold it and in which it travels."""
         return Precision.ACCUMULATE if self.is_statistic else Precision.ELEMENT
 
     def width(self, problem: Problem) -> int:
@@ -100,7 +100,7 @@ class Kind(StrEnum):
         return problem.v_dim if self in _VALUE_WIDE else problem.head_dim
 
 
-# Tuples: to look for a member in four takes less time than to work out its hash.
+# Tuples: looking through four members takes less time than computing a hash.
 _STATISTICS = (Kind.LSE, Kind.DELTA)
 _KEY_SIDE = (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
 _VALUE_WIDE = (Kind.V, Kind.OUT, Kind.GRAD_OUT, Kind.GRAD_V)
@@ -113,9 +113,8 @@ class Precision(StrEnum):
     __hash__ = str.__hash__
 
     def num_bytes(self, problem: Problem) -> int:
-        if self is Precision.ELEMENT:
-            return problem.element_bytes
-        return problem.accumulate_bytes
+        element = self is Precision.ELEMENT
+        return problem.element_bytes if element else problem.accumulate_bytes
 
 
 class Role(StrEnum):
@@ -127,7 +126,7 @@ class Role(StrEnum):
 
 
 class _Sized(Value):
-    """A base that leaves room for the remembered number of rows, and of bytes in a problem."""
+    """A base with slots for the remembered number of rows, and of bytes in a problem."""
 
     __slots__ = ("_num_bytes", "_num_rows")
 
@@ -144,7 +143,7 @@ class Buffer(_Sized):
 
     @property
     def num_rows(self) -> int:
-        """Counted once: gathered rows are many stretches, and everybody asks for their bytes."""
+        """Counted once: gathered rows may be many stretches."""
         rows: int | None = self._num_rows  # type: ignore[attr-defined]
         if rows is None:
             rows = sum([stop - start for start, stop in self.rows])
@@ -156,7 +155,7 @@ class Buffer(_Sized):
         return self.heads[1] - self.heads[0]
 
     def num_bytes(self, problem: Problem) -> int:
-        """Likewise: of the problem that was asked for last."""
+        """Counted once for the problem that was asked for last."""
         known: tuple[Problem, int] | None = self._num_bytes  # type: ignore[attr-defined]
         if known is None or known[0] is not problem:
             known = problem, self.num_rows * self.row_bytes(problem) * self.num_heads
@@ -192,11 +191,16 @@ class Piece(Value):
     def num_heads(self, buffer: Buffer) -> int:
         return buffer.num_heads if self.heads is None else self.heads[1] - self.heads[0]
 
+    def heads_of(self, buffer: Buffer) -> tuple[int, int]:
+        """The heads of the tensor that this piece holds."""
+        first, last = self.heads or (0, buffer.num_heads)
+        return buffer.heads[0] + first, buffer.heads[0] + last
+
     def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
         return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
 
     def overlaps(self, other: Piece) -> bool:
-        """Of pieces of one buffer."""
+        """Whether two pieces of the same buffer share a row and a head."""
         if not (self.start < other.stop and other.start < self.stop):
             return False
         if self.heads is None or other.heads is None:

@@ -7,7 +7,7 @@ every cell. The assignment matrix, the balance of work and the seconds of calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,14 +19,14 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, num_visible, visible_pairs
+from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
 
 
 class OwnedRows:
-    """Rows at some places, by the partition that owns them."""
+    """Rows at some places, by the partition that owns them; `partitions` names each owner once."""
 
     def __init__(self, layout: Layout, places: Spans) -> None:
         slots = layout.slots
@@ -34,13 +34,11 @@ class OwnedRows:
         self._layout = layout
         self._stretches: list[tuple[int, int]] = []
         for start, stop in places:
-            for partition in range(start // slots, -(-stop // slots)):
-                owners.append(partition)
-                inside = max(start, partition * slots), min(stop, (partition + 1) * slots)
-                self._stretches.append(inside)
-        self.partitions, self._index = np.unique(
-            np.array(owners, dtype=np.int64), return_inverse=True
-        )
+            for owner in range(start // slots, -(-stop // slots)):
+                owners.append(owner)
+                self._stretches.append((max(start, owner * slots), min(stop, (owner + 1) * slots)))
+        owner_array = np.array(owners, dtype=np.int64)
+        self.partitions, self._index = np.unique(owner_array, return_inverse=True)
 
     def counts(self) -> Array:
         """Rows of each partition."""
@@ -48,20 +46,8 @@ class OwnedRows:
 
     def visible_pairs(self, keys: OwnedRows, mask: RowRanges) -> Array:
         """Between each partition of these rows and each of the keys'."""
-        q_runs, q_starts = self._runs()
-        k_runs, k_starts = keys._runs()
-        by_run = visible_pairs(q_runs, k_runs, mask)
-        by_stretch = np.add.reduceat(np.add.reduceat(by_run, q_starts, axis=0), k_starts, axis=1)
-        return keys._add_up(self._add_up(by_stretch).T).T
-
-    def _runs(self) -> tuple[list[Run], list[int]]:
-        """The positions of all rows, and where the runs of each stretch begin."""
-        runs: list[Run] = []
-        starts = []
-        for stretch in self._stretches:
-            starts.append(len(runs))
-            runs += self._layout.runs(*stretch)
-        return runs, starts
+        q_runs, k_runs = ([of._layout.runs(*at) for at in of._stretches] for of in (self, keys))
+        return keys._add_up(self._add_up(pairs_of_parts(q_runs, k_runs, mask)).T).T
 
     def _add_up(self, by_stretch: Array) -> Array:
         total = np.zeros((len(self.partitions), *by_stretch.shape[1:]), dtype=np.int64)
@@ -82,9 +68,9 @@ class Work:
 def work_of(
     plan: Plan, pass_: Pass, *, whole_tasks: bool = False, head: int | None = None
 ) -> Iterator[Work]:
-    """One item for each kernel call; `whole_tasks` gives one for each task, in place of its calls,
-    with a 1 for every cell the task spans, whatever the mask shows of it. `head` leaves out the
-    work of other query heads."""
+    """One item for each kernel call. With `whole_tasks` one for each task instead, with a 1 for
+    every cell that the task spans, whatever the mask shows of it. `head` leaves out the work of
+    other query heads."""
 
     @cache
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
@@ -117,10 +103,7 @@ def work_of(
 
 def heads_of(op: Attention, queries: Buffer) -> range:
     """Query heads of an attention."""
-    first = queries.heads[0]
-    if op.q.heads is None:
-        return range(*queries.heads)
-    return range(first + op.q.heads[0], first + op.q.heads[1])
+    return range(*op.q.heads_of(queries))
 
 
 def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:
@@ -136,17 +119,13 @@ def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]
 
 
 class CallPairs:
-    """Visible pairs of a kernel call. Remembers what it counted: ranks of one group hold the same
-    rows."""
+    """Visible pairs of kernel calls, each counted once: ranks of one group hold the same rows."""
 
     def __init__(self, plan: Plan) -> None:
-        q_runs, k_runs = (
+        self._rows_of_mask = plan.problem.rows
+        self._q_runs, self._k_runs = (
             cache(lambda spans, layout=layout: _join([r for at in spans for r in layout.runs(*at)]))
             for layout in (plan.q_layout, plan.kv_layout)
-        )
-        rows = plan.problem.rows
-        self._count: Callable[[Spans, Spans], int] = lambda q, k: num_visible(
-            q_runs(q), k_runs(k), rows
         )
         self._known: dict[tuple[Spans, Spans], int] = {}
 
@@ -156,14 +135,14 @@ class CallPairs:
             return height * width
         if call.kind is CallKind.CAUSAL:
             return height * (height + 1) // 2
-        rows = self._rows(op, table, call)
-        pairs = self._known.get(rows)
-        if pairs is None:
-            pairs = self._known[rows] = self._count(*rows)
-        return pairs
+        rows = q, k = self._rows(op, table, call)
+        if rows not in self._known:
+            count = num_visible(self._q_runs(q), self._k_runs(k), self._rows_of_mask)
+            self._known[rows] = count
+        return self._known[rows]
 
     def know(self, op: Attention, table: Mapping[str, Buffer], call: Call, pairs: int) -> None:
-        """Of a call whose pairs somebody has counted, as those of others together."""
+        """Remember the pairs of a call that were counted elsewhere, as a sum over other calls."""
         self._known[self._rows(op, table, call)] = pairs
 
     @staticmethod
@@ -176,23 +155,19 @@ class CallPairs:
 
 
 def _join(runs: list[Run]) -> list[Run]:
-    """Neighbouring partitions of a striped layout are one strided run of wider blocks: what a Q
-    group gathered is counted as one run and not as many.
+    """Runs of neighbouring partitions of a striped layout as one run of wider blocks, so that what
+    a Q group gathered is counted as one run.
 
     >>> _join([Run(0, 1, 8, 4), Run(1, 1, 8, 4)])
     [Run(start=0, block=2, stride=8, count=4)]
     """
     joined: list[Run] = []
     for run in sorted(runs, key=lambda r: r.start):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.count == run.count > 1
-            and last.stride == run.stride
-            and last.start + last.block == run.start
-            and last.block + run.block <= run.stride
-        ):
-            joined[-1] = Run(last.start, last.block + run.block, run.stride, run.count)
+        last = joined[-1] if joined else run
+        wider = Run(last.start, last.block + run.block, run.stride, run.count)
+        touches = last.start + last.block == run.start and wider.block <= run.stride
+        if touches and last.stride == run.stride and last.count == run.count > 1:
+            joined[-1] = wider
         else:
             joined.append(run)
     return joined
@@ -220,21 +195,18 @@ def balance(plan: Plan, pass_: Pass) -> Balance:
 
 def pairs_of_tiles(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int = 1
-) -> NDArray[np.int64]:
-    """Visible pairs of the tile of each row and column of units of `degree` ranks, (b, a); of
-    contiguous or zigzag layouts."""
+) -> Array:
+    """Visible pairs of each tile of an a x b mesh of units of `degree` ranks, as an array (b, a).
+    Layouts are contiguous or zigzag."""
     a, b = tile
-    q_runs = [run for row in range(b) for run in _runs(q_layout, row * a, 1, a, degree)]
-    k_runs = [run for column in range(a) for run in _runs(kv_layout, column, a, b, degree)]
-    pairs = visible_pairs(q_runs, k_runs, rows)
-    parts = len(q_runs) // b
-    summed: NDArray[np.int64] = pairs.reshape(b, parts, a, parts).sum((1, 3))
-    return summed
+    q_parts = [_runs(q_layout, row * a, 1, a, degree) for row in range(b)]
+    k_parts = [_runs(kv_layout, column, a, b, degree) for column in range(a)]
+    return pairs_of_parts(q_parts, k_parts, rows)
 
 
 def _runs(layout: Layout, first: int, step: int, count: int, degree: int) -> list[Run]:
-    """The positions of units `first`, `first + step` and so on: as few runs as there are blocks of
-    a rank."""
+    """The positions of units `first`, `first + step` and so on, as one run for each block that a
+    rank has."""
     size, units = layout.slots * degree, layout.num_ranks // degree
     starts = [first * size]
     if layout.kind is LayoutKind.ZIGZAG:

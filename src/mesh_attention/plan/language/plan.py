@@ -31,7 +31,7 @@ class Direction(StrEnum):
 
 
 class OnDemand(Sequence[T]):
-    """Each made by `make(index)` when it is first asked for, and kept."""
+    """A sequence whose items are made by `make(index)` when first asked for, and kept."""
 
     def __init__(self, size: int, make: Callable[[int], T]) -> None:
         self._make = make
@@ -70,7 +70,7 @@ class Programs(OnDemand[Program]):
 
 
 class _Members(dict[str, dict[int, int]]):
-    """Of each group when it is asked for: one rank is in few of them."""
+    """The place of each rank in a group, made when asked for: a rank is in few groups."""
 
     def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -85,9 +85,10 @@ class _Members(dict[str, dict[int, int]]):
 class Pass:
     """One direction: groups of logical ranks by name, a program for each logical rank.
 
-    `order` is that of the tasks; some of them may be empty on every rank. `setting` says in words
-    what the method chose; it is for people, and no reader needs it. `copies` of consecutive ranks
-    do the same as each other, with other heads of the same rows: as far as its maker knows.
+    order     of the tasks, some of which may be empty on every rank
+    setting   what the method chose, in words for people; no reader needs it
+    copies    so many consecutive ranks do the same with other heads of the same rows, as far as the
+              builder knows
     """
 
     direction: Direction
@@ -99,7 +100,7 @@ class Pass:
 
     @cached_property
     def members(self) -> dict[str, dict[int, int]]:
-        """By group: the place of each of its ranks in it."""
+        """The place of each rank in its group, by group and rank."""
         return _Members(self.groups)
 
     @cached_property
@@ -179,7 +180,7 @@ def a_direction(value: Any) -> Direction:
 
 
 def a_plan(value: Any) -> Plan:
-    """What a reader of plans was given, if it is one."""
+    """The value, if it is a plan; readers check their argument with it."""
     if not isinstance(value, Plan):
         raise PlanError(f"{type(value).__name__} is not a Plan; make one with make_plan(...)")
     return value

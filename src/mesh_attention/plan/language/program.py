@@ -1,8 +1,8 @@
 """Operations and programs: the language that methods write and every reader reads (design.md).
 
-Operations of one rank, on named buffers. Dependencies follow from the buffers: an operation waits
-for the last writer of what it reads. Communication runs in program order on one stream,
-computation in program order on another.
+A program is the operations of one rank, on named buffers. Dependencies follow from the buffers: an
+operation waits for the last writer of what it reads. Communication runs in program order on one
+stream, computation in program order on another.
 
 All members of a group hold an operation of the same name, kind and group. Members are numbered by
 their place in the group, so the members of many groups can share one operation object: a plan for
@@ -29,8 +29,8 @@ class CallKind(StrEnum):
 
 @value
 class Call(Value):
-    """One kernel call: a rectangle of rows, counted inside the query and the key piece. Of a
-    compiled program also the kernel, and the multiprocessors that the call leaves to transfers."""
+    """One kernel call: a rectangle of rows, counted inside the query and the key piece. In a
+    compiled program also the kernel, and the SMs that the call leaves to transfers."""
 
     kind: CallKind
     q_start: int
@@ -83,7 +83,8 @@ _FREE = Task("free")
 
 
 class _Named(Value):
-    """What all operations have: a task, whose text is their name."""
+    """A base of all operations, which have a task whose text is their name. Slots remember the
+    names of their buffers."""
 
     __slots__ = ("_touched", "_written")
 
@@ -93,13 +94,13 @@ class _Named(Value):
 
     @property
     def touched(self) -> tuple[str, ...]:
-        """Names of the buffers that it reads or writes, each once, in order; worked out once."""
+        """Names of the buffers that it reads or writes, each once, in order."""
         names: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
         return self._find_names()[0] if names is None else names
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Likewise of those that it writes."""
+        """Names of the buffers that it writes, each once, in order."""
         names: tuple[str, ...] | None = self._written  # type: ignore[attr-defined]
         return self._find_names()[1] if names is None else names
 
@@ -115,10 +116,10 @@ class _Named(Value):
 
 @value
 class Move(Value):
-    """One tensor of a gather or a reduce-scatter: the `part` that one member owns, and the `whole`.
+    """One tensor of a gather or a reduce-scatter: the `part` that a member owns, and the `whole`.
 
-    `cuts` divides the rows of the part. The whole holds, for each stretch between two cuts, that
-    stretch of every member in turn: so both halves of a zigzag partition arrive contiguous.
+    `cuts` divides the rows of the part. For each stretch between two cuts the whole holds that
+    stretch of every member in turn, so that both halves of a zigzag partition arrive contiguous.
     """
 
     part: Piece
@@ -148,7 +149,7 @@ class ReduceScatter(_Named):
 class AllToAll(_Named):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
 
-    Sizes may differ and tuples may be empty, so any assignment of work can be fed by it.
+    Sizes may differ and tuples may be empty, so it can feed any assignment of work.
     """
 
     task: Task

@@ -1,17 +1,22 @@
-"""The task graph that every scheduler reads and the schedule that every scheduler writes.
+"""The task graph that every scheduler reads, the schedule that it writes, and schedules of slices.
 
-A rank's work is a set of communication tasks (gathers, and reductions that need computed
-results) and compute tasks (a Q chunk against a KV chunk), each with its own cost, because
-under a causal mask no two chunks need cost the same (algorithm, section 5, "unequal costs").
-A schedule is plain data: it prints one step a line and parses back.
+Methods make the graph, `plan/schedule/` orders it, and plans carry the schedule. A rank's work is a
+set of communication tasks (gathers, and reductions that need computed results) and compute tasks (a
+Q chunk against a KV chunk). Each has its own cost: under a causal mask no two chunks need cost the
+same (algorithm, section 5, "unequal costs"). A schedule prints one step a line and parses back.
+
+Slices of the heads need the same tasks, so their schedules follow each other. A slice is gathered
+while the slice before it computes, and reduced while the slice after it computes. So only the first
+gather and the last reduction have nothing to hide behind, and both are as small as a slice.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from mesh_attention.plan.language.program import Task
 
@@ -20,9 +25,8 @@ _COMPUTE_ONLY = "compute only "
 
 @dataclass(frozen=True, slots=True)
 class TaskNode:
-    """A task in the graph, with its cost and the tasks that it needs: one collective, such as
-    AG-KV-0, needs computations, and one Q chunk against one KV chunk, such as C-0-1, collectives.
-    """
+    """A task with its cost and the tasks that it needs. A collective, such as RS-Q-0, needs
+    computations; a Q chunk against a KV chunk, such as C-0-1, needs collectives."""
 
     task: Task
     cost: float
@@ -52,10 +56,18 @@ class TaskGraph:
                 raise ValueError(f"task {node.task} appears {times[node.task]} times")
             if not (math.isfinite(node.cost) and node.cost >= 0):
                 raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
-        _check_needs(self.communication, frozenset(node.task for node in self.compute), "compute")
-        communication = frozenset(node.task for node in self.communication)
-        _check_needs(self.compute, communication, "communication")
-        _check_no_cycle(tasks)
+        streams = {"communication": self.communication, "compute": self.compute}
+        for own, other in (("communication", "compute"), ("compute", "communication")):
+            known = {node.task for node in streams[other]}
+            for node in streams[own]:
+                if not known.issuperset(node.needs):
+                    missing = next(need for need in node.needs if need not in known)
+                    raise ValueError(f"task {node.task} needs {missing}, which is no {other} task")
+        try:
+            self.in_order()
+        except CycleError as error:
+            task = error.args[1][0]
+            raise ValueError(f"task {task} can never start: its needs form a cycle") from None
 
     def tasks(self) -> tuple[TaskNode, ...]:
         return (*self.communication, *self.compute)
@@ -63,6 +75,10 @@ class TaskGraph:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
+
+    def in_order(self) -> tuple[Task, ...]:
+        """All tasks, each after the tasks that it needs."""
+        return tuple(TopologicalSorter(self.needs()).static_order())
 
     def costs(self) -> dict[Task, float]:
         return {node.task: node.cost for node in self.tasks()}
@@ -122,9 +138,8 @@ class Schedule:
 def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> None:
     """Raise ValueError unless every task runs exactly once and after what it needs.
 
-    strict: what a task needs was done when its step began (the paper's steps, as `greedy`
-    makes them). Otherwise it is enough that what it needs appears earlier in `order()`,
-    which is all that event execution asks for.
+    strict: its needs were done when its step began (the paper's steps, as `greedy` makes them).
+    Otherwise they only have to appear earlier in `order()`, as event execution asks for.
     """
     communication = {node.task for node in graph.communication}
     needs = graph.needs()
@@ -150,25 +165,6 @@ def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> Non
             done.add(task)
 
 
-def _check_needs(nodes: Sequence[TaskNode], known: frozenset[Task], kind: str) -> None:
-    for node in nodes:
-        for need in node.needs:
-            if need not in known:
-                raise ValueError(f"task {node.task} needs {need}, which is no {kind} task")
-
-
-def _check_no_cycle(nodes: Sequence[TaskNode]) -> None:
-    waiting = list(nodes)
-    done: set[Task] = set()
-    while waiting:
-        blocked = [node for node in waiting if not done.issuperset(node.needs)]
-        if len(blocked) == len(waiting):
-            raise ValueError(f"task {blocked[0].task} can never start: its needs form a cycle")
-        done.update(node.task for node in waiting)
-        done.difference_update(node.task for node in blocked)
-        waiting = blocked
-
-
 def _parse_step(line: str, number: int) -> Step:
     label, _, body = line.partition(" ")
     if label != str(number):
@@ -181,3 +177,80 @@ def _parse_step(line: str, number: int) -> Step:
         return Step(Task.parse(head) if head else None, compute)
     except ValueError as error:
         raise ValueError(f"step {number} has a malformed task name: {error}") from error
+
+
+def follow_each_other(slices: Sequence[Schedule]) -> Schedule:
+    """
+    >>> slices = [Schedule.parse(f"1 AG-{h}\\n2 compute only C-{h}\\n3 RS-{h}") for h in range(3)]
+    >>> print(follow_each_other(slices).text())
+    1 AG-0
+    2 AG-1 + C-0
+    3 AG-2
+    4 RS-0 + C-1
+    5 RS-1 + C-2
+    6 RS-2
+    """
+    before, middle, after = zip(*map(_parts, slices), strict=True)
+    steps: list[Step] = [*before[0]]
+    of_next, of_last = (*before[1:], ()), ((), *after[:-1])
+    for gathers, computing, reductions in zip(of_next, middle, of_last, strict=True):
+        steps += _beside([*gathers, *reductions], computing)
+    return Schedule((*steps, *after[-1]))
+
+
+def one_after_another(slices: Sequence[Schedule]) -> Schedule:
+    """No slice begins before the one before it is done: the least memory, and nothing hidden."""
+    return Schedule(tuple(step for schedule in slices for step in schedule.steps))
+
+
+def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
+    """The schedule with reductions after the last gather moved forward: each comes before the first
+    computation that begins after the reduction is ready, because links have nothing else to do
+    then. In the paper's steps a computation stands beside one reduction only, and the other
+    reductions come when all is computed."""
+    needs = graph.needs()
+    gathers = [at for at, step in enumerate(schedule.steps) if _is_gather(step, needs)]
+    first = gathers[-1] if gathers else 0
+    waiting = [
+        task
+        for step in schedule.steps[first:]
+        if (task := step.communication) is not None and needs[task]
+    ]
+    steps: list[tuple[Task | None, list[Task]]] = [
+        (step.communication, list(step.compute)) for step in schedule.steps[:first]
+    ]
+    done = {task for step in schedule.steps[:first] for task in step.tasks()}
+    if gathers:
+        steps.append((schedule.steps[first].communication, []))
+    for step in schedule.steps[first:]:
+        for compute in step.compute:
+            ready = [task for task in waiting if done.issuperset(needs[task])]
+            waiting = [task for task in waiting if task not in ready]
+            steps += [(task, []) for task in ready]
+            if not steps:
+                steps.append((None, []))
+            steps[-1][1].append(compute)
+            done.add(compute)
+    steps += [(task, []) for task in waiting]
+    return Schedule(tuple(Step(task, tuple(computes)) for task, computes in steps))
+
+
+def _is_gather(step: Step, needs: Mapping[Task, Sequence[Task]]) -> bool:
+    return step.communication is not None and not needs[step.communication]
+
+
+def _parts(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Communications before the first computation, all steps up to the last, and those after it."""
+    steps = schedule.steps
+    computes = [at for at, step in enumerate(steps) if step.compute]
+    first, last = (computes[0], computes[-1]) if computes else (len(steps), len(steps) - 1)
+    return steps[:first], steps[first : last + 1], steps[last + 1 :]
+
+
+def _beside(communications: Sequence[Step], middle: Sequence[Step]) -> list[Step]:
+    """The steps one after the other, but the last of the communications stands beside the first
+    computations if no other communication does."""
+    if not (communications and middle and middle[0].communication is None):
+        return [*communications, *middle]
+    *others, last = communications
+    return [*others, Step(last.communication, middle[0].compute), *middle[1:]]

@@ -18,6 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from mesh_attention.errors import PlanTextError
@@ -58,17 +59,23 @@ def _pair(text: str) -> tuple[int, int]:
 def _parse_buffer(text: str) -> Buffer:
     try:
         _, name, kind, precision, role, _, heads, _, rows, *place = text.split()
-        spans = () if rows == "-" else tuple(map(_pair, rows.split(",")))
-        held = name, Kind(kind), spans, _pair(heads), Precision(precision), Role(role)
         if place and (len(place) != 2 or place[0] != "at"):
             raise ValueError(f"{' '.join(place)} is no place")
-        return Buffer(*held, int(place[1]) if place else None)
+        return Buffer(
+            name,
+            Kind(kind),
+            () if rows == "-" else tuple(map(_pair, rows.split(","))),
+            _pair(heads),
+            Precision(precision),
+            Role(role),
+            int(place[1]) if place else None,
+        )
     except ValueError as error:
         raise PlanTextError(shortened(f"{text!r} is not a buffer: {error}")) from error
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """The text, line by line. What ranks have in common is written out once and reused."""
+    """The text, line by line. What ranks have in common is written once and reused."""
     yield HEADER
     head = {
         "method": a_plan(plan).method,
@@ -77,18 +84,13 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         "kv_layout": plan.kv_layout.to_json(),
         "ranks_per_node": plan.ranks_per_node,
         "devices": plan.devices,
-    } | ({"relayout": True} if plan.relayout else {})
+    }
+    if plan.relayout:
+        head["relayout"] = True
     if plan.target is not None:
         head["target"] = plan.target.to_json()
     yield json.dumps(head)
-    seen: dict[Buffer | Operation, str] = {}
-
-    def once(item: Any, write: Callable[[Any], str]) -> str:
-        text = seen.get(item)
-        if text is None:
-            text = seen[item] = "  " + write(item)
-        return text
-
+    line_of = cache(_line)
     for pass_ in plan.passes:
         yield f"pass {pass_.direction} {json.dumps(pass_.setting)}"
         for name, ranks in pass_.groups.items():
@@ -97,16 +99,16 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield f"step {step}"
         for program in pass_.programs:
             yield f"rank {program.rank}"
-            for buffer in program.buffers:
-                yield once(buffer, _buffer_text)
-            for op in program.operations:
-                yield once(op, operation_text)
+            yield from map(line_of, (*program.buffers, *program.operations))
 
 
 def program_lines(program: Program) -> list[str]:
-    """Of one rank, as the text of a plan has them."""
-    lines = [f"  {_buffer_text(buffer)}" for buffer in program.buffers]
-    return lines + [f"  {operation_text(op)}" for op in program.operations]
+    """The lines of one rank in the text of a plan."""
+    return [_line(item) for item in (*program.buffers, *program.operations)]
+
+
+def _line(item: Buffer | Operation) -> str:
+    return "  " + (_buffer_text(item) if isinstance(item, Buffer) else operation_text(item))
 
 
 def plan_text(plan: Plan) -> str:
@@ -222,18 +224,18 @@ def _parse_pass(head: str, lines: list[str]) -> Pass:
 
 
 def _once(what: str, names: Iterable[object]) -> None:
-    """A second line of one name would silently take the place of the first."""
+    """Refuse a second line of the same name, which would silently replace the first."""
     for name, times in Counter(names).items():
         if times > 1:
             raise PlanTextError(f"{what} {name} is written {times} times")
 
 
-_PIECE = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
-_CALL = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)(?:@([^\s+()@-]+)(?:-(\d+))?)?")
+_PIECE_TEXT = re.compile(r"([^\[\]{}]+)\[(\d+):(\d+)\](?:\{(\d+):(\d+)\})?")
+_CALL_TEXT = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)(?:@([^\s+()@-]+)(?:-(\d+))?)?")
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """What an error shows of a text that may be anything."""
+    """What an error shows of a text that may be long."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -243,7 +245,7 @@ def _piece_text(piece: Piece) -> str:
 
 
 def _parse_piece(text: str) -> Piece:
-    match = _PIECE.fullmatch(text)
+    match = _PIECE_TEXT.fullmatch(text)
     if not match:
         raise PlanTextError(f"{shortened(repr(text))} is not a piece such as Q.0[0:512]")
     name, start, stop, h0, h1 = match.groups()
@@ -268,51 +270,45 @@ def _call_text(call: Call) -> str:
 
 
 def _parse_call(text: str) -> Call:
-    match = _CALL.fullmatch(text)
+    match = _CALL_TEXT.fullmatch(text)
     if not match:
-        wrong = shortened(repr(text))
-        raise PlanTextError(f"{wrong} is not a kernel call such as full(0:512,0:1024)")
-    kind, *numbers, kernel, leave_sms = match.groups()
-    q0, q1, k0, k1 = map(int, numbers)
-    return Call(CallKind(kind), q0, q1, k0, k1, kernel or "", int(leave_sms or 0))
+        raise PlanTextError(f"{shortened(repr(text))} is not a call such as full(0:512,0:1024)")
+    kind, *rows, kernel, leave_sms = match.groups()
+    q_start, q_stop, k_start, k_stop = map(int, rows)
+    margin = int(leave_sms or 0)
+    return Call(CallKind(kind), q_start, q_stop, k_start, k_stop, kernel or "", margin)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Codec:
-    write: Callable[[Any], str]
-    read: Callable[[str], Any]
+_Codec = tuple[Callable[[Any], str], Callable[[str], Any]]  # how a type is written, and read
 
 
 def _many(codec: _Codec, separator: str) -> _Codec:
     """A tuple; `-` is the empty one."""
-    return _Codec(
-        lambda items: separator.join(map(codec.write, items)) if items else "-",
-        lambda text: () if text == "-" else tuple(map(codec.read, text.split(separator))),
+    write, read = codec
+    return (
+        lambda items: separator.join(map(write, items)) if items else "-",
+        lambda text: () if text == "-" else tuple(map(read, text.split(separator))),
     )
 
 
-def _optional(codec: _Codec) -> _Codec:
-    return _Codec(
-        lambda item: "none" if item is None else codec.write(item),
-        lambda text: None if text == "none" else codec.read(text),
-    )
-
-
-_YES_NO = ("no", "yes")
-_PIECE_CODEC = _Codec(_piece_text, _parse_piece)
-_PIECES_CODEC = _many(_PIECE_CODEC, "+")
+_TEXT: _Codec = (str, str)
+_PIECE: _Codec = (_piece_text, _parse_piece)
+_PIECES = _many(_PIECE, "+")
 _CODECS: dict[Any, _Codec] = {
-    str: _Codec(str, str),
-    int: _Codec(str, int),
-    bool: _Codec(lambda flag: _YES_NO[flag], lambda text: bool(_YES_NO.index(text))),
-    MergeRule: _Codec(str, MergeRule),
-    Piece: _PIECE_CODEC,
-    Piece | None: _optional(_PIECE_CODEC),
-    tuple[str, ...]: _many(_Codec(str, str), "+"),
-    tuple[Piece, ...]: _PIECES_CODEC,
-    tuple[tuple[Piece, ...], ...]: _many(_PIECES_CODEC, "|"),
-    tuple[Move, ...]: _many(_Codec(_move_text, _parse_move), "+"),
-    tuple[Call, ...]: _many(_Codec(_call_text, _parse_call), "+"),
+    str: _TEXT,
+    int: (str, int),
+    bool: (lambda flag: "yes" if flag else "no", lambda text: ("no", "yes").index(text) == 1),
+    MergeRule: (str, MergeRule),
+    Piece: _PIECE,
+    Piece | None: (
+        lambda piece: "none" if piece is None else _piece_text(piece),
+        lambda text: None if text == "none" else _parse_piece(text),
+    ),
+    tuple[str, ...]: _many(_TEXT, "+"),
+    tuple[Piece, ...]: _PIECES,
+    tuple[tuple[Piece, ...], ...]: _many(_PIECES, "|"),
+    tuple[Move, ...]: _many((_move_text, _parse_move), "+"),
+    tuple[Call, ...]: _many((_call_text, _parse_call), "+"),
 }
 # AllGather is written all-gather.
 _VERB_OF = {
@@ -327,7 +323,7 @@ _FIELDS: dict[type, dict[str, _Codec]] = {
 
 def operation_text(op: Operation) -> str:
     fields = _FIELDS[type(op)].items()
-    words = [f"{field}={codec.write(getattr(op, field))}" for field, codec in fields]
+    words = [f"{field}={write(getattr(op, field))}" for field, (write, _) in fields]
     return " ".join([f"{op.name}: {_VERB_OF[type(op)]}", *words])
 
 
@@ -344,7 +340,7 @@ def parse_operation(text: str) -> Operation:
     if set(texts) != set(fields):
         raise PlanTextError(f"{shown} must give exactly: {', '.join(fields)}")
     try:
-        values = {field: codec.read(texts[field]) for field, codec in fields.items()}
+        values = {field: read(texts[field]) for field, (_, read) in fields.items()}
         if cls is not Free:
             values["task"] = Task.parse(name)
     except PlanTextError:

@@ -1,8 +1,10 @@
-"""Bytes that one communication operation moves, as seen by one member of its group."""
+"""Bytes that one communication operation moves, as seen by one member of its group.
+
+Counts, the agreement of ranks, the passes and the simulator size transfers with it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_attention.plan.language.buffers import Buffer, Piece
@@ -25,22 +27,18 @@ class Traffic:
     token_bytes: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic.sum((self, other))
-
-    @staticmethod
-    def sum(several: Collection[Traffic]) -> Traffic:
         return Traffic(
-            sum(traffic.sent_bytes for traffic in several),
-            sum(traffic.received_bytes for traffic in several),
-            sum(traffic.token_bytes for traffic in several),
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.token_bytes + other.token_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Flows:
-    """What passes between this rank and members of the group: bytes, and bytes of tokens.
+    """Bytes between this rank and each member of the group; received ones with their token bytes.
 
-    Of a collective, `received` holds one entry, the part that every member passes on.
+    For a collective, `received` has one entry: the part that every member passes on.
     """
 
     sent: dict[int, int]
@@ -72,14 +70,13 @@ class TrafficMeter:
         return traffic_of(op, self.flows(op), member, num_members)
 
     def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
-        """Bytes, and those of them that are not statistics."""
+        """Bytes, and the part of them that is not statistics."""
         everything = tokens = 0
         known = self._known
         for piece in pieces:
             heads, row_bytes, counts = known.get(piece.buffer) or self._rows_of(piece.buffer)
-            of = piece.heads
-            if of is not None:
-                heads = of[1] - of[0]
+            if piece.heads is not None:
+                heads = piece.heads[1] - piece.heads[0]
             num_bytes = (piece.stop - piece.start) * heads * row_bytes
             everything += num_bytes
             if counts:
@@ -87,8 +84,8 @@ class TrafficMeter:
         return everything, tokens
 
     def _rows_of(self, name: str) -> tuple[int, int, bool]:
-        """Heads of a buffer, bytes of a row and head, and whether it holds tokens: asked for by
-        every piece of an exchange with hundreds of ranks."""
+        """Heads of a buffer, bytes of a row and head, and whether it holds tokens; remembered,
+        because an exchange with hundreds of ranks asks for every piece."""
         buffer = self._table[name]
         tokens = not buffer.kind.is_statistic
         known = self._known[name] = buffer.num_heads, buffer.row_bytes(self._problem), tokens
@@ -114,7 +111,7 @@ def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -
 
 
 def far_bytes(op: Communication, flows: Flows, far: Sequence[bool]) -> int:
-    """Bytes that a member receives of those members that are far."""
+    """Bytes that a member receives from the members that are far."""
     if isinstance(op, AllGather | ReduceScatter):
         return sum(far) * flows.received[0][0]
     return sum(size for other, (size, _) in flows.received.items() if far[other])

@@ -1,7 +1,6 @@
-"""Where each workspace buffer lies, and which earlier operations an operation must wait for.
+"""What follows from one program alone: where buffers lie, and which operations wait for others.
 
-Both follow from one program alone, before anything runs; the passes, the executor and the
-simulator ask for them.
+The passes, the executor and the simulator ask for it before anything runs.
 
 Places: largest buffers first, each at the lowest offset at which no buffer that lives at the same
 time lies. Offsets are for one batch element; a batch of B multiplies them.
@@ -9,6 +8,9 @@ time lies. Offsets are for one batch element; a batch of B multiplies them.
 Waits have three reasons: an operation reads what the other writes, it overwrites what the other
 still uses, or it is the first to use memory that the other's buffer had before. Computation runs in
 program order, so waits between two computations are left out.
+
+Programs that are *alike* use buffers of the same sizes in the same way. Places and waits are the
+same for all of them, whatever their members, tokens and calls are, and are computed once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
+    Attention,
     Communication,
     Free,
     Operation,
@@ -42,14 +45,20 @@ class WorkspaceMap:
 
 def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
     """Where a pass has placed the buffers, or where they fit."""
-    if any(b.offset is not None for b in program.buffers):
-        return _as_placed(program, problem)
-    lives = lifetimes(program)
+    offsets = {b.name: b.offset for b in program.buffers if b.offset is not None}
+    lives = {} if offsets else lifetimes(program)
     sizes = {
         b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for b in program.buffers
-        if b.name in lives
+        if b.name in (offsets or lives)
     }
+    if not offsets:
+        offsets = _fit(sizes, lives)
+    total = max((offsets[name] + sizes[name] for name in offsets), default=0)
+    return WorkspaceMap(offsets, sizes, total)
+
+
+def _fit(sizes: dict[str, int], lives: dict[str, tuple[int, int]]) -> dict[str, int]:
     offsets: dict[str, int] = {}
     placed: list[tuple[int, int, int, int]] = []  # start, stop, born, freed; ascending
     for name in sorted(sizes, key=lambda n: (-sizes[n], lives[n])):
@@ -62,19 +71,7 @@ def workspace_map(program: Program, problem: Problem) -> WorkspaceMap:
                     at = stop
         offsets[name] = at
         insort(placed, (at, at + size, born, freed))
-    total = max((offsets[n] + sizes[n] for n in offsets), default=0)
-    return WorkspaceMap(offsets, sizes, total)
-
-
-def _as_placed(program: Program, problem: Problem) -> WorkspaceMap:
-    offsets = {b.name: b.offset for b in program.buffers if b.offset is not None}
-    sizes = {
-        b.name: -(-b.num_bytes(problem) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        for b in program.buffers
-        if b.name in offsets
-    }
-    total = max((offsets[name] + sizes[name] for name in offsets), default=0)
-    return WorkspaceMap(offsets, sizes, total)
+    return offsets
 
 
 def lifetimes(program: Program) -> dict[str, tuple[int, int]]:
@@ -112,14 +109,15 @@ Uses = dict[Heads, list[tuple[int, int, int]]]  # by heads: rows, and the operat
 
 @dataclass(slots=True)
 class _History:
-    """Uses of one buffer. Most are of the same few slices of heads, which are compared once."""
+    """The uses of one buffer. Most share a few slices of heads, which are compared once."""
 
     reads: Uses = field(default_factory=dict)
     writes: Uses = field(default_factory=dict)
 
     def write(self, heads: Heads, start: int, stop: int, at: int) -> None:
-        """Whoever overlaps what lies inside this piece overlaps the piece, and this write has
-        waited for those uses: they need not be remembered, or long programs take quadratic time."""
+        """Remember this write, and forget earlier uses inside the same piece: whatever overlaps
+        them overlaps this write, which waited for them. Otherwise long programs would take
+        quadratic time."""
         for uses in (self.reads, self.writes):
             for others, rows in uses.items():
                 if rows and (heads is None or others == heads or _inside(others, heads)):
@@ -137,16 +135,15 @@ class _Waits:
     def __init__(self, program: Program, memory: WorkspaceMap) -> None:
         self._memory = memory
         self._communicates = [isinstance(op, Communication) for op in program.operations]
-        # Of what the caller has, nobody waits for what no communication touches or nobody writes.
+        # Nobody waits for the caller's buffers unless they are both written and communicated.
         written, exchanged = set[str](), set[str]()
         for op, communicates in zip(program.operations, self._communicates, strict=True):
             written.update(op.written)
             if communicates:
                 exchanged.update(op.touched)
         self._matters = (written & exchanged) | memory.offsets.keys()
-        self._history: dict[str, _History] = {}
-        # Of workspace buffers, and who used them last.
-        self._places: list[tuple[int, int, _History]] = []
+        self._history: dict[str, _History] = defaultdict(_History)
+        self._places: list[tuple[int, int, _History]] = []  # start and stop of workspace buffers
 
     def of(self, at: int, op: Operation) -> tuple[int, ...]:
         if isinstance(op, Free):
@@ -159,11 +156,10 @@ class _Waits:
             if name in self._memory.offsets and name not in history:
                 self._take_memory(name, waits)
         for area in taken:
-            _find(waits, self._uses(area[0]).writes, area)
+            _find(waits, history[area[0]].writes, area)
         for area in written:
-            uses = self._uses(area[0])
-            _find(waits, uses.writes, area)
-            _find(waits, uses.reads, area)
+            _find(waits, history[area[0]].writes, area)
+            _find(waits, history[area[0]].reads, area)
         for buffer, heads, start, stop in taken:
             history[buffer].reads.setdefault(heads, []).append((start, stop, at))
         for buffer, heads, start, stop in written:
@@ -173,14 +169,8 @@ class _Waits:
         communicates = self._communicates
         return tuple(sorted([i for i in waits if communicates[i] or communicates[at]]))
 
-    def _uses(self, buffer: str) -> _History:
-        history = self._history.get(buffer)
-        if history is None:
-            history = self._history[buffer] = _History()
-        return history
-
     def _take_memory(self, name: str, waits: set[int]) -> None:
-        """The first use of a buffer waits for the last ones of those that lay there before."""
+        """The first use of a buffer waits for the last uses of buffers that lay there before."""
         start = self._memory.offsets[name]
         stop = start + self._memory.sizes[name]
         covered = False
@@ -190,13 +180,13 @@ class _Waits:
             for uses in (last.reads, last.writes):
                 waits.update([at for rows in uses.values() for _, _, at in rows])
             covered = covered or (start <= other_start and other_stop <= stop)
-        if covered:  # whoever has that memory next waits for this buffer, which waited for it
+        if covered:  # the next buffer there waits for this buffer, which waited for the old one
             self._places = [p for p in self._places if p[0] < start or stop < p[1]]
-        self._places.append((start, stop, self._uses(name)))
+        self._places.append((start, stop, self._history[name]))
 
 
 def _find(waits: set[int], uses: Uses, area: Area) -> None:
-    """Add the uses that overlap this."""
+    """Add the operations whose uses overlap this area."""
     _, heads, start, stop = area
     for others, rows in uses.items():
         if heads is None or others is None or (others[0] < heads[1] and heads[0] < others[1]):
@@ -206,7 +196,7 @@ def _find(waits: set[int], uses: Uses, area: Area) -> None:
 
 
 def together(pieces: Sequence[Piece]) -> list[Area]:
-    """Those that touch made one: an exchange among many ranks has many, of few buffers.
+    """Pieces as areas, joined where they touch: an exchange among many ranks has many pieces.
 
     >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6) for h in (0, 1)])
     [('q', (0, 2), 0, 8)]
@@ -244,7 +234,54 @@ def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _inside(heads: Heads, others: Heads) -> bool:
-    """Whether heads lie among others, of which None are all."""
+    """Whether `heads` lie among `others`; None means all heads."""
     if others is None or heads == others:
         return True
     return heads is not None and others[0] <= heads[0] and heads[1] <= others[1]
+
+
+class Alike:
+    """Numbers for the programs of one pass; programs that are alike have equal numbers."""
+
+    def __init__(self) -> None:
+        # By identity: ranks share most objects, and the hash of others would be used only once.
+        # The objects are kept too, so that no other object gets the same identity.
+        self._by_buffer: dict[int, tuple[Buffer, int]] = {}
+        self._by_op: dict[int, tuple[Operation, int]] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
+        self._tables: dict[tuple[int, ...], int] = {}
+        self._uses: dict[object, int] = {}
+
+    def table(self, program: Program) -> int:
+        """By the buffers: their names and sizes."""
+        numbers = []
+        for b in program.buffers:
+            known = self._by_buffer.get(id(b))
+            if known is None:
+                key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset)
+                known = b, self._shapes.setdefault(key, len(self._shapes))
+                self._by_buffer[id(b)] = known
+            numbers.append(known[1])
+        return self._tables.setdefault(tuple(numbers), len(self._tables))
+
+    def uses(self, program: Program) -> tuple[int, tuple[int, ...]]:
+        """By the buffers, and by the tasks and pieces of the operations."""
+        return self.table(program), tuple(map(self._use, program.operations))
+
+    def _use(self, op: Operation) -> int:
+        known = self._by_op.get(id(op))
+        if known is None:
+            pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
+            whole = isinstance(op, Attention) and is_one_call(op)
+            key = (op.task, type(op), whole, *pieces)
+            known = self._by_op[id(op)] = op, self._uses.setdefault(key, len(self._uses))
+        return known[1]
+
+
+def is_one_call(op: Attention) -> bool:
+    """Whether the attention is one call for all rows of both sides."""
+    if len(op.calls) != 1:
+        return False
+    (call,) = op.calls
+    rows = call.q_start, call.q_stop, call.k_start, call.k_stop
+    return rows == (0, op.q.num_rows, 0, op.k.num_rows)

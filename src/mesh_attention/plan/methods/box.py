@@ -29,11 +29,7 @@ from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import tile_for
-from mesh_attention.plan.methods.parts.chunks import (
-    HeadSlices,
-    suggested_cut,
-    suggested_ring_cut,
-)
+from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.parts.key_ring import KeyRings
 from mesh_attention.plan.methods.parts.lower import Lowerings

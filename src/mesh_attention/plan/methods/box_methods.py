@@ -43,10 +43,7 @@ class MeshSetting(TileSetting, CutSetting):
 
 
 def plan_mesh(
-    problem: Problem,
-    ranks: int,
-    setting: MeshSetting | None = None,
-    directions: Directions = BOTH,
+    problem: Problem, ranks: int, setting: MeshSetting | None = None, directions: Directions = BOTH
 ) -> Plan:
     setting = setting or MeshSetting()
     tile = setting.tile or best_tile(ranks, problem)

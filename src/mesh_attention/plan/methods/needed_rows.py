@@ -17,23 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
-from mesh_attention.plan.language.tasks import Schedule, Step
+from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.needed_rows import (
-    MAX_RANGES,
-    has_few_ranges,
-    needed_keys,
-    needed_queries,
-    num_ranges,
-)
+from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
     NeededSide,
@@ -42,34 +35,33 @@ from mesh_attention.plan.methods.parts.needed_side import (
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, attention
-from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, layouts_of, shards_of
+from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_sides
-from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.schedule.slices import follow_each_other
 
 # The next transfer is often due while the attention before it still runs.
 HOLD = 1
 
 
 @dataclass(frozen=True)
-class SeenSetting(ShapeSetting, SliceSetting):
+class NeededRowsSetting(ShapeSetting, SliceSetting):
     """The tile (left out: own queries, 1 x n), and how finely transfers are cut."""
 
 
-def plan_seen(
-    problem: Problem, ranks: int, setting: SeenSetting, directions: tuple[Direction, ...]
+def plan_needed_rows(
+    problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
     shared = SharedOptions.of("seen", setting)
     if shared.layout is None:
         shared = replace(shared, layout=usual_layout(problem.mask))
-    layouts = layouts_of(problem, ranks, shared)
-    _check_ranges(layouts[1])
     tile = tile_for(setting.tile or (1, ranks), ranks)
-    devices = tuple(range(ranks))
-    shards = shards_of(layouts, devices, shared)
-    head_group = HeadGroup(problem, *layouts, shards=shards)
+    planner = TilePlanner(problem, ranks, shared, tile)
+    layouts = planner.layouts
+    what = f"layout={layouts[1].kind}: the keys lie in"
+    check_ranges(layouts[1], what, "zigzag or contiguous")
+    head_group = HeadGroup(problem, *layouts, shards=planner.shards)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
     travels = [side.travels for side in needed]
@@ -89,15 +81,7 @@ def plan_seen(
         builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
         return with_exchanges([builder])
 
-    return Plan(
-        problem,
-        *layouts,
-        tuple(map(build, directions)),
-        devices=devices,
-        ranks_per_node=setting.ranks_per_node,
-        method="seen",
-        relayout=shards is not None,
-    )
+    return planner.plan(map(build, directions))
 
 
 def usual_layout(mask: Mask) -> LayoutKind:
@@ -110,7 +94,7 @@ def usual_layout(mask: Mask) -> LayoutKind:
 def _slices(
     problem: Problem,
     ranks: int,
-    setting: SeenSetting,
+    setting: NeededRowsSetting,
     direction: Direction,
     *,
     tile: Tile,
@@ -127,19 +111,6 @@ def _slices(
     return sizes_for(problem, 1, slices, name)
 
 
-def _check_ranges(layout: Layout) -> None:
-    if has_few_ranges(layout):
-        return
-    least = -(-layout.num_tokens // MAX_RANGES)
-    ways = f"give a stripe_block of at least {least}, or layout=zigzag or contiguous"
-    if layout.kind is LayoutKind.LISTED:
-        ways = "list fewer and longer 'stretches'"
-    raise PlanError(
-        f"layout={layout.kind}: the keys lie in {num_ranges(layout)} stretches, each of which "
-        f"would be a message of its own; at most {MAX_RANGES} are supported: {ways}"
-    )
-
-
 class NeededRowsBuilder:
     """The method on its one head group: a `UnitBuilder`."""
 
@@ -154,7 +125,7 @@ class NeededRowsBuilder:
         tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
-        """`gathers`: those that the other pass has made so far."""
+        """`gathers`: the gathers that the other pass has made so far."""
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv
@@ -191,7 +162,10 @@ class NeededRowsBuilder:
 
     def unit(self, unit: int) -> Unit:
         q, kv = self._q.rows_of(unit), self._kv.rows_of(unit)
-        calls = self._calls(q, kv)
+        calls: tuple[Call, ...] = ()
+        if kv.rows:
+            queries, keys = self._lowerings.queries(q.rows), self._lowerings.keys(kv.rows)
+            calls = self._lowerings.calls(queries, keys)
         operations: list[Operation] = []
         later: list[Operation] = []  # merges follow the attention that hides their transfer
         for task in self.schedule.order():
@@ -211,12 +185,6 @@ class NeededRowsBuilder:
                 later += merges if self._reduces else []
         buffers = (*self._q.buffers(q), *self._kv.buffers(kv))
         return Unit([*operations, *later], {buffer.name: buffer for buffer in buffers})
-
-    def _calls(self, q: RankRows, kv: RankRows) -> tuple[Call, ...]:
-        if not kv.rows:
-            return ()
-        queries = self._lowerings.queries(q.rows)
-        return self._lowerings.calls(queries, self._lowerings.keys(kv.rows))
 
     def _gather(self, task: Task, unit: int, part: int) -> AllToAll:
         sides = (self._q, self._kv)

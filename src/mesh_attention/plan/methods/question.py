@@ -1,7 +1,7 @@
 """A question is what a plan answers: a problem, a number of ranks, a method and its options.
 
-This is the one place that turns the options of a method into a question; `choose/ask.py` is the
-door before it, where the method may be left out. An option that is None was not given.
+`ask` is the only function that turns the options of a method into a question. Callers that may
+leave the method out use `choose/ask.py`, which ends here. An option that is None was not set.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
 @dataclass(frozen=True)
 class Question:
-    """Equal questions have equal plans, on every rank. `backward`: asked apart for that pass, by
-    another method or setting; both must lay out the tokens alike."""
+    """Equal questions have equal plans, on every rank. `backward`: a separate question for that
+    pass, with another method or setting; both must have the same layouts."""
 
     problem: Problem
     num_ranks: int
@@ -37,18 +37,18 @@ class Question:
 
     @property
     def of_any_mask(self) -> Question | None:
-        """The question whose programs answer this one too, and those of all other masks; None
-        where the mask decides what goes where."""
+        """The question whose programs also answer this one, under any mask; None where programs
+        depend on the mask."""
         if METHODS[self.method].reads_mask or not self.setting.one_call or self.backward:
             return None
-        if self.setting.layout is None:  # it is chosen by the mask
+        if self.setting.layout is None:  # the mask chooses it
             return None
         return replace(self, problem=replace(self.problem, mask=Mask()))
 
     def for_batch(
         self, problem: Problem, layout: LayoutKind, stretches: Stretches | None
     ) -> Question:
-        """The same for a batch that brings its documents and is cut already."""
+        """The same question for a batch that has its documents and is sharded already."""
         setting = replace(
             self.setting, layout=layout, stretches=stretches, stripe_block=1, one_call=True
         )
@@ -60,7 +60,7 @@ class Question:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Of the plan, whose programs are not made for it."""
+        """The devices of the plan, without its programs."""
         return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
 
     def plan(self) -> Plan:
@@ -69,17 +69,16 @@ class Question:
         if self.backward is None:
             return plan
         other = self.backward.plan()
-        shards = [(one.q_layout, one.kv_layout, one.devices) for one in (plan, other)]
-        if shards[0] != shards[1]:
+        shards = (plan.q_layout, plan.kv_layout, plan.devices)
+        if shards != (other.q_layout, other.kv_layout, other.devices):
             raise PlanError("the passes of a plan must have the same shards on the same devices")
         name = plan.method if plan.method == other.method else f"{plan.method}/{other.method}"
         return replace(plan, passes=(*plan.passes, *other.passes), method=name)
 
 
 def joined(forward: Question, backward: Question) -> Question:
-    """One question from one for each pass."""
-    alike = replace(forward, directions=backward.directions) == backward
-    if alike:
+    """One question for both passes, from a question for each."""
+    if replace(forward, directions=backward.directions) == backward:
         return replace(forward, directions=BOTH)
     return replace(forward, backward=backward)
 
@@ -92,7 +91,7 @@ def ask(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Question:
-    """Every option is used, or refused by name. Method `auto` is asked for in `choose/ask.py`."""
+    """Every option is used, or refused by name. `choose/ask.py` handles method `auto`."""
     if not isinstance(method, str) or method not in METHODS:
         known_methods = ", ".join((*METHODS, AUTO))
         raise PlanError(f"unknown method {method!r}; known methods: {known_methods}")
@@ -114,14 +113,14 @@ def ask_passes(
     ranks_per_node: int,
     costs: Costs,
 ) -> Question:
-    """One question from a method and its options for each pass, with the costs that its scheduler
-    reckons with, where it has one."""
+    """One question from a method and its options for each pass; `costs` are for methods with a
+    scheduler."""
     questions = []
-    for direction, (method, options) in chosen.items():
-        how: dict[str, Any] = {"ranks_per_node": ranks_per_node, **options}
+    for direction, (method, settings) in chosen.items():
+        options: dict[str, Any] = {"ranks_per_node": ranks_per_node, **settings}
         if "costs" in METHODS[method].options():
-            how.setdefault("costs", costs)
-        questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **how))
+            options.setdefault("costs", costs)
+        questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **options))
     return joined(*questions)
 
 
@@ -139,7 +138,8 @@ def _setting(method: str, options: Mapping[str, Any]) -> Setting:
 def attention_mask(
     *, causal: bool | None, mask: Mask | None = None, window_size: tuple[int, int] | None = None
 ) -> Mask:
-    """One mask from the ways to say it; contradictions are refused. Causal None: as the mask."""
+    """The mask that these arguments describe together; contradictions are refused. With causal=None
+    the mask decides."""
     if causal is not None:
         flag("causal", causal)
     window = _window(window_size)

@@ -33,7 +33,6 @@ from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSe
 from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
 from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.spans import Spans
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
 
@@ -111,7 +110,8 @@ class StarTrailBuilder:
     ) -> None:
         self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
         self.mesh, self.lowerings, self.star, self.gradients = mesh, lowerings, star, gradients
-        self._block = cache(self._block_rows)
+        # The rows of the KV block of a team.
+        self._block = cache(lambda team: mesh.kv.rows_of(mesh.tile.q_group(team), 0))
         self._shared: dict[object, list[Operation]] = {}
         self._per_node: int | None = None
         rings = [members for name, members in self.groups().items() if name[0] == "S"]
@@ -147,9 +147,6 @@ class StarTrailBuilder:
                     first = star.team(u, 0)
                     groups[f"S{u}.{j}"] = members[first : first + star.width]
         return groups
-
-    def _block_rows(self, team: int) -> Spans:
-        return self.mesh.kv.rows_of(self.mesh.tile.q_group(team), 0)
 
     def _places(self, unit: int) -> bool:
         """Whether this member gets its first block from another."""
@@ -204,18 +201,16 @@ class StarTrailBuilder:
         mesh, team = self.mesh, unit // self.star.size
         operations: list[Operation] = []
         if self.star.size > 1:
-            operations += [mesh.gather_q(team, 0), self._gather_kv(team)]
+            k, v = self._pieces(self._team_names())
+            moves = mesh.moves(mesh.kv.chunks[0], {Kind.K: k, Kind.V: v})
+            gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
+            operations += [mesh.gather_q(team, 0), gather_kv]
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
         operations += [*keys.operations(), *mesh.reduce_q(unit, 0)]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
-
-    def _gather_kv(self, team: int) -> AllGather:
-        k, v = self._pieces(self._team_names())
-        moves = self.mesh.moves(self.head_group.chunks(Kind.K, 1)[0], {Kind.K: k, Kind.V: v})
-        return AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
 
     def _pieces(self, names: tuple[str, str]) -> Pair:
         size, (k, v) = self.star.size * self.head_group.size(Kind.K), names
@@ -233,8 +228,8 @@ class StarTrailBuilder:
         return SendRecv(Task("P", (0,)), group, taker, near, giver, first)
 
     def _reduction(self, unit: int) -> Reduction:
-        """Of dK and dV in a team."""
-        size, chunk = self.star.size, self.head_group.chunks(Kind.K, 1)[0]
+        """The reduction of dK and dV in a team."""
+        size, chunk = self.star.size, self.mesh.kv.chunks[0]
         by, group = self.mesh.q.reduce_by, f"Q{unit // size}"
         reduction = Reduction(by, group, size, chunk, num_owners=size)
         return reduction.of_member(unit % size, self.mesh.q.per_node)

@@ -15,8 +15,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods import box_methods as box
-from mesh_attention.plan.methods import needed_rows as seen
-from mesh_attention.plan.methods import startrail
+from mesh_attention.plan.methods import needed_rows, startrail
 from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.parts.setting import Option, Setting, options_of
@@ -29,7 +28,7 @@ Builder = Callable[[Problem, int, Any, tuple[Direction, ...]], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`setting` is the dataclass of what a person can choose; `build` turns it into a plan."""
+    """`setting` is the dataclass of its options; `build` turns a setting into a plan."""
 
     name: str
     summary: str
@@ -62,11 +61,12 @@ def _no_choice(problem: Problem, ranks: int, ranks_per_node: int | None) -> Sett
 
 def _tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     """Tiles near the one that moves the fewest bytes, with every node patch that fits."""
-    return [
-        {"tile": tile} | ({"alpha": alpha} if alpha else {})
-        for tile in _near_best(problem, ranks)
-        for alpha in (None, *_patches(tile, ranks_per_node or 1))
-    ]
+    p, settings = ranks_per_node or 1, Settings()
+    for tile in _near_best(problem, ranks):
+        settings.append({"tile": tile})
+        # A patch as wide as a node is row by row, as without alpha.
+        settings += [{"tile": tile, "alpha": w} for w in patch_widths(*tile, p) if w < p]
+    return settings
 
 
 def _near_best(problem: Problem, units: int) -> list[tuple[int, int]]:
@@ -74,34 +74,27 @@ def _near_best(problem: Problem, units: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in factorisations(units) if best / 2 <= a <= best * 2]
 
 
-def _patches(tile: tuple[int, int], ranks_per_node: int) -> list[int]:
-    """Widths of patches, without the width that is row by row already."""
-    return [width for width in patch_widths(*tile, ranks_per_node) if width < ranks_per_node]
-
-
-def _degrees(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """All degrees that work; 1, which exchanges nothing, only where there is no other."""
+def _degrees(problem: Problem, ranks: int) -> list[int]:
+    """All Ulysses degrees that work; 1, which exchanges nothing, only where there is no other."""
     fits = ulysses_degrees(problem, ranks)
-    return [{"ulysses": u} for u in fits if u > 1 or len(fits) == 1]
+    return [u for u in fits if u > 1 or len(fits) == 1]
 
 
 def _rings_of_units(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     return [
-        degree | place
-        for degree in _degrees(problem, ranks, ranks_per_node)
-        for place in _unit_places(
-            degree["ulysses"], (1, ranks // degree["ulysses"]), ranks_per_node
-        )
+        {"ulysses": u} | place
+        for u in _degrees(problem, ranks)
+        for place in _unit_places(u, (1, ranks // u), ranks_per_node)
     ]
 
 
 def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
     return [
-        degree | {"tile": tile} | place
-        for degree in _degrees(problem, ranks, ranks_per_node)
-        for tile in factorisations(ranks // degree["ulysses"])
-        for place in _unit_places(degree["ulysses"], tile, ranks_per_node)
-        if place or tile in _near_best(problem, ranks // degree["ulysses"])
+        {"ulysses": u, "tile": tile} | place
+        for u in _degrees(problem, ranks)
+        for tile in factorisations(ranks // u)
+        for place in _unit_places(u, tile, ranks_per_node)
+        if place or tile in _near_best(problem, ranks // u)
     ]
 
 
@@ -199,8 +192,8 @@ _ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
     ),
     "seen": (
         "rows travel only to ranks whose queries see them",
-        seen.SeenSetting,
-        seen.plan_seen,
+        needed_rows.NeededRowsSetting,
+        needed_rows.plan_needed_rows,
         _row_or_tiles,
     ),
 }
@@ -239,7 +232,7 @@ RENAMED_OPTIONS = {
 _TAKEN_ELSEWHERE = {
     "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
     "one, find_best of mesh_attention.choose.auto searches on it, and ContextParallel("
-    "cluster=...) chooses by it",
+    "cluster=...) chooses by it"
 }
 
 

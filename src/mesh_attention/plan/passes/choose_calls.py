@@ -1,8 +1,8 @@
-"""Which kernel calls an attention becomes, and on which kernels: its rectangles, or one call.
+"""Choose the kernel calls of an attention: the rectangles that the method wrote, or one call.
 
-A method writes rectangles, which any dense kernel can do. Where a kernel takes any mask, one call
-sees exactly what the mask shows of all gathered rows, in whatever order they lie, and nothing has
-to be merged. The faster way is taken, one call if both are near.
+`compile.py` asks `CallChooser` for every attention. Any dense kernel can do rectangles. A kernel
+that takes any mask can do all gathered rows in one call, in whatever order they lie, and nothing
+has to be merged. The faster of the two is taken, and one call where they are near.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallSummary:
     """What was chosen for the attentions of a program, and why: predicted seconds of all calls."""
 
     whole: int = 0  # attentions that are one call by row ranges
-    cut: int = 0  # and those that are rectangles, though one call could do them
+    cut: int = 0  # attentions that stay rectangles, though one call could do them
     seconds_whole: float = 0.0
     seconds_cut: float = 0.0
 
@@ -56,7 +56,7 @@ class CallSummary:
 
 
 class CallChooser:
-    """For the attentions of a pass. Those of the same sizes are decided once."""
+    """Chooses for the attentions of a pass. Attentions of the same sizes are decided once."""
 
     def __init__(
         self, plan: Plan, direction: Direction, target: Target, clock: CallSeconds
@@ -74,7 +74,8 @@ class CallChooser:
     def __call__(
         self, op: Attention, table: Mapping[str, Buffer], splits: int
     ) -> tuple[Attention, CallSummary]:
-        """`splits`: parts that long calls are split into where they keep transfers waiting."""
+        """The attention with its calls. `splits`: parts that long calls are split into where they
+        keep transfers waiting."""
         if not op.calls:
             return op, CallSummary()
         summary = CallSummary(whole=int(self._takes_whole))
@@ -104,15 +105,15 @@ class CallChooser:
         key = (whole, *sizes, splits, *clock.fresh(op))
         if key not in self._known:
             alone = len(sizes) == 1
-            cut = self._way(op, sizes, clock.fresh(op) if alone else (False, False), splits)
-            self._known[key] = self._way(op, [whole], clock.fresh(op), 1), cut
+            cut = self._predicted(op, sizes, clock.fresh(op) if alone else (False, False), splits)
+            self._known[key] = self._predicted(op, [whole], clock.fresh(op), 1), cut
         return self._known[key]
 
-    def _way(
+    def _predicted(
         self, op: Attention, sizes: Sequence[CallSize], fresh: tuple[bool, bool], splits: int
     ) -> float:
-        """Seconds of these calls, with a wait: a transfer that comes while a call holds the GPU
-        loses half of it in the mean."""
+        """Seconds of these calls and of a wait: a transfer that becomes ready while a call holds
+        the GPU waits for half of the call in the mean."""
         total = held = 0.0
         for at, size in enumerate(sizes):
             kernel = self._target.kernel(self._direction, size.kind)

@@ -1,10 +1,13 @@
-"""All passes in turn: the programs of a plan, compiled for a target when they are asked for."""
+"""All passes in turn: the programs of a plan, compiled for a target when they are asked for.
+
+The runtime, the simulator and the command line call this; the plan that comes in stays as it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.target import Target
@@ -20,11 +23,10 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import Flows, TrafficMeter
-from mesh_attention.plan.language.workspace import dependencies, workspace_map
-from mesh_attention.plan.passes.alike import Alike, attention_key
+from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts, attention_key
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
 
 Waits = tuple[tuple[int, ...], ...]
@@ -52,16 +54,32 @@ def compile_pass(plan: Plan, pass_: Pass, target: Target) -> Pass:
     return PassCompiler(plan, pass_, target).all_programs()
 
 
-class _Placed(NamedTuple):
-    """What placing buffers made of one program, for all that are alike."""
+@dataclass(frozen=True)
+class _Placed:
+    """A program before and after its buffers were placed; all programs that are alike follow it."""
 
-    program: Program
-    sources: tuple[int, ...]  # for each operation its place before; -1 of a Free
+    before: Program
+    after: Program
     waits: Waits
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """For each operation, where it stood before its buffers were placed; -1 for a Free."""
+        places: list[int] = []
+        at = 0
+        for op in self.after.operations:
+            if isinstance(op, Free):
+                places.append(-1)
+                continue
+            while not _is_same(self.before.operations[at], op):
+                at += 1
+            places.append(at)
+            at += 1
+        return tuple(places)
 
 
 class PassCompiler:
-    """Of one pass of a plan. What ranks have in common is worked out once."""
+    """Compiles the programs of one pass. What ranks have in common is computed once."""
 
     def __init__(self, plan: Plan, pass_: Pass, target: Target) -> None:
         self._plan, self._pass, self._target = plan, pass_, target
@@ -74,7 +92,7 @@ class PassCompiler:
         self.seconds: dict[int, dict[int, float]] = {}
         self._alike = Alike()
         self._known: dict[tuple[object, ...], _Placed] = {}
-        self._first: tuple[Program, Program, Waits] | None = None  # before, after
+        self._first: _Placed | None = None
         self._edited: dict[tuple[Operation, Operation], Operation] = {}
         self._chosen: dict[tuple[object, ...], tuple[Attention, CallSummary]] = {}
         self._flows: dict[tuple[int | None, int], tuple[Communication, Flows]] = {}
@@ -90,51 +108,46 @@ class PassCompiler:
         program, waits = self._placed(program)
         self.waits[at] = waits
         if self._two_streams and runs_beside(program):
-            program = leave_sms(
-                *(program, self._pass.direction, waits),
-                *(self._seconds_of(at, program), self.clock, self._target),
-            )
+            seconds = self._seconds_of(at, program)
+            direction = self._pass.direction
+            program = leave_sms(program, direction, waits, seconds, self.clock, self._target)
         return program, summary
 
     def _placed(self, program: Program) -> tuple[Program, Waits]:
-        known = self._known_alike(program)
+        # From the second program on: most searches ask for one, and to compare takes its time.
+        known, key = None, None
+        if self._first is not None:
+            if not self._known:
+                self._known[self._alike.uses(self._first.before)] = self._first
+            key = self._alike.uses(program)
+            known = self._known.get(key)
         if known is None:
             made = placed(program, self._plan.problem, self._target)
             waits = dependencies(made, workspace_map(made, self._plan.problem))
-            if self._first is None:
-                self._first = program, made, waits
+            known = _Placed(program, made, waits)
+            if key is None:
+                self._first = known
             else:
-                key = self._alike.uses(program)
-                self._known[key] = _Placed(made, sources(program, made), waits)
+                self._known[key] = known
             return made, waits
         operations = [
             op if source < 0 else self._as(op, program.operations[source])
-            for op, source in zip(known.program.operations, known.sources, strict=True)
+            for op, source in zip(known.after.operations, known.sources, strict=True)
         ]
         own = program.buffer_table()
         buffers = [
             b if b.offset is None and own[b.name] == b else at_offset(own[b.name], b.offset)
-            for b in known.program.buffers
+            for b in known.after.buffers
         ]
         return Program(program.rank, tuple(buffers), tuple(operations)), known.waits
 
-    def _known_alike(self, program: Program) -> _Placed | None:
-        """From the second program on: most searches ask for one, and to compare takes its time."""
-        if self._first is None:
-            return None
-        if not self._known:
-            before, after, waits = self._first
-            self._known[self._alike.uses(before)] = _Placed(after, sources(before, after), waits)
-        return self._known.get(self._alike.uses(program))
-
     def _as(self, made: Operation, op: Operation) -> Operation:
-        """This operation, with results where those of another that is alike go."""
+        """This operation, with its results where `made`, an operation like it, has them."""
         if not isinstance(made, Attention) or not isinstance(op, Attention):
             return op
-        edited = self._edited.get((made, op))
-        if edited is None:
-            edited = self._edited[made, op] = replace(made, calls=op.calls)
-        return edited
+        if (made, op) not in self._edited:
+            self._edited[made, op] = replace(made, calls=op.calls)
+        return self._edited[made, op]
 
     def _with_calls(self, program: Program) -> tuple[Program, CallSummary]:
         table = program.buffer_table()
@@ -161,7 +174,7 @@ class PassCompiler:
         return Program(program.rank, program.buffers, tuple(operations)), summary
 
     def _seconds_of(self, at: int, program: Program) -> Callable[[int, Communication], float]:
-        """Of a rank's communications."""
+        """The seconds of a rank's communications, by place and operation."""
         rank, groups, devices = program.rank, self._pass.groups, self._plan.devices
         meter = TrafficMeter(self._plan.problem, program.buffer_table())
         # What the first program needs is not kept for others: most searches ask for one.
@@ -190,23 +203,8 @@ class PassCompiler:
         return seconds
 
 
-def sources(before: Program, after: Program) -> tuple[int, ...]:
-    """Where each operation that is left stood before its buffers were placed."""
-    places: list[int] = []
-    at = 0
-    for op in after.operations:
-        if isinstance(op, Free):
-            places.append(-1)
-            continue
-        while not _is_same(before.operations[at], op):
-            at += 1
-        places.append(at)
-        at += 1
-    return tuple(places)
-
-
 def _is_same(before: Operation, after: Operation) -> bool:
-    """Attentions have tasks of their own, and may write elsewhere; all else stays as it is."""
+    """Attentions keep their task but may write elsewhere; all others stay as they are."""
     if isinstance(after, Attention):
         return isinstance(before, Attention) and before.task == after.task
     return before is after or before == after

@@ -38,17 +38,17 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import (
     WorkspaceMap,
+    is_one_call,
     lifetimes,
     peak_buffer_bytes,
     workspace_map,
 )
-from mesh_attention.plan.passes.alike import is_one_call
 from mesh_attention.plan.problem.problem import Problem
 
 
 def placed(program: Program, problem: Problem, target: Target) -> Program:
-    """Without copies and sums that need not be made, its buffers in places: in no more memory than
-    the plan says. Where a gradient of lse comes with a call, sums are those of `out` less that."""
+    """The program without needless copies and row sums, its buffers in places, in no more memory
+    than the plan says. Sums stay where a gradient of lse comes with a call: it is subtracted."""
     changed = program if target.lse_gradient else without_row_sums(program)
     if not target.shows_workspace:
         if changed is not program:
@@ -78,7 +78,7 @@ def at_offset(buffer: Buffer, offset: int | None) -> Buffer:
 
 
 def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
-    """`memory`: where buffers have to stay."""
+    """The program whose attentions write where a copy would. `memory`: where buffers must stay."""
     one_call = {
         at: op
         for at, op in enumerate(program.operations)
@@ -119,6 +119,8 @@ def _without_unused(program: Program, operations: Sequence[Operation]) -> Progra
 
 
 class _Copies:
+    """Finds the copies that attentions make needless."""
+
     def __init__(self, program: Program, memory: WorkspaceMap | None) -> None:
         self._operations = program.operations
         self._memory = memory
@@ -169,7 +171,8 @@ class _Copies:
         return replace(op, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v), left_out
 
     def _only_reader(self, at: int, piece: Piece) -> int | None:
-        """Of what the attention writes there, if nothing else ever uses that buffer."""
+        """The place of the operation that reads what the attention at `at` writes to this piece, if
+        nothing else ever uses the buffer."""
         others = [i for i in self._users[piece.buffer] if i != at]
         if piece.buffer not in self._lifetimes or len(others) != 1:
             return None
@@ -177,11 +180,12 @@ class _Copies:
         return reader if reader > at and self._pieces(reader, piece.buffer) == [piece] else None
 
     def _pieces(self, at: int, buffer: str) -> list[Piece]:
-        """That an operation uses of a buffer."""
+        """The pieces of a buffer that the operation at `at` uses."""
         op = self._operations[at]
         return [piece for piece in (*reads(op), *writes(op)) if piece.buffer == buffer]
 
     def _can_be_early(self, targets: Sequence[Piece], at: int, reader: int) -> bool:
+        """Whether these pieces can be written at `at` already, and not first at `reader`."""
         return all(self._is_free(target, at, reader) for target in targets)
 
     def _is_free(self, target: Piece, at: int, reader: int) -> bool:
@@ -204,8 +208,8 @@ class _Copies:
 
 
 def without_row_sums(program: Program) -> Program:
-    """Attentions take `out` in place of delta where delta is made of the caller's own, and no row
-    of it is read twice. Its buffer stays, unused: others may know where buffers lie."""
+    """Attentions take `out` in place of delta where delta is made of the caller's `out` and no row
+    of it is read twice. Its buffer stays, unused: other ranks may know where buffers lie."""
     table = program.buffer_table()
     operations: list[Operation | None] = list(program.operations)
     for at, op in enumerate(program.operations):
@@ -225,7 +229,8 @@ def without_row_sums(program: Program) -> Program:
 
 
 def _readers(program: Program, writer: int, buffer: str) -> dict[int, tuple[AttendBackward, Piece]]:
-    """Attentions with what they read of it as delta, by their places; none if others use it too."""
+    """The attentions that read this buffer as delta, by place, with the piece that each reads. None
+    where other operations use the buffer too."""
     readers: dict[int, tuple[AttendBackward, Piece]] = {}
     for at, op in enumerate(program.operations):
         if at == writer or isinstance(op, Free) or buffer not in op.touched:

@@ -27,9 +27,23 @@ from mesh_attention.machine.transfer_time import (
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.computed_pairs import CallPairs
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllToAll, Attend, Attention, Call, Collective
+from mesh_attention.plan.language.program import (
+    AllToAll,
+    Attend,
+    Attention,
+    Call,
+    CallKind,
+    Collective,
+)
 from mesh_attention.plan.language.traffic import Flows
-from mesh_attention.plan.passes.alike import attention_key
+
+
+def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:
+    """Equal for attentions that take equally long. Tokens matter only to calls by row ranges."""
+    q, k = table[op.q.buffer], table[op.k.buffer]
+    if any(call.kind is CallKind.RANGE for call in op.calls):
+        return op, q, k
+    return op, q.num_heads, k.num_heads
 
 
 class CallSeconds:
@@ -42,7 +56,7 @@ class CallSeconds:
         self._known: dict[tuple[object, ...], float] = {}
 
     def attention(self, op: Attention, table: Mapping[str, Buffer]) -> float:
-        """Of all its calls, without merges."""
+        """The seconds of all calls of an attention, without merges."""
         key = attention_key(op, table)
         if key not in self._known:
             total = 0.0
@@ -68,13 +82,13 @@ class CallSeconds:
         return kernel_seconds(rates, self._gpu, size, flops, rounds=rounds)
 
     def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
-        """Of the results of a call."""
+        """The seconds to merge the results of a call."""
         moved = self._heads.result_bytes(size, fresh, backward=self._backward)
         return memory_seconds(self._gpu, moved)
 
     @staticmethod
     def fresh(op: Attention) -> tuple[bool, bool]:
-        """Whether accumulators hold nothing yet: out, or the gradient of q; those of k and v."""
+        """Whether accumulators hold nothing yet: out or the gradient of q, and those of k and v."""
         return (op.fresh, False) if isinstance(op, Attend) else (op.fresh_q, op.fresh_kv)
 
 
@@ -85,12 +99,11 @@ class TransferCosts:
         self.shape = cache(self._shape)
 
     def _shape(self, group: str) -> GroupShape:
-        return GroupShape.of(
-            self._links, tuple([self._devices[rank] for rank in self._groups[group]])
-        )
+        devices = [self._devices[rank] for rank in self._groups[group]]
+        return GroupShape.of(self._links, tuple(devices))
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float:
-        """As this member sees it; the group is done when the slowest member is."""
+        """The seconds that this member takes; the group is done when its slowest member is."""
         shape = self.shape(op.group)
         if isinstance(op, AllToAll):
             received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}

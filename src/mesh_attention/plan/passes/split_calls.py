@@ -6,7 +6,7 @@
 that becomes ready meanwhile has to wait, so at most one begins for every call. Where a program has
 more communications than attentions, full calls on such kernels are split by queries into as many.
 Each part has rows of its own to merge, and calls take turns on two streams
-(`runtime/device/streams.py`), so a split costs next to nothing. The backward pass stays whole: it
+(`runtime/device.py`), so a split costs next to nothing. The backward pass stays whole: it
 lasts longer beside its communications, and each further call would add up one more dQ, or dK
 and dV.
 
@@ -46,6 +46,10 @@ from mesh_attention.plan.passes.seconds import CallSeconds
 
 TILE_ROWS = 128  # of a kernel's own tiles
 _LEAST_TILES = 256  # of a call: fewer would not fill a GPU twice
+# How much longer transfers last than predicted: they begin a merge later, and are slower beside
+# computation.
+_LONGER = 1.3
+_CUT = 0.1  # rounds that a cut costs: one more call, and its merge
 
 
 def splits_wanted(program: Program) -> int:
@@ -56,8 +60,8 @@ def splits_wanted(program: Program) -> int:
 
 
 def split_calls(op: Attend, heads: int, wanted: int, target: Target) -> Attend:
-    """Calls that keep transfers waiting, split into so many together, or as many as can fill a
-    GPU."""
+    """The attention with calls that keep transfers waiting split into `wanted` parts in all, or as
+    many as can fill a GPU."""
     area = sum(_area(call) for call in op.calls)
     calls = [
         part
@@ -83,21 +87,17 @@ def _split(call: Call, heads: int, wanted: int, target: Target) -> list[Call]:
     return [replace(call, q_start=a, q_stop=b) for a, b in pairwise(bounds)]
 
 
-_LONGER = 1.3  # than thought: a transfer begins a merge later, and is slower beside computation
-_CUT = 0.1  # rounds that a cut costs: one more call, and its merge
-
-TransferSeconds = Callable[[int, Communication], float]  # by its place
-
-
 def leave_sms(
     program: Program,
     direction: Direction,
     waits: Sequence[tuple[int, ...]],
-    transfer_seconds: TransferSeconds,
+    transfer_seconds: Callable[[int, Communication], float],
     clock: CallSeconds,
     target: Target,
 ) -> Program:
-    """`waits`: the operations that each must come after. A slice of a GPU has no SMs to leave."""
+    """The program whose calls leave SMs to the transfers in flight. `waits`: the operations that
+    each must come after; `transfer_seconds` is asked by place and operation. A slice of a GPU has
+    no SMs to leave."""
     kernels = {name for name, rates in target.kernels.items() if _margin(rates.of(direction))}
     if target.gpu.sms <= SMS_OF_TRANSFERS or not any(
         call.kernel in kernels
@@ -114,7 +114,7 @@ def leave_sms(
         if isinstance(op, Communication):
             in_flight[at] = transfer_seconds(at, op)
             continue
-        # They are done in their order, so those before one that is waited for are done too.
+        # Transfers end in their order, so all before an awaited transfer have ended too.
         last = max((i for i in waits[at] if i in in_flight), default=-1)
         if last >= 0:
             in_flight = {i: left for i, left in in_flight.items() if i > last}
@@ -162,22 +162,15 @@ def _longer(
     return total
 
 
-def leaves_whole(transfers: float, call: float) -> bool:
-    """Whether a call that is not split leaves SMs, by how long both last, in any unit. Otherwise a
-    transfer that comes while it runs begins after it."""
-    return _LONGER * transfers > call / 2
-
-
 def _pairs(call: Call) -> int:
-    area = (call.q_stop - call.q_start) * (call.k_stop - call.k_start)
-    return area // 2 if call.kind is CallKind.CAUSAL else area
+    return _area(call) // 2 if call.kind is CallKind.CAUSAL else _area(call)
 
 
 def _parts(
     calls: Sequence[Call], heads: int, needed: float, direction: Direction, target: Target
 ) -> tuple[Call, ...]:
-    """Of an attention, some of which leave SMs. `needed`: pairs of rows and keys that are computed
-    while transfers last."""
+    """The calls of an attention in parts, some of which leave SMs. `needed`: pairs of rows and keys
+    that are computed while transfers last."""
     result: list[Call] = []
     for call in reversed(calls):
         parts = [(call, False)]
@@ -193,10 +186,11 @@ def _split_leaving(
     call: Call, heads: int, sms: int, margin: int, needed: float
 ) -> list[tuple[Call, bool]]:
     """The call in parts, and which of them leave SMs."""
-    if call.kind is CallKind.RANGE:  # who knows how little its rows see
+    if call.kind is CallKind.RANGE:  # its rows may see little
         return [(call, True)]
     if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
-        return [(call, leaves_whole(needed / _LONGER, _pairs(call)))]
+        # Otherwise a transfer that becomes ready while the call runs begins after it.
+        return [(call, needed > _pairs(call) / 2)]
     rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
     tiles, least = -(-rows // TILE_ROWS) * heads, ceil(needed * heads / (TILE_ROWS * keys * sms))
     leaving = _leaving_tiles(tiles, heads, sms, margin, least)
@@ -208,8 +202,8 @@ def _split_leaving(
 
 @lru_cache(maxsize=4096)  # the calls of a ring are alike
 def _leaving_tiles(tiles: int, heads: int, sms: int, margin: int, least: int) -> int:
-    """Of a head, in the part that leaves SMs for at least so many rounds; 0 where a cut saves no
-    round."""
+    """Tiles of a head in the part that leaves SMs, which lasts at least `least` rounds; 0 where a
+    cut saves no round."""
     fewer = sms - margin
     whole = -(-tiles // fewer)
     cuts = []

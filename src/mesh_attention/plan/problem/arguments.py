@@ -1,6 +1,7 @@
-"""What people write, made into what plans take: numbers, pairs and flags, or a clear refusal.
+"""Checks of what people write: numbers, pairs and flags as plans take them, or a clear refusal.
 
-A bool is not a number here and a string is not a flag: `causal="no"` must never mean True.
+Problems, masks, settings, plan files and the command line read their values here. A bool is not a
+number and a string is not a flag: `causal="no"` must never mean True.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
     4
     """
     if type(value) is int and (least is None or value >= least):
-        return value  # as almost always, and batches bring many
+        return value  # the usual case; batches bring many
     bound = "" if least is None else f" of at least {least}"
     try:
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The work of the first rows of a document, under the masks of all layers: what its balance needs.
+"""The work of the first rows of a document under the masks of all layers, for `balance.py`.
 
 A document of a batch has the same tokens as queries and keys, so the pairs that its first rows see
 are a few terms in closed form, whatever the length.
@@ -43,10 +43,10 @@ def _is_one_sided(mask: Mask) -> bool:
 class DocumentWork:
     """Pairs of all layers, each by its weight.
 
-    folded   late rows of a long document have more to do than early ones (or less), so its tokens
+    folded   late rows of a long document have more (or less) work than early rows, so its tokens
              are dealt out from both ends. Windows have even work anyway, and see less of other
-             ranks' tokens if they are in one stretch.
-    even     dealt out like that, any tokens have as much to do as any others
+             ranks' tokens in one stretch.
+    even     dealt out like that, all tokens have equal work
     """
 
     def __init__(self, masks: Sequence[Mask], weights: Sequence[float] | None = None) -> None:
@@ -56,14 +56,14 @@ class DocumentWork:
         self._costs = tuple(costs.items())
         self.folded = any(map(_is_one_sided, costs))
         self.even = all(not m.window and not m.prefix and m.causal == self.folded for m in costs)
-        # The same as `pairs_before` of all masks, in fewer steps: it is asked thousands of times.
+        # `before` is asked thousands of times: causal masks take fewer steps than `pairs_before`.
         self._causal = all(m.causal and not m.prefix for m in costs)
         self._weight = sum(costs.values())
         sides = [(m.window[0] if m.window else None, w) for m, w in self._costs]
         self._windows = [(left, weight) for left, weight in sides if left is not None]
 
     def before(self, row: int, length: int) -> float:
-        """Of the rows before this one."""
+        """The work of the rows before `row`."""
         if not self._causal:
             return sum([weight * pairs_before(mask, row, length) for mask, weight in self._costs])
         work = self._weight * row * (row + 1) / 2
@@ -74,5 +74,5 @@ class DocumentWork:
         return work
 
     def of(self, spans: Sequence[tuple[int, int]], length: int) -> float:
-        """Of some stretches of rows."""
+        """The work of some stretches of rows."""
         return sum([self.before(b, length) - self.before(a, length) for a, b in spans])

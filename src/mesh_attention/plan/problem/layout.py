@@ -222,9 +222,10 @@ class Layout:
             case LayoutKind.STRIPED:
                 stride = self.num_ranks * self.block
                 whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
-                first = whole.start + (start // self.block) * stride + start % self.block
-                last_slot = stop - 1
-                last = whole.start + (last_slot // self.block) * stride + last_slot % self.block
+                first, last = (
+                    whole.start + slot // self.block * stride + slot % self.block
+                    for slot in (start, stop - 1)
+                )
                 return clip_run(whole, first, last + 1)
             case LayoutKind.LISTED:
                 stretches, offsets = self._listed[rank]
@@ -237,7 +238,7 @@ class Layout:
 
     def all_runs(self) -> NDArray[np.int64]:
         """The runs of all ranks in order: start, block, stride and count of each."""
-        if self.kind is LayoutKind.LISTED:
+        if self.kind is LayoutKind.LISTED:  # there may be thousands, and this is faster
             rows = [(a, b - a, 0, 1) for own, _ in self._listed for a, b in own]
         else:
             runs = self.runs(0, self.padded_tokens)

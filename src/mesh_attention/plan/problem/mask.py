@@ -3,7 +3,7 @@
 Full, causal, sliding-window, packed-document and prefix-LM masks are one family: a query sees one
 interval of key positions, and in each document the bounds are the largest (smallest) of a few lines
 of slope 0 or 1, so that both never fall as `q` grows. All other masks are unions of slices
-(`mask_slices.py`). Either becomes `RowRanges` on real token counts.
+(`mask_slices.py`). Either becomes `RowRanges` on real token counts, and planning reads only these.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Mask:
     @staticmethod
     def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Mask:
         """Nodes of a forest that lie one after another, as rollouts of one prompt are packed: each
-        sees itself causally and all of its ancestors. A parent comes before its children; that of a
-        root is None (or -1).
+        sees itself causally and all of its ancestors. A parent comes before its children; a root
+        has the parent None (or -1).
 
         >>> Mask.tree([None, 0, 0], [4, 2, 3]).describe()  # a prompt and two continuations
         '4 slices'
@@ -159,8 +159,8 @@ class Mask:
     def _document_lines(
         self, q: tuple[int, int], k: tuple[int, int]
     ) -> tuple[list[Line], list[Line], list[Line]]:
-        """Lines of one document: lo is the largest of the first list; hi is the smallest of the
-        second, or the largest of the third where that is larger (the prefix)."""
+        """The lines of a document. lo is the largest of the first list. hi is the smallest of the
+        second, or the largest of the third (the prefix) where that is larger."""
         own = k[1] - q[1]  # the key position that lies under query position 0
         lows: list[Line] = [(k[0], 0)]
         highs: list[Line] = [(k[1], 0)]

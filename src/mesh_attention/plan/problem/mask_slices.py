@@ -38,8 +38,7 @@ Slice = tuple[tuple[int, int], tuple[int, int], str]
 
 _ALSO: dict[Any, SliceKind] = {  # with MagiAttention's words and numbers for the same
     **{kind.value: kind for kind in SliceKind},
-    **dict(enumerate((SliceKind.FULL, SliceKind.CAUSAL, SliceKind.INVERSE_CAUSAL))),
-    3: SliceKind.BICAUSAL,
+    **dict(enumerate(SliceKind)),
     "inv_causal": SliceKind.INVERSE_CAUSAL,
     "bi_causal": SliceKind.BICAUSAL,
 }

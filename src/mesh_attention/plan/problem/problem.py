@@ -1,4 +1,6 @@
-"""What is to be computed: sizes and mask, nothing about how or where."""
+"""What is to be computed: sizes and mask, nothing about how or where.
+
+Every part of planning reads a `Problem`; it checks itself when it is made."""
 
 from __future__ import annotations
 
@@ -33,22 +35,18 @@ class Problem:
 
     def __post_init__(self) -> None:
         # The optional sizes are filled in once, so that equal problems compare (and hash) equal.
-        for name, default in (
-            ("kv_tokens", self.q_tokens),
-            ("num_kv_heads", self.num_heads),
-            ("v_head_dim", self.head_dim),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
-        for name in (
-            "q_tokens", "kv_tokens", "num_heads", "num_kv_heads", "head_dim", "v_head_dim",
+        for name, other in (
+            ("q_tokens", "kv_tokens"), ("num_heads", "num_kv_heads"), ("head_dim", "v_head_dim"),
         ):  # fmt: skip
-            object.__setattr__(self, name, number(name, getattr(self, name)))
+            size = number(name, getattr(self, name))
+            object.__setattr__(self, name, size)
+            optional = getattr(self, other)
+            object.__setattr__(self, other, size if optional is None else number(other, optional))
         if not isinstance(self.mask, Mask):
             raise PlanError(f"mask={self.mask!r}: must be a Mask, such as Mask(causal=True)")
-        for name in ("q_tokens", "kv_tokens"):
-            if getattr(self, name) > MAX_TOKENS:
-                raise PlanError(f"{name}={getattr(self, name)}: at most {MAX_TOKENS} are supported")
+        for name, tokens in (("q_tokens", self.q_tokens), ("kv_tokens", self.keys)):
+            if tokens > MAX_TOKENS:
+                raise PlanError(f"{name}={tokens}: at most {MAX_TOKENS} are supported")
         if self.num_heads > MAX_HEADS:
             raise PlanError(f"num_heads={self.num_heads}: at most {MAX_HEADS} are supported")
         if self.num_heads % self.kv_heads:
@@ -104,7 +102,7 @@ class Problem:
         return self.mask.rows(self.q_tokens, self.keys)
 
     def with_documents(self, documents: tuple[int, ...], kv_documents: tuple[int, ...]) -> Problem:
-        """The same with the documents, and so the lengths, of a batch."""
+        """The same problem with the documents of a batch, which also set its lengths."""
         return _with_documents(self, documents, kv_documents)
 
     def flops(self, pairs: int, *, backward: bool = False) -> float:
@@ -113,7 +111,7 @@ class Problem:
         return 2.5 * forward if backward else forward
 
 
-@lru_cache(maxsize=16)  # who chooses a way and who plans it ask for the same
+@lru_cache(maxsize=16)  # choosing a setting and planning it ask for the same
 def _with_documents(
     problem: Problem, documents: tuple[int, ...], kv_documents: tuple[int, ...]
 ) -> Problem:
@@ -123,6 +121,7 @@ def _with_documents(
 
 
 def problem_text(problem: Problem) -> str:
+    """One line for people, which leaves out what is usual."""
     keys = "" if problem.keys == problem.q_tokens else f" against {problem.keys} keys"
     kv_heads = "" if problem.heads_per_kv_head == 1 else f" ({problem.kv_heads} KV heads)"
     values = "" if problem.v_dim == problem.head_dim else f", values of {problem.v_dim}"

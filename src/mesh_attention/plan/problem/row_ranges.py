@@ -1,9 +1,10 @@
 """A mask on real token counts: which intervals of key positions every query sees.
 
-Queries are cut into segments. On a segment a query sees a few intervals of keys, disjoint and in
-order, and each end of each is one line of slope 0 or 1: so everything downstream works on intervals
-and never on single tokens. Most masks have one interval a query, and bounds that never fall as `q`
-grows (`ordered`): then two ends of an interval of queries bound all that is between them.
+Masks become this, and lowering, counting, proving and the masks of kernels read it. Queries are cut
+into segments. On a segment a query sees a few intervals of keys, disjoint and in order, and both
+ends of an interval are lines of slope 0 or 1: everything downstream works on intervals and never on
+single tokens. Most masks have one interval a query, and bounds that never fall as `q` grows
+(`ordered`): then the first and the last query bound all between them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _NOTHING = Interval(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Queries `start <= q < stop` see these intervals of keys, which never meet. One alone may be
-    empty, or none be given, where they see nothing; of several each has keys for every query."""
+    """Queries `start <= q < stop` see these intervals of keys, which never meet. Queries that see
+    nothing have no interval or a single empty one; each of several has keys for every query."""
 
     start: int
     stop: int
@@ -70,8 +71,8 @@ class RowRanges:
         self.ordered = self.most_intervals == 1 and self._never_fall()
 
     def bounds(self, q: Array) -> tuple[Array, Array]:
-        """`lo` and `hi` of each query position: all that it sees is between, and all that is
-        between is seen if it has one interval. Positions past the end (padding) see nothing."""
+        """`lo` and `hi` of each query position. A query sees nothing outside, and everything inside
+        if it has one interval. Positions past the end (padding) see nothing."""
         if not self.segments:
             return np.zeros_like(q), np.zeros_like(q)
         return self._values(q, self._at(q), self._hull)
@@ -107,8 +108,8 @@ class RowRanges:
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
     def lines(self, at: Array | int) -> tuple[tuple[Array, ...], ...]:
-        """lo, its slope, hi and its slope of these segments, for one interval after another; those
-        that a segment does not have are empty."""
+        """lo, its slope, hi and its slope of these segments, interval by interval; an interval that
+        a segment does not have is empty."""
         return tuple(tuple(line[at] for line in layer) for layer in self._layers)
 
     def intervals_between(self, start: int, stop: int) -> int:
@@ -119,8 +120,8 @@ class RowRanges:
         return max((len(s.intervals) for s in self.segments[at.start : at.stop]), default=1) or 1
 
     def table(self, most: int) -> Array:
-        """lo, its slope, hi and its slope of all segments, (4, segments); of the first `most`
-        intervals, where those are several, (4, most, segments)."""
+        """lo, its slope, hi and its slope of the first `most` intervals of all segments: an array
+        (4, segments), or (4, most, segments) where `most` is more than 1."""
         lines = np.array(self._layers[:most]).swapaxes(0, 1)
         return lines[:, 0] if most == 1 else lines
 
@@ -157,7 +158,7 @@ def _hull(intervals: tuple[Interval, ...]) -> Interval:
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Neighbours made one where the lines of either hold for both."""
+    """Segments with neighbours joined where the lines of one hold for both."""
     result: list[Segment] = []
     for s in segments:
         last = result[-1] if result else None
@@ -173,8 +174,8 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def _are_apart(segment: Segment, other: Segment) -> bool:
-    """Whether their first lines are parallel, as those of two documents are: neither holds for both
-    then."""
+    """Whether their first lines are parallel, as those of two documents are. Then neither holds
+    for both, which `_hold` would find more slowly."""
     if not segment.intervals or not other.intervals:
         return False
     a, b = segment.intervals[0], other.intervals[0]
@@ -182,15 +183,10 @@ def _are_apart(segment: Segment, other: Segment) -> bool:
 
 
 def _hold(lines: tuple[Interval, ...], on: Segment) -> bool:
-    """Whether these lines are those of a segment, at its first and its last query."""
+    """Whether these lines equal a segment's at its first and its last query."""
     if len(lines) != len(on.intervals):
         return False
-    for a, b in zip(lines, on.intervals, strict=True):
-        if a == b:
-            continue
-        for q in (on.start, on.stop - 1):
-            if a.lo + a.lo_slope * q != b.lo + b.lo_slope * q:
-                return False
-            if a.hi + a.hi_slope * q != b.hi + b.hi_slope * q:
-                return False
-    return True
+    return all(
+        a == b or (a.at(on.start) == b.at(on.start) and a.at(on.stop - 1) == b.at(on.stop - 1))
+        for a, b in zip(lines, on.intervals, strict=True)
+    )

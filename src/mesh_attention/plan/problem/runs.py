@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,18 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         np.add.at(by_key, k_index, pairs.T)
         np.add.at(result, q_index, by_key.T)
     return result
+
+
+def pairs_of_parts(
+    queries: Sequence[Sequence[Run]], keys: Sequence[Sequence[Run]], rows: RowRanges
+) -> Array:
+    """`result[i, j]` = number of visible pairs between all runs of part i and all of part j; no
+    part may be empty."""
+    pairs = visible_pairs(list(chain(*queries)), list(chain(*keys)), rows)
+    for axis, parts in enumerate((queries, keys)):
+        starts = list(accumulate(map(len, parts), initial=0))[:-1]
+        pairs = np.add.reduceat(pairs, starts, axis=axis)
+    return pairs
 
 
 def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) -> int:

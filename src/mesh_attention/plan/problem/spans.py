@@ -1,4 +1,6 @@
-"""Intervals of rows, one after the other: how buffers, tiles and ranks name what they hold."""
+"""Intervals of rows, one after the other: how buffers, tiles and ranks name what they hold.
+
+Plain tuples of (start, stop), so that they can be compared and be keys of caches."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ Spans = tuple[tuple[int, int], ...]  # (start, stop), in order
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Intervals with neighbours that touch made one; empty ones left out.
+    """The intervals without empty ones, neighbours that touch joined.
 
     >>> joined([(0, 2), (2, 5), (7, 7), (8, 9)])
     ((0, 5), (8, 9))
@@ -47,12 +49,12 @@ def slice_spans(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
-    """What of these intervals lies between two ends.
+    """The part of these intervals that lies between `start` and `stop`.
 
     >>> clip_spans(((0, 4), (8, 12)), 2, 9)
     ((2, 4), (8, 9))
     """
-    if len(spans) == 1:  # most often, and asked for without end
+    if len(spans) == 1:  # the usual case, and a hot one
         ((a, b),) = spans
         a, b = start if a < start else a, stop if b > stop else b
         return ((a, b),) if a < b else ()

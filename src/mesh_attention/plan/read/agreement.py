@@ -1,9 +1,9 @@
 """What ranks compare before they run a plan: a few digests, each made from one rank's own program.
 
-Equal questions have equal plans, so ranks first compare the question. A plan may also have been
-handed over, searched or parsed, or come from another version: so for each group its members also
-compare the order, the kinds and the sizes of the collectives in which they will meet. No rank needs
-the programs of the others.
+The handshake of `runtime/agreement/` sends them; no rank needs the programs of the others. Equal
+questions have equal plans, so ranks first compare the question. A plan may also have been handed
+over, searched, parsed, or made by another version. So the members of each group also compare the
+order, the kinds and the sizes of the collectives in which they will meet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULUS = 1 << 64
 
 
 def question_digest(plan: Plan) -> str:
-    """Of what the plan answers, and of what was chosen: all that is not in the programs."""
+    """A digest of what the plan answers and of what was chosen: all that is not in the programs."""
     asked = {
         "problem": _fields(plan.problem) | {"mask": _fields(plan.problem.mask)},
         "layouts": [layout.to_json() for layout in dict.fromkeys((plan.q_layout, plan.kv_layout))],
@@ -47,7 +47,7 @@ class Meetings(NamedTuple):
     """One rank's side of the collectives of one group.
 
     `order` is the same on all members. `balance` adds up to 0 over them (modulo 2^64) when every
-    piece that one sends is one that another receives.
+    piece that a member sends is received by another.
     """
 
     order: str
@@ -55,12 +55,12 @@ class Meetings(NamedTuple):
 
 
 def meetings(plan: Plan, rank: int) -> dict[str, Meetings]:
-    """By pass and group of one logical rank, such as "forward Q0"."""
+    """The meetings of one logical rank, by pass and group, such as "forward Q0"."""
     result: dict[str, Meetings] = {}
     for pass_ in plan.passes:
         program = pass_.programs[rank]
         meter = TrafficMeter(plan.problem, program.buffer_table())
-        # Also those in which this rank never communicates, as the others may.
+        # Also groups in which this rank never communicates, because the others may.
         orders: dict[str, list[str]] = {n: [] for n, ranks in pass_.groups.items() if rank in ranks}
         balances: dict[str, int] = {}
         for op in program.operations:
@@ -95,8 +95,8 @@ def _number(text: str) -> int:
 
 
 def disagreements(said: Mapping[int, Mapping[str, Meetings]]) -> dict[str, list[int]]:
-    """Groups whose members do not fit together, with the ranks that differ from most of the others,
-    or all that meet there where their sizes do not add up."""
+    """Groups whose members do not fit together, each with the ranks that differ from most others,
+    or with all its ranks where their sizes do not add up."""
     by_group: dict[str, dict[int, Meetings]] = {}
     for rank, groups in said.items():
         for group, meeting in groups.items():

@@ -1,13 +1,14 @@
 """All methods side by side, each at its best setting, counted from real plans.
 
-Without a cluster to simulate, best means: the fewest bytes into a node (or, within one node, the
-fewest bytes) in the forward pass, then the fewest bytes in all. Time is another matter.
+`mesh-attention volume --compare` shows it. No cluster is simulated: the best setting has the fewest
+bytes into a node (within one node, the fewest bytes) in the forward pass, then the fewest bytes in
+all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -21,7 +22,7 @@ from mesh_attention.plan.read.count import PassCount, count
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Bytes a rank, the largest over all ranks (nodes)."""
+    """Bytes of a rank, the largest over all ranks (or nodes)."""
 
     total_bytes: int
     inter_node_bytes: float
@@ -52,10 +53,7 @@ class Compared:
     reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        passes = {
-            direction.value: {name: getattr(counts, name) for name in Counts.__slots__}
-            for direction, counts in self.counts.items()
-        }
+        passes = {direction.value: asdict(counts) for direction, counts in self.counts.items()}
         return {"method": self.method, "setting": self.setting, "reason": self.reason} | passes
 
 

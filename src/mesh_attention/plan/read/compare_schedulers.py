@@ -26,7 +26,7 @@ _KINDS = ("AG-KV", "AG-Q", "RS-Q", "RS-dQ", "RS-dKV")
 
 @dataclass(frozen=True, slots=True)
 class ScheduleComparison:
-    """Seconds under the planner's rough costs: ratios mean something, absolute times little."""
+    """Seconds under the planner's rough costs: compare them, but do not take them for times."""
 
     plan_seconds: float
     greedy_seconds: float
@@ -65,7 +65,7 @@ def compare_schedulers(plan: Plan, pass_: Pass, costs: Costs | None = None) -> S
 
 
 def task_graph(plan: Plan, pass_: Pass, costs: Costs) -> TaskGraph:
-    """The tasks of the schedule with the costs and needs that the programs show."""
+    """The tasks of the schedule, with costs and needs read from the programs."""
     communication = {s.communication for s in pass_.schedule.steps if s.communication is not None}
     compute = {task for step in pass_.schedule.steps for task in step.compute}
     for task in compute:
@@ -81,22 +81,16 @@ def task_graph(plan: Plan, pass_: Pass, costs: Costs) -> TaskGraph:
     for _, task, count in pairs_of_tasks(plan, pass_):
         pairs[task] += count
     backward = pass_.direction is Direction.BACKWARD
-    return TaskGraph(
-        tuple(
-            TaskNode(task, seconds[task] / plan.num_ranks, tuple(needs[task]))
-            for task in sorted(communication, key=_priority)
-        ),
-        tuple(
-            TaskNode(
-                task,
-                costs.compute_seconds(
-                    plan.problem.flops(round(pairs[task]), backward=backward) / plan.num_ranks
-                ),
-                tuple(needs[task]),
-            )
-            for task in sorted(compute, key=lambda task: task.index)
-        ),
+    seconds = {task: total / plan.num_ranks for task, total in seconds.items()}
+    for task in compute:
+        flops = plan.problem.flops(round(pairs[task]), backward=backward)
+        seconds[task] = costs.compute_seconds(flops / plan.num_ranks)
+    in_order = sorted(communication, key=_priority), sorted(compute, key=lambda task: task.index)
+    transfers, computations = (
+        tuple(TaskNode(task, seconds.get(task, 0.0), tuple(needs[task])) for task in tasks)
+        for tasks in in_order
     )
+    return TaskGraph(transfers, computations)
 
 
 def _add_needs(

@@ -30,8 +30,8 @@ from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """`by_operation` maps AllGather, ReduceScatter, AllToAll and SendRecv to their traffic, and
-    `times` to how many there are."""
+    """`by_operation` has the traffic of AllGather, ReduceScatter, AllToAll and SendRecv, `times`
+    how many of each there are."""
 
     rank: int
     total: Traffic
@@ -90,7 +90,7 @@ class PassCount:
 
 
 def _mean_and_max(values: list[Any]) -> dict[str, Any]:
-    """A mean is a float, also where it is whole: readers of JSON know the type of a field."""
+    """A mean is always a float, so that readers of JSON know the type of the field."""
     return {"mean": sum(values) / len(values), "max": max(values)}
 
 
@@ -133,10 +133,10 @@ def _count_rank(
             entering_tokens += crossing[1]
         elif isinstance(op, Attention):
             calls += len(op.calls)
-    by_operation = {kind: Traffic.sum(each) for kind, each in moved.items()}
+    by_operation = {kind: sum(each, Traffic()) for kind, each in moved.items()}
     return RankCount(
         program.rank,
-        Traffic.sum(by_operation.values()),
+        sum(by_operation.values(), Traffic()),
         by_operation,
         entering,
         entering_tokens,
@@ -148,7 +148,7 @@ def _count_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What a row of one head is in elements, and of how many rows a rank holds its share."""
+    """Elements of a row of one head, the rows of all ranks, and those of one rank."""
 
     row: int
     all_rows: float
@@ -156,8 +156,8 @@ class _Side:
 
 
 def least_bytes(problem: Problem, num_ranks: int, direction: Direction) -> float:
-    """Bytes that a rank receives at least, in the mean of all ranks, each of which has an equal
-    share of the tokens and of the work. Statistics (LSE, delta) are left out."""
+    """The least bytes that a rank receives, as the mean over ranks with equal shares of the tokens
+    and of the work. Statistics (LSE, delta) are left out."""
     queries, keys = _sides(problem, num_ranks, direction)
     size = problem.element_bytes
     own = queries.own_rows * keys.own_rows
@@ -180,7 +180,7 @@ def least_bytes(problem: Problem, num_ranks: int, direction: Direction) -> float
 
 
 def unit_bytes(problem: Problem, num_ranks: int) -> float:
-    """One unit is one Q partition."""
+    """Bytes of one unit, which is one Q partition."""
     tokens = problem.q_tokens / num_ranks
     return tokens * problem.num_heads * problem.head_dim * problem.element_bytes
 
@@ -199,7 +199,7 @@ def _sides(problem: Problem, num_ranks: int, direction: Direction) -> tuple[_Sid
 
 
 def _price(queries: _Side, keys: _Side, work: float) -> float:
-    """Elements that must move for so much work in one head: of all A b = work the cheapest."""
+    """Elements that must move for so much work in one head: the cheapest A b = work."""
     fewest = max(keys.own_rows, work / queries.all_rows)
     most = min(keys.all_rows, work / queries.own_rows)
     rows = min(max(sqrt(work * queries.row / keys.row), fewest), most)

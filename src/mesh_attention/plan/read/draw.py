@@ -22,6 +22,7 @@ from mesh_attention.plan.read.count import PassCount, count
 
 
 def draw_summary(plan: Plan) -> str:
+    """A plan on one screen: what it solves, what it chose, what it costs."""
     counts = count(plan)
     rows = [
         ("plan", f"{plan.method} on {plan.num_ranks} ranks{_nodes_text(plan)}"),
@@ -57,17 +58,15 @@ def _layout_text(plan: Plan) -> str:
 
 def _pass_lines(plan: Plan, pass_: Pass, counted: PassCount) -> list[str]:
     numbers = counted.to_json()
-    received, between = numbers["bytes_per_rank"], numbers["inter_node_bytes_per_rank"]
-    volume = _mean_max_text(received)
+    volume = _mean_max_text(numbers["bytes_per_rank"])
     if plan.num_nodes > 1:
-        volume += f"; between nodes {_mean_max_text(between)}"
-    work = balance(plan, pass_)
+        volume += f"; between nodes {_mean_max_text(numbers['inter_node_bytes_per_rank'])}"
     rows = [
         ("setting", ", ".join(f"{key} {value}" for key, value in pass_.setting.items())),
         ("groups", _groups_text(pass_)),
         ("receives", f"{volume}; {numbers['units_total']:g} units over all ranks"),
         ("buffers", f"at most {bytes_text(counted.peak_buffer_bytes)} of workspace at once"),
-        ("balance", f"max/mean visible pairs {work.ratio:.4f}"),
+        ("balance", f"max/mean visible pairs {balance(plan, pass_).ratio:.4f}"),
         ("steps", f"{len(pass_.schedule.steps)}"),
     ]
     return [f"  {name:<8} {text}" for name, text in rows if text]
@@ -95,7 +94,6 @@ def _groups_text(pass_: Pass) -> str:
 NOBODY, SEVERAL = -1, -2
 MOST_PARTITIONS = 64  # a grid of more does not fit on a screen; then a corner of it is drawn
 _CORNER = 32
-_HEADS = ("step", "communication", "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +123,9 @@ def computed_cells(
 ) -> Cells:
     """Cells of the first `first` partitions (None: all) in which a rank computes visible pairs.
 
-    `whole_tasks` counts every cell that a rank's tasks span, also those that the mask empties.
+    `whole_tasks` counts every cell that a rank's tasks span, also cells that the mask empties.
     `head` is the query head to look at (None: all): ranks that exchange tokens for heads share
-    cells, but none of them the cells of a head.
+    cells, but not of the same head.
     """
     size = plan.num_ranks if first is None else min(first, plan.num_ranks)
     ranks = np.full((size, size), NOBODY, dtype=np.int64)
@@ -159,10 +157,11 @@ def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
 def draw_assignment(
     plan: Plan, pass_: Pass, *, whole_tasks: bool = False, first: int | None = None
 ) -> str:
-    """A row for each Q partition, a column for each KV partition, the rank that computes the cell.
+    """A row for each Q partition, a column for each KV partition, the rank that computes the cell
+    (algorithm.md, section 1).
 
     Cells that the mask empties are `.`; with `whole_tasks` they show the rank whose tasks span
-    them. A visible cell that nobody computes would be `?`, one that several ranks share is `*`.
+    them. A visible cell that nobody computes would be `?`, a cell that several ranks share is `*`.
     `first` limits the grid to the first partitions; by default all up to 64, else the first 32.
 
        KV  0 1 2 3
@@ -183,19 +182,23 @@ def draw_assignment(
     ]
     width = len(str(total - 1))
     more = " ..." if size < total else ""
-    lines = [_line("KV", "", [str(j) for j in range(size)], width) + more]
-    for i, row in enumerate(signs):
-        lines.append(_line("" if i else "Q", str(i), row, width) + more)
+    labels = [f"{'KV':>{4 + width}}", *(f"{'' if i else 'Q':>3} {i:>{width}}" for i in range(size))]
+    lines = [
+        f"{label}  {' '.join(f'{cell:>{width}}' for cell in row)}{more}"
+        for label, row in zip(labels, [[str(j) for j in range(size)], *signs], strict=True)
+    ]
     if more:
         lines.append(f"{'':>3}...")
         lines.append(f"the first {size} of {total} partitions; `first` sets how many are drawn")
-    legend = _legend({sign for row in signs for sign in row})
-    return "\n".join([*lines, *legend])
+    used = {sign for row in signs for sign in row}
+    return "\n".join([*lines, *(meaning for meaning in _MEANINGS if meaning[0] in used)])
 
 
-def _line(side: str, number: str, cells: list[str], width: int) -> str:
-    label = f"{side:>3} {number:>{width}}" if number else f"{side:>{4 + width}}"
-    return f"{label}  {' '.join(f'{cell:>{width}}' for cell in cells)}"
+_MEANINGS = (
+    ". the mask shows nothing here",
+    "* several ranks share this cell",
+    "? visible, but computed by nobody",
+)
 
 
 def _sign(rank: int, visible: bool) -> str:
@@ -204,17 +207,8 @@ def _sign(rank: int, visible: bool) -> str:
     return "*" if rank == SEVERAL else str(rank)
 
 
-def _legend(used: set[str]) -> list[str]:
-    meanings = {
-        ".": ". the mask shows nothing here",
-        "*": "* several ranks share this cell",
-        "?": "? visible, but computed by nobody",
-    }
-    return [meaning for sign, meaning in meanings.items() if sign in used]
-
-
 def draw_steps(schedule: Schedule) -> str:
-    """One row a step, with the paper's names; an idle stream is a dash.
+    """One row for each step, with the paper's names; an idle stream is a dash.
 
     >>> print(draw_steps(Schedule.parse("1 AG-Q-0 + C-0-0\\n2 compute only C-1-0")))
     step  communication  compute
@@ -225,7 +219,6 @@ def draw_steps(schedule: Schedule) -> str:
         (str(number), str(step.communication or "-"), " ".join(map(str, step.compute)) or "-")
         for number, step in enumerate(schedule.steps, 1)
     ]
-    width = max(len(_HEADS[1]), *(len(row[1]) for row in rows)) if rows else len(_HEADS[1])
-    lines = [f"{_HEADS[0]}  {_HEADS[1]:<{width}}  {_HEADS[2]}"]
-    lines += [f"{number:>4}  {left:<{width}}  {right}" for number, left, right in rows]
-    return "\n".join(lines)
+    rows.insert(0, ("step", "communication", "compute"))
+    width = max(len(communication) for _, communication, _ in rows)
+    return "\n".join(f"{number:>4}  {left:<{width}}  {right}" for number, left, right in rows)

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.program import Task
@@ -37,13 +38,11 @@ Permission = Callable[[Set[Task], Task], bool]
 _ROUNDING = 1e-9
 
 
-def greedy(graph: TaskGraph, *, gamma: float = 1.05) -> Schedule:
-    """The paper's schedule; a pure function, so all ranks derive the same order."""
-    return greedy_with_permission(graph, lambda done, name: True, gamma=gamma)
-
-
-def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: float) -> Schedule:
-    """`greedy` over the actions that `permits` allows; some action must always be allowed."""
+def greedy(
+    graph: TaskGraph, *, gamma: float = 1.05, permits: Permission = lambda done, task: True
+) -> Schedule:
+    """The paper's schedule over the actions that `permits` allows, of which there must always be
+    one; a pure function, so all ranks derive the same order."""
     if not (math.isfinite(gamma) and gamma >= 0):
         raise ValueError(f"gamma is {gamma}; it must be finite and >= 0")
     kinds = graph.kinds()
@@ -73,7 +72,7 @@ def greedy_with_permission(graph: TaskGraph, permits: Permission, *, gamma: floa
 def _candidates(
     kinds: Sequence[str], waiting: Sequence[TaskNode], done: Set[Task], permits: Permission
 ) -> list[TaskNode]:
-    """At most one task a kind, in kind order: the lowest-index ready one that is permitted."""
+    """At most one task of each kind: the first in index order that is ready and permitted."""
     candidates: list[TaskNode] = []
     for kind in kinds:
         gather_seen = False
@@ -125,9 +124,10 @@ def _fill(
     return taken
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryModel:
-    """Sizes of buffers, and for each task its operations in order as the buffers they touch."""
+    """Sizes of buffers, and for each task its operations in order as the buffers they touch. Live
+    bytes are a function of the set of tasks that are done."""
 
     buffer_bytes: Mapping[str, int]
     touches: Mapping[Task, tuple[tuple[str, ...], ...]]
@@ -136,48 +136,44 @@ class MemoryModel:
         for buffer, size in self.buffer_bytes.items():
             if size < 0:
                 raise ValueError(f"buffer {buffer} has {size} bytes")
+        for buffer, tasks in self.users.items():
+            if buffer not in self.buffer_bytes:
+                raise ValueError(
+                    f"task {min(tasks, key=str)} touches buffer {buffer}, whose size is unknown"
+                )
+
+    @cached_property
+    def users(self) -> Mapping[str, Set[Task]]:
+        """The tasks that touch each buffer."""
+        users: dict[str, set[Task]] = defaultdict(set)
         for task, operations in self.touches.items():
             for buffer in itertools.chain.from_iterable(operations):
-                if buffer not in self.buffer_bytes:
-                    raise ValueError(f"task {task} touches buffer {buffer}, whose size is unknown")
-
-
-class Residency:
-    """Live bytes as a function of the set of tasks that are done."""
-
-    def __init__(self, model: MemoryModel) -> None:
-        self.model = model
-        self.users: dict[str, set[Task]] = defaultdict(set)  # of each buffer
-        for task, operations in model.touches.items():
-            for buffer in itertools.chain.from_iterable(operations):
-                self.users[buffer].add(task)
+                users[buffer].add(task)
+        return users
 
     def resident_bytes(self, done: Set[Task]) -> int:
-        """Held between tasks: touched by a task that is done, and by one that is not."""
+        """Bytes held between tasks: of buffers that some done and some other task touch."""
         return sum(
-            self.model.buffer_bytes[buffer]
+            self.buffer_bytes[buffer]
             for buffer, tasks in self.users.items()
             if not tasks.isdisjoint(done) and not tasks <= done
         )
 
     def peak_while(self, done: Set[Task], task: Task) -> int:
         """The most bytes held at any operation of `task`, run when `done` are done."""
-        operations = self.model.touches.get(task, ())
-        live = self.resident_bytes(done)
+        operations = self.touches.get(task, ())
+        live = peak = self.resident_bytes(done)
         last_use = {buffer: i for i, touched in enumerate(operations) for buffer in touched}
         seen: set[str] = set()
-        peak = live
         for i, touched in enumerate(operations):
             fresh = set(touched) - seen
             seen |= fresh
             live += sum(
-                self.model.buffer_bytes[buffer]
-                for buffer in fresh
-                if self.users[buffer].isdisjoint(done)
+                self.buffer_bytes[buffer] for buffer in fresh if self.users[buffer].isdisjoint(done)
             )
             peak = max(peak, live)
             live -= sum(
-                self.model.buffer_bytes[buffer]
+                self.buffer_bytes[buffer]
                 for buffer in set(touched)
                 if last_use[buffer] == i and self.users[buffer] - {task} <= done
             )
@@ -189,48 +185,36 @@ def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
     missing = model.touches.keys() - set(order)
     if missing:
         raise ValueError(f"task {min(missing, key=str)} touches buffers but is not in the order")
-    residency = Residency(model)
     done: set[Task] = set()
     peak = 0
     for task in order:
-        peak = max(peak, residency.peak_while(done, task))
+        peak = max(peak, model.peak_while(done, task))
         done.add(task)
     return peak
 
 
-def drain(graph: TaskGraph, residency: Residency, done: Set[Task]) -> tuple[int, frozenset[Task]]:
+def drain(graph: TaskGraph, model: MemoryModel, done: Set[Task]) -> tuple[int, frozenset[Task]]:
     """Run all that is ready without a gather: reductions at once, else the earliest Q chunk.
-
-    What that leads to: its peak bytes, and all tasks done.
-    """
+    Returns the peak bytes, and all tasks that are done then."""
     reductions = [task for task in graph.communication if task.needs and task.task not in done]
     compute = sorted(
         (task for task in graph.compute if task.task not in done), key=lambda task: task.index
     )
     reached = set(done)
-    peak = residency.resident_bytes(reached)
+    peak = model.resident_bytes(reached)
     while True:
-        # Every reduction frees its accumulator, so the one that needs least room goes first.
+        # Every reduction frees its accumulator, so the reduction that needs least room goes first.
         ready = min(
             (task.task for task in reductions if reached.issuperset(task.needs)),
-            key=lambda name: residency.peak_while(reached, name),
+            key=lambda name: model.peak_while(reached, name),
             default=None,
         ) or next((task.task for task in compute if reached.issuperset(task.needs)), None)
         if ready is None:
             return peak, frozenset(reached)
-        peak = max(peak, residency.peak_while(reached, ready))
+        peak = max(peak, model.peak_while(reached, ready))
         reached.add(ready)
         reductions = [task for task in reductions if task.task != ready]
         compute = [task for task in compute if task.task != ready]
-
-
-def gathers(graph: TaskGraph) -> tuple[tuple[TaskNode, ...], ...]:
-    """Communication tasks with no needs, one tuple a kind, in index order."""
-    by_kind = (
-        [task for task in graph.communication if task.kind == kind and not task.needs]
-        for kind in graph.kinds()
-    )
-    return tuple(tuple(sorted(tasks, key=lambda task: task.index)) for tasks in by_kind if tasks)
 
 
 # How many gathers of each kind are issued. After draining, what is done (and so what is live)
@@ -243,8 +227,13 @@ class Lattice:
     the peak meanwhile. `bytes_to_go[point]` is the least, over all paths to the end, of the
     heaviest edge."""
 
-    def __init__(self, graph: TaskGraph, residency: Residency) -> None:
-        self._gathers = by_kind = gathers(graph)
+    def __init__(self, graph: TaskGraph, model: MemoryModel) -> None:
+        all_gathers = [task for task in graph.communication if not task.needs]
+        by_kind = [
+            sorted((task for task in all_gathers if task.kind == kind), key=lambda task: task.index)
+            for kind in dict.fromkeys(task.kind for task in all_gathers)
+        ]
+        self._gathers = by_kind
         end = tuple(len(tasks) for tasks in by_kind)
         self.bytes_to_go: dict[Point, int] = {end: 0}
         # Backwards, so that every point one gather further on is known already.
@@ -252,19 +241,19 @@ class Lattice:
         for point in reversed(points[:-1]):
             counted = zip(by_kind, point, strict=True)
             issued = {task.task for tasks, count in counted for task in tasks[:count]}
-            _, here = drain(graph, residency, issued)
+            _, here = drain(graph, model, issued)
             weights: list[int] = []
             for axis, tasks in enumerate(by_kind):
                 if point[axis] == len(tasks):
                     continue
                 gather = tasks[point[axis]].task
                 further = (*point[:axis], point[axis] + 1, *point[axis + 1 :])
-                drained, _ = drain(graph, residency, here | {gather})
-                peak = max(residency.peak_while(here, gather), drained)
+                drained, _ = drain(graph, model, here | {gather})
+                peak = max(model.peak_while(here, gather), drained)
                 weights.append(max(peak, self.bytes_to_go[further]))
             self.bytes_to_go[point] = min(weights)
         # Compute that needs no gather (a group of one rank) is drained before the first edge.
-        before_first, _ = drain(graph, residency, frozenset())
+        before_first, _ = drain(graph, model, frozenset())
         self.smallest_cap_bytes = max(before_first, self.bytes_to_go[points[0]])
 
     def point(self, done: Set[Task]) -> Point:
@@ -273,7 +262,7 @@ class Lattice:
 
 def smallest_cap(graph: TaskGraph, model: MemoryModel) -> int:
     """The smallest peak over all orders that gather in index order and drain eagerly."""
-    return Lattice(graph, Residency(model)).smallest_cap_bytes
+    return Lattice(graph, model).smallest_cap_bytes
 
 
 class MemoryCapError(PlanError):
@@ -297,17 +286,16 @@ def greedy_capped(
     then reached some path to the end stays within it too. So there is always a way on, and with
     room to spare the schedule is `greedy`'s own.
     """
-    residency = Residency(model)
-    lattice = Lattice(graph, residency)
+    lattice = Lattice(graph, model)
     if cap_bytes < lattice.smallest_cap_bytes:
         raise MemoryCapError(cap_bytes, lattice.smallest_cap_bytes)
 
     def permits(done: Set[Task], name: Task) -> bool:
         after = done | {name}
         return (
-            residency.peak_while(done, name) <= cap_bytes
+            model.peak_while(done, name) <= cap_bytes
             and lattice.bytes_to_go[lattice.point(after)] <= cap_bytes
-            and drain(graph, residency, after)[0] <= cap_bytes
+            and drain(graph, model, after)[0] <= cap_bytes
         )
 
-    return greedy_with_permission(graph, permits, gamma=gamma)
+    return greedy(graph, gamma=gamma, permits=permits)

@@ -106,7 +106,7 @@ def _as_schedule(graph: TaskGraph, leaf: PartialSchedule) -> Schedule:
     communication = {task.task for task in graph.communication}
     # The sort is stable, so tasks that take no time keep their order behind what they need.
     steps: list[Step] = []
-    for name, _ in sorted(leaf.history(), key=lambda entry: entry[1]):
+    for name, _ in sorted(leaf.history, key=lambda entry: entry[1]):
         if name in communication:
             steps.append(Step(name, ()))
         elif steps:
@@ -121,24 +121,14 @@ _COMMUNICATION, _COMPUTE = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class PartialSchedule:
-    """Some tasks placed on the streams; `parent` and `placed` (name, start) tell the story."""
+    """Some tasks placed on the streams."""
 
     issued: int
     stream_free: tuple[float, float]
     release: tuple[float, ...]  # of each task: when the last of its issued needs ends
     bound: float
     idle: float
-    parent: PartialSchedule | None
-    placed: tuple[Task, float]
-
-    def history(self) -> list[tuple[Task, float]]:
-        """(name, start) of every task in the order of placing, in which needs come first."""
-        entries: list[tuple[Task, float]] = []
-        partial = self
-        while partial.parent is not None:
-            entries.append(partial.placed)
-            partial = partial.parent
-        return entries[::-1]
+    history: tuple[tuple[Task, float], ...]  # tasks and starts in the order of placing
 
 
 class Tables:
@@ -170,9 +160,7 @@ class Tables:
             )
 
     def root(self) -> PartialSchedule:
-        return PartialSchedule(
-            0, (0.0, 0.0), (0.0,) * self.num_tasks, 0.0, 0.0, None, (Task(""), 0.0)
-        )
+        return PartialSchedule(0, (0.0, 0.0), (0.0,) * self.num_tasks, 0.0, 0.0, ())
 
     def children(self, partial: PartialSchedule) -> Iterator[PartialSchedule]:
         """Giffler-Thompson: every way to decide the next contested stretch of one stream."""
@@ -198,10 +186,8 @@ class Tables:
     def _place(self, partial: PartialSchedule, task: int, start: float) -> PartialSchedule:
         end = start + self.costs[task]
         communication_free, compute_free = partial.stream_free
-        if self.streams[task] == _COMMUNICATION:
-            idle, stream_free = start - communication_free, (end, compute_free)
-        else:
-            idle, stream_free = start - compute_free, (communication_free, end)
+        communicates = self.streams[task] == _COMMUNICATION
+        stream_free = (end, compute_free) if communicates else (communication_free, end)
         release = list(partial.release)
         for follower in self.followers[task]:
             release[follower] = max(release[follower], end)
@@ -212,9 +198,8 @@ class Tables:
             release=tuple(release),
             # A bound never falls along a branch; rounding must not make it seem to.
             bound=max(partial.bound, self._bound(issued, stream_free, release)),
-            idle=partial.idle + idle,
-            parent=partial,
-            placed=(self.tasks[task], start),
+            idle=partial.idle + (start - partial.stream_free[self.streams[task]]),
+            history=(*partial.history, (self.tasks[task], start)),
         )
 
     def _bound(self, issued: int, stream_free: tuple[float, float], release: list[float]) -> float:
@@ -290,7 +275,7 @@ def tails(graph: TaskGraph) -> dict[Task, float]:
         for need in its_needs:
             followers[need].append(name)
     tail: dict[Task, float] = {}
-    for name in reversed(_topological(needs)):
+    for name in reversed(graph.in_order()):
         # All followers of a task share the other stream, so they run one after the other.
         tail[name] = one_machine_bound((0.0, costs[n], tail[n]) for n in followers[name])
     return tail
@@ -300,7 +285,7 @@ def heads(graph: TaskGraph) -> dict[Task, float]:
     """For every task, a lower bound on its start."""
     costs, needs = graph.costs(), graph.needs()
     head: dict[Task, float] = {}
-    for name in _topological(needs):
+    for name in graph.in_order():
         head[name] = one_machine_bound((head[n], costs[n], 0.0) for n in needs[name])
     return head
 
@@ -312,12 +297,3 @@ def lower_bound(graph: TaskGraph) -> float:
         one_machine_bound((head[task.task], task.cost, tail[task.task]) for task in stream)
         for stream in (graph.communication, graph.compute)
     )
-
-
-def _topological(needs: dict[Task, tuple[Task, ...]]) -> list[Task]:
-    order: dict[Task, None] = {}
-    while len(order) < len(needs):
-        for name, its_needs in needs.items():
-            if name not in order and all(need in order for need in its_needs):
-                order[name] = None
-    return list(order)

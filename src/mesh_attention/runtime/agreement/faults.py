@@ -47,16 +47,16 @@ class Faults:
             return self._store.compare_set(_CAUSE, "", cause).decode()
         return cause
 
-    def told(self) -> str | None:
-        found = self._store.there([_CAUSE])
-        return found[_CAUSE].decode() if found else None
+    def known_cause(self) -> str | None:
+        cause = self._store.there([_CAUSE])
+        return cause[_CAUSE].decode() if cause else None
 
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
         with suppress(LostStoreError):
-            told = self.told()
-            if told is not None:
-                return told
+            cause = self.known_cause()
+            if cause is not None:
+                return cause
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
             return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
         return None
@@ -124,15 +124,14 @@ class Faults:
             time.sleep(_PAUSE_SECONDS)
         keys = {rank: key.format(rank) for rank in self._ranks}
         heard = self._store.there(keys.values())
-        return {rank: json.loads(heard[one]) for rank, one in keys.items() if one in heard}
+        return {rank: json.loads(heard[key]) for rank, key in keys.items() if key in heard}
 
     def _has_ended(self, rank: int) -> bool:
-        found = self._store.there([f"process/{rank}"])
-        if not found:
+        process = self._store.there([f"process/{rank}"])
+        if not process:
             return False
-        host, number, started = json.loads(*found.values())
-        mine = _this_process()
-        return bool(host == mine[0] and _start_of(number) != started)
+        host, number, started = json.loads(*process.values())
+        return bool(host == this_host() and _start_of(number) != started)
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from mesh_attention.runtime.agreement.handshake import (
     OUT_OF_STEP,
     DisagreementError,
     Handshake,
-    told,
+    error_text,
     verdict_on,
 )
 from mesh_attention.runtime.agreement.identity import DeviceComparison, HostComparison, Identity
@@ -141,9 +141,9 @@ class Guard:
             said = self._faults.statements(place, identity)
         except LostStoreError as lost:
             return f"{OUT_OF_STEP}; {lost}"
-        told = verdict_on(said, complete=False)
-        unsure = len(said) < len(self._groups.ranks) and OUT_OF_STEP not in told
-        return f"{told}; {OUT_OF_STEP}" if told and unsure else told
+        verdict = verdict_on(said, complete=False)
+        unsure = len(said) < len(self._groups.ranks) and OUT_OF_STEP not in verdict
+        return f"{verdict}; {OUT_OF_STEP}" if verdict and unsure else verdict
 
     def _look_around(self, waited: float) -> None:
         """Asked during a long wait. Another rank may be at something else, and wait for an
@@ -155,9 +155,9 @@ class Guard:
             statement = self._current.kind.agreed_statement
             timeout = self._timeout
             self._handshake.agree(statement, call=self.place, timeout=timeout, in_flight=True)
-        told = self._faults.find_cause(self._groups.releases)
-        if told is not None:
-            raise CommunicationError(told)
+        cause = self._faults.find_cause(self._groups.releases)
+        if cause is not None:
+            raise CommunicationError(cause)
         if waited > limit:
             raise CommunicationError(f"not all ranks came to this call within {limit:.0f} s")
 
@@ -187,9 +187,9 @@ class Guard:
         except CommunicationError as error:
             if self._cause is not None:  # the thread that watches was faster
                 raise CommunicationError(self._cause) from error
-            told = CommunicationError(self._faults.explain(str(error), self._groups.releases))
-            self._break_off(str(told), error)
-            raise told from error
+            explained = CommunicationError(self._faults.explain(str(error), self._groups.releases))
+            self._break_off(str(explained), error)
+            raise explained from error
         except BaseException as error:
             self.break_off(error)
             raise
@@ -199,7 +199,7 @@ class Guard:
         if isinstance(error, DisagreementError):  # all ranks say the same
             self._break_off(self._faults.tell(str(error)), error)
         else:
-            self._break_off_by(told(error), error)
+            self._break_off_by(error_text(error), error)
 
     def _break_off_by(self, words: str, error: BaseException | None = None) -> None:
         me = self._groups.global_rank_of_self
@@ -227,19 +227,19 @@ class Guard:
         if self._cause is None:
             return
         if OUT_OF_STEP in self._cause:
-            found = (
+            state = (
                 "the ranks of this process group are out of step since an earlier call, and would "
                 f"take each other's next calls for their own ({self._cause})"
             )
             way_out = "go back to a point that all ranks have in common, a checkpoint say, and "
         else:
-            found = (
+            state = (
                 "an earlier call on this process group was broken off while transfers were in "
                 f"flight, which a new call could take for its own ({self._cause})"
             )
             way_out = ""
         raise MeshAttentionError(
-            f"{found}; everything on this group is refused, also for other ContextParallel objects "
+            f"{state}; everything on this group is refused, also for other ContextParallel objects "
             f"and mesh_attention(): {way_out}start the processes anew, or make new process groups "
             "(torch.distributed.new_group)"
         )

@@ -92,8 +92,12 @@ class Handshake:
             self.allow(timeout.total_seconds())
             self._rounds += 1
             prefix = f"round{self._rounds}"
-            mine = {"statement": statement, "error": error and told(error), "in_flight": in_flight}
-            self._store.set(f"{prefix}/{self._me}", json.dumps(mine, sort_keys=True))
+            said = {
+                "statement": statement,
+                "error": error and error_text(error),
+                "in_flight": in_flight,
+            }
+            self._store.set(f"{prefix}/{self._me}", json.dumps(said, sort_keys=True))
             if not in_flight:  # those who join later look how far the one got who asks them to
                 self._store.compare_set(f"{prefix}/call", "", str(call))
             try:
@@ -101,9 +105,9 @@ class Handshake:
                 grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
                 verdict = self._verdict(prefix, error, grace)
             except Exception:
-                said = self._statements(prefix, {})
-                silent = len(said) < len(self._ranks)
-                self.left_in_flight = silent or any(one["in_flight"] for one in said.values())
+                heard = self._statements(prefix, {})
+                silent = len(heard) < len(self._ranks)
+                self.left_in_flight = silent or any(s["in_flight"] for s in heard.values())
                 raise
             self._forget_earlier_rounds()
             follow = verdict.startswith(_FOLLOW)
@@ -134,13 +138,13 @@ class Handshake:
             if waited >= judges_from:
                 said |= self._statements(prefix, said)
                 complete = len(said) == len(self._ranks)
-                found = verdict_on(said, complete=complete)
-                contradicted = min(contradicted, waited) if found else contradicted
+                difference = verdict_on(said, complete=complete)
+                contradicted = min(contradicted, waited) if difference else contradicted
                 # Those who are silent may be past the agreement, and wait for us in the call.
                 if complete or waited > contradicted + grace:
-                    verdict = found or _AGREED
+                    verdict = difference or _AGREED
             if waited > limit:
-                own = f"rank {self._me}: {error and told(error)}"
+                own = f"rank {self._me}: {error and error_text(error)}"
                 call = f"did not reach the same attention call within {limit:.0f} s"
                 verdict = f"{self._missing()} {call}" if error is None else own
             if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
@@ -179,23 +183,23 @@ class Handshake:
 
 def verdict_on(said: Said, *, complete: bool) -> str:
     """Empty if all agree; otherwise one line that names the odd ranks."""
-    broken = [(rank, one["error"]) for rank, one in said.items() if one["error"]]
+    broken = [(rank, its["error"]) for rank, its in said.items() if its["error"]]
     if broken:
         rank, error = broken[0]
         others = f" (and {len(broken) - 1} more ranks)" if len(broken) > 1 else ""
         return f"rank {rank}{others}: {error}"
-    statements = {rank: dict(one["statement"]) for rank, one in said.items()}
-    meetings = {rank: one.pop("meetings", None) for rank, one in statements.items()}
-    programs = {one.get("programs") for one in statements.values()}
+    statements = {rank: dict(its["statement"]) for rank, its in said.items()}
+    meetings = {rank: its.pop("meetings", None) for rank, its in statements.items()}
+    programs = {its.get("programs") for its in statements.values()}
     mixed = AS_MADE in programs and len(programs) > 1
     if mixed:
-        for one in statements.values():
-            one.pop("programs", None)  # a rank that is inside a call says nothing of them
-    chosen_by = {rank: one.pop("auto", None) for rank, one in statements.items()}
+        for statement in statements.values():
+            statement.pop("programs", None)  # a rank that is inside a call says nothing of them
+    chosen_by = {rank: its.pop("auto", None) for rank, its in statements.items()}
     follow = len({*chosen_by.values()}) > 1 and None not in chosen_by.values()
     if follow:
-        for one in statements.values():
-            one.pop("plan", None)  # it comes of the choice
+        for statement in statements.values():
+            statement.pop("plan", None)  # it comes of the choice
     differ = _odd_statement(statements)
     if differ and is_of_order(said):
         return f"{differ}; {OUT_OF_STEP}"
@@ -212,15 +216,16 @@ def verdict_on(said: Said, *, complete: bool) -> str:
 def is_of_order(said: Said) -> bool:
     """Whether ranks are at different points of their programs: each will take its next call for
     that of the others."""
-    stated = [one["statement"] for one in said.values()]
+    statements = [its["statement"] for its in said.values()]
     places = [
-        ([one.get(name) for name in ORDER], [name in one for name in OF_ONE_KIND]) for one in stated
+        ([its.get(name) for name in ORDER], [name in its for name in OF_ONE_KIND])
+        for its in statements
     ]
     return any(place != places[0] for place in places)
 
 
 def _odd_statement(said: dict[int, Statement]) -> str:
-    texts = {rank: json.dumps(one, sort_keys=True) for rank, one in said.items()}
+    texts = {rank: json.dumps(its, sort_keys=True) for rank, its in said.items()}
     usual = Counter(texts.values()).most_common(1)[0][0]
     odd = [rank for rank, text in texts.items() if text != usual]
     if not odd:
@@ -241,8 +246,8 @@ def _odd_statement(said: dict[int, Statement]) -> str:
 def _by_ranks(name: str, odd: dict[int, Statement], expected: Statement) -> str:
     """The values of something that differs, with the ranks that have them."""
     usual, ranks = repr(expected.get(name)), dict[str, list[int]]()
-    for rank, one in odd.items():
-        ranks.setdefault(repr(one.get(name)), []).append(rank)
+    for rank, statement in odd.items():
+        ranks.setdefault(repr(statement.get(name)), []).append(rank)
     if len(ranks) == 1:
         return f"{next(iter(ranks))} there, {usual} elsewhere"
     values = [f"{value} on ranks {on}" for value, on in ranks.items()]
@@ -250,28 +255,28 @@ def _by_ranks(name: str, odd: dict[int, Statement], expected: Statement) -> str:
 
 
 def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
-    told = []
+    differences = []
     for name, odd in disagreements(
-        {rank: {name: Meetings(*one) for name, one in own.items()} for rank, own in said.items()}
+        {rank: {name: Meetings(*its) for name, its in own.items()} for rank, own in said.items()}
     ).items():
         others = [rank for rank, own in said.items() if name in own and rank not in odd]
         tie = f" (or {others})" if len(others) == len(odd) else ""
-        told.append(f"ranks {odd}{tie} in group {name}")
-    if not told:
+        differences.append(f"ranks {odd}{tie} in group {name}")
+    if not differences:
         return ""
     return (
         "the plans of the ranks do not fit together, although they answer the same question: "
-        f"collectives differ in order, kind or size on {'; '.join(told)}; "
+        f"collectives differ in order, kind or size on {'; '.join(differences)}; "
         "give all ranks the same plan"
     )
 
 
-def told(error: BaseException) -> str:
-    """Our own errors speak for themselves."""
+def error_text(error: BaseException) -> str:
+    """Our own errors speak for themselves; others are named by their class."""
     try:
         words = str(error)
-    except Exception as found:  # of a caller's error
-        words = f"it cannot be told ({type(found).__name__})"
+    except Exception as failed:  # of a caller's error
+        words = f"it cannot be told ({type(failed).__name__})"
     if isinstance(error, MeshAttentionError):
         return words
     return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}()"

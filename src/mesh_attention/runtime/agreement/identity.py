@@ -77,8 +77,8 @@ class Identity:
     def number(self) -> int:
         place = f"{self.direction} {self.user} {self.belongs_to} {self.sinks}"
         text = f"{place} {self.label} {self.kind.digest}"
-        found = blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(found, "big") >> 2  # its negative is compared too
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 2  # its negative is compared too
 
     @property
     def statement(self) -> Statement:
@@ -213,8 +213,8 @@ class _OnDevice:
 
 @cache
 def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    found = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
-    return torch.cuda.Stream(**found)  # type: ignore[no-untyped-call]
+    fields = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
+    return torch.cuda.Stream(**fields)  # type: ignore[no-untyped-call]
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

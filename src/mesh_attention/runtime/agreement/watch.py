@@ -105,13 +105,13 @@ class Watch:
         """Whether a call was found to be wrong, at its end or, where it never ends, before."""
         known = list(self._launched)
         at = [
-            one
-            for one in known
-            if (one.place == wrong if wrong else self._comparison.differs(one.place))
+            call
+            for call in known
+            if (call.place == wrong if wrong else self._comparison.differs(call.place))
         ]
         if not (wrong or at):
             return False
-        find, one = self._find_difference(), at[0] if at else self._last
-        if find is not None and one is not None:
-            find(wrong or one.place, one.identity)
+        find, call = self._find_difference(), at[0] if at else self._last
+        if find is not None and call is not None:
+            find(wrong or call.place, call.identity)
         return True

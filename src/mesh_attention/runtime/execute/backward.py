@@ -1,24 +1,33 @@
-"""The backward kernel calls of one operation, and what they are given, prepared once for all.
+"""The backward kernel calls of one operation and their inputs, which are prepared together.
 
-A kernel declares what it needs (`BackwardNeeds`), a plan has either `out` or `delta`. What is
-missing is made for all rows of the operation at once, a finite log-sum-exp for every run of rows
-that a call takes: it must be contiguous.
+A kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or `delta`. The
+missing one is made for all rows of the operation at once. A finite log-sum-exp is made for every
+run of rows that a call takes, since it must be contiguous. `ComputeOperations` makes these calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import BackwardInputs, BackwardNeeds, Block, Kernel, RowKernels
-from mesh_attention.kernels.results import check_backward
-from mesh_attention.runtime.device.streams import ComputeStreams
-from mesh_attention.runtime.execute.accumulate import SummedRows, clear
+from mesh_attention.kernels import (
+    BackwardInputs,
+    BackwardNeeds,
+    Block,
+    CheckedCall,
+    Kernel,
+    RowKernels,
+)
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.binding import cut
+from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
 
 Interval = tuple[int, int]
 
@@ -32,7 +41,7 @@ class Missing:
     lse: tuple[Interval, ...]
 
     @classmethod
-    def find(
+    def of(
         cls, calls: Sequence[tuple[BackwardNeeds, Interval]], *, has_out: bool, has_delta: bool
     ) -> Missing:
         return cls(
@@ -41,14 +50,12 @@ class Missing:
             tuple(dict.fromkeys(rows for needs, rows in calls if needs.finite_lse)),
         )
 
-    def num_bytes(
-        self, *, num_heads: int, v_head_dim: int, element_bytes: int, accumulate_bytes: int
-    ) -> int:
-        """For one batch element."""
+    def head_bytes(self, problem: Problem) -> int:
+        """For one head of one batch element."""
         statistics = sum(stop - start for start, stop in (self.delta or (0, 0), *self.lse))
         start, stop = self.out or (0, 0)
-        out = (stop - start) * v_head_dim
-        return num_heads * (statistics * accumulate_bytes + out * element_bytes)
+        out_bytes = (stop - start) * problem.v_dim * problem.element_bytes
+        return statistics * problem.accumulate_bytes + out_bytes
 
 
 def _hull(intervals: Sequence[Interval]) -> Interval | None:
@@ -71,7 +78,7 @@ class Preparation:
             raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
         self._kernels = kernels
         self._calls = calls
-        self._given = [
+        self._inputs = [
             BackwardInputs(
                 cut(grad_out_BSHE, 1, *rows),
                 None if out_BSHE is None else cut(out_BSHE, 1, *rows),
@@ -80,8 +87,7 @@ class Preparation:
             )
             for _, rows in calls
         ]
-        given = {"has_out": out_BSHE is not None, "has_delta": delta_BHS is not None}
-        missing = Missing.find(calls, **given)
+        missing = Missing.of(calls, has_out=out_BSHE is not None, has_delta=delta_BHS is not None)
         self._lse = {rows: cut(lse_BHS, 2, *rows) for rows in missing.lse}
         # Where the rows that are made begin, and what they are made of.
         self._for_out: tuple[int, Tensor, Tensor] | None = None
@@ -100,13 +106,13 @@ class Preparation:
         if self._for_delta is not None:
             first_delta, out, grad_out = self._for_delta
             B, S, H, _ = out.shape
-            dtype = self._given[0].lse.dtype
+            dtype = self._inputs[0].lse.dtype
             made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
             self._kernels.delta(out, grad_out, made_delta)
         finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
         prepared = []
-        for (needs, rows), given in zip(self._calls, self._given, strict=True):
-            grad_out_rows, out_rows, lse_rows, delta_rows = given
+        for (needs, rows), inputs in zip(self._calls, self._inputs, strict=True):
+            grad_out_rows, out_rows, lse_rows, delta_rows = inputs
             if needs.out and made_out is not None:
                 out_rows = cut(made_out, 1, rows[0] - first_out, rows[1] - first_out)
             if needs.delta and made_delta is not None:
@@ -117,8 +123,38 @@ class Preparation:
         return prepared
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardCall:
+class AccumulatorRows:
+    """The rows of accumulators that one call's result goes to. Views are made once; a result is cut
+    only if some of its rows are fresh and some are not."""
+
+    _parts: Sequence[tuple[Any, ...]]  # tensors, rows of the result or None for all, if fresh
+
+    def into(self, dtype: torch.dtype) -> Tensor | None:
+        """Where a kernel may write its result: where nothing is that it must be added to."""
+        if len(self._parts) != 1:
+            return None
+        target, *_, fresh = self._parts[0]
+        return target if fresh and target.dtype == dtype else None
+
+
+class SummedRows(AccumulatorRows):
+    """The rows of a gradient (B, S, H, D) that one call's gradient is added to."""
+
+    def __init__(self, kernels: RowKernels, total: Tensor, stretches: Sequence[Stretch]) -> None:
+        self._kernels = kernels
+        self._parts = [
+            (cut(total, 1, start, stop), rows, fresh)
+            for (start, stop, fresh), rows in rows_in_result(stretches)
+        ]
+
+    def take(self, grad: Tensor) -> None:
+        for total, rows, fresh in self._parts:
+            part = grad if rows is None else grad[:, rows]
+            if part is not total:  # or the kernel has written it there
+                self._kernels.sum((part,) if fresh else (total, part), total)
+
+
+class BackwardCall(NamedTuple):
     kernel: Kernel
     block: Block
     queries: Interval
@@ -128,8 +164,8 @@ class BackwardCall:
 class BackwardCalls:
     """All kernel calls of one operation on its tensors, to be made in every call of the program.
 
-    `untouched` rows of the gradients are seen by no call; `follows`: the first call reads what was
-    computed right before it.
+    `untouched` rows of the gradients are seen by no call; `turns`: streams on which calls take
+    turns; `follows`: the first call reads what was computed right before it.
     """
 
     def __init__(
@@ -139,39 +175,44 @@ class BackwardCalls:
         whole: BackwardInputs,
         *,
         untouched: Sequence[Tensor],
-        streams: ComputeStreams,
+        turns: ComputeStreams | None,
         follows: bool,
     ) -> None:
         self._untouched = untouched
-        self._streams = streams
+        self._turns = turns
         self._follows = follows
-        self._prepared = torch.cuda.Event() if streams.two else None  # type: ignore[no-untyped-call]
-        self._calls = calls
-        wanted = [(backward_needs(call.kernel), call.queries) for call in calls]
-        self._preparation = Preparation(rows, wanted, whole)
+        self._prepared: Any = None if turns is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._calls = [
+            (CheckedCall(call.kernel, Direction.BACKWARD, call.block), call.targets)
+            for call in calls
+        ]
+        needed = [(backward_needs(call.kernel), call.queries) for call in calls]
+        self._preparation = Preparation(rows, needed, whole)
 
     def __call__(self) -> None:
-        streams = self._streams
+        turns = self._turns
         for rows in self._untouched:
-            clear(rows)
+            rows.zero_()
         inputs: list[BackwardInputs] = []
-        for at, call in enumerate(self._calls):
-            streams.turn()
+        for at, (call, targets) in enumerate(self._calls):
+            if turns is not None:
+                turns.turn()
+                if at == 0 and self._follows:
+                    turns.follow()
+                if at == 1:
+                    turns.wait_for(self._prepared)
             if at == 0:
-                if self._follows:
-                    streams.follow()
                 inputs = self._preparation.make()
-                if self._prepared is not None:
-                    streams.record(self._prepared)
-            elif at == 1 and self._prepared is not None:
-                streams.wait_for(self._prepared)
-            grads = call.kernel.backward(call.block, inputs[at])
-            check_backward(call.kernel, call.block, grads)
-            streams.follow()
-            for target, grad in zip(call.targets, grads, strict=True):
+                if turns is not None:
+                    turns.record(self._prepared)
+            grads = call(inputs[at])
+            if turns is not None:
+                turns.follow()
+            for target, grad in zip(targets, grads, strict=True):
                 target.take(grad)
             del grads, grad  # before the next call asks for as much memory again
-        streams.hold(inputs)
+        if turns is not None:
+            turns.hold(inputs)
 
 
 def backward_needs(kernel: Kernel) -> BackwardNeeds:

@@ -1,11 +1,12 @@
 """The masks of kernel calls: what each query sees of the rows of a buffer, as they lie there.
 
-Made once for a plan, on the device, from a few numbers: runs of positions and segments of the mask.
+The executor makes them once for a plan, on the device, from a few numbers: runs of positions and
+segments of the mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,7 +21,6 @@ from mesh_attention.kernels import (
     Full,
     RowRange,
 )
-from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.problem.layout import Layout
@@ -35,48 +35,31 @@ KnownRanges = dict[tuple[tuple[Run, ...], tuple[Run, ...]], RowRange]  # by quer
 
 
 def masks_of(plan: Plan, program: Program, device: torch.device, known: KnownRanges) -> Masks:
-    """The masks of a program's kernel calls, made once, on a device from a few numbers. Those of
-    both passes may be the same, and are kept in `known`."""
-    made = _Ranges(plan, device, known)
-    table = program.buffer_table()
-    return {
-        at: tuple(made.mask(table, op, call) for call in op.calls)
-        for at, op in enumerate(program.operations)
-        if isinstance(op, Attend | AttendBackward)
-    }
+    """The masks of a program's kernel calls. Attentions with the same rows share a mask, and with
+    it what kernels make of it; `known` keeps them, so that both passes may share them too."""
+    table, problem = program.buffer_table(), plan.problem
 
-
-class _Ranges:
-    """Attentions with the same rows share a mask, and with it what kernels make of it."""
-
-    def __init__(self, plan: Plan, device: torch.device, known: KnownRanges) -> None:
-        self._plan = plan
-        self._rows = plan.problem.rows
-        self._device = device
-        self._known = known
-
-    def mask(
-        self, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
-    ) -> BlockMask:
+    def mask(op: Attend | AttendBackward, call: Call) -> BlockMask:
         if call.kind is CallKind.FULL:
             return Full()
         if call.kind is CallKind.CAUSAL:
             return Causal()
         queries = slice_spans(op.q.spans(table[op.q.buffer]), call.q_start, call.q_stop)
         keys = slice_spans(op.k.spans(table[op.k.buffer]), call.k_start, call.k_stop)
-        key = _runs(self._plan.q_layout, queries), _runs(self._plan.kv_layout, keys)
-        if self._all_see_all(*key):  # wherever they lie: one mask for all calls of a size
+        key = _runs(plan.q_layout, queries), _runs(plan.kv_layout, keys)
+        tokens = problem.q_tokens, problem.keys
+        real = all(run.stop <= n for n, runs in zip(tokens, key, strict=True) for run in runs)
+        if problem.mask.is_full and real:  # all see all: one mask for all calls of a size
             key = _from_first(key[0]), _from_first(key[1])
-        if key not in self._known:
-            self._known[key] = row_range(self._rows, *key, self._device)
-        return self._known[key]
+        if key not in known:
+            known[key] = row_range(problem.rows, *key, device)
+        return known[key]
 
-    def _all_see_all(self, queries: tuple[Run, ...], keys: tuple[Run, ...]) -> bool:
-        problem = self._plan.problem
-        tokens = (problem.q_tokens, queries), (problem.keys, keys)
-        return problem.mask.is_full and all(
-            run.stop <= real for real, runs in tokens for run in runs
-        )
+    return {
+        at: tuple(mask(op, call) for call in op.calls)
+        for at, op in enumerate(program.operations)
+        if isinstance(op, Attend | AttendBackward)
+    }
 
 
 @lru_cache(maxsize=64)  # slices of heads have the same rows, and where heads come first all masks
@@ -124,10 +107,10 @@ def _bounds(
 
 def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
     """Slopes are 0 or 1, and mostly the same in all segments."""
-    found = spread(base)
+    bound = spread(base)
     if slope.all():
-        return found.add_(query)
-    return torch.addcmul(found, spread(slope), query) if slope.any() else found
+        return bound.add_(query)
+    return torch.addcmul(bound, spread(slope), query) if slope.any() else bound
 
 
 def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
@@ -161,11 +144,11 @@ def _on(device: torch.device, x: Tensor) -> Tensor:
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
     """Of all rows, one run after the other."""
-    found = []
+    parts = []
     for run in runs:
         rows = torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)
         if run.count > 1:
             turns = torch.arange(run.count, dtype=torch.int32, device=device)
             rows = (turns[:, None] * run.stride + rows).flatten()
-        found.append(rows)
-    return found[0] if len(found) == 1 else torch.cat(found)
+        parts.append(rows)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

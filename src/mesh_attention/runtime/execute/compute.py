@@ -20,38 +20,36 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mesh_attention.kernels import (
-    BackwardInputs,
-    Block,
-    BlockMask,
-    Kernel,
-    RowKernels,
-)
-from mesh_attention.kernels.results import check_forward
+from mesh_attention.kernels import BackwardInputs, Block, BlockMask, CheckedCall, Kernel, RowKernels
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
-    Attention,
+    Call,
     Merge,
     MergeRule,
     Operation,
     Program,
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
-from mesh_attention.runtime.device.streams import ComputeStreams, must_follow
-from mesh_attention.runtime.execute.accumulate import (
-    Coverage,
-    MergedRows,
+from mesh_attention.runtime.device import ComputeStreams
+from mesh_attention.runtime.execute.backward import (
+    AccumulatorRows,
+    BackwardCall,
+    BackwardCalls,
     SummedRows,
-    clear,
-    coverage,
-    wanted,
 )
-from mesh_attention.runtime.execute.backward import BackwardCall, BackwardCalls
 from mesh_attention.runtime.execute.binding import GRAD_LSE, Views, cut
 from mesh_attention.runtime.execute.call_masks import Masks
+from mesh_attention.runtime.execute.steps import (
+    Coverage,
+    Stretch,
+    coverage,
+    must_follow,
+    rows_in_result,
+)
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Scores(NamedTuple):
@@ -70,12 +68,13 @@ class ComputeOperations:
         kernels: Mapping[str, Kernel],
         rows: RowKernels,
         scores: Scores,
-        streams: ComputeStreams,
+        turns: ComputeStreams | None,
         *,
         deterministic: bool = False,
     ) -> None:
+        """`turns`: the streams on which kernel calls take turns, if they do."""
         self.operations = program.operations
-        self._follow = must_follow(program.operations, memory) if streams.two else set()
+        self._follow = set() if turns is None else must_follow(program.operations, memory)
         self.masks = masks
         covered = cache(_coverage)  # slices of heads have the same calls
         self._coverage = {at: covered(*_rows_of_calls(program.operations[at])) for at in masks}
@@ -83,7 +82,7 @@ class ComputeOperations:
         self._rows = rows
         self._scores = scores
         self._deterministic = deterministic
-        self._streams = streams
+        self._turns = turns
 
     def with_masks(self, masks: Masks) -> ComputeOperations:
         """The same calls under other masks of the same kinds."""
@@ -94,12 +93,12 @@ class ComputeOperations:
     def bind(self, at: int, views: Views) -> Work:
         op = self.operations[at]
         match op:
+            case Merge():
+                return self._merge(op, views)
             case Attend():
                 return self._attend(at, op, views)
             case AttendBackward():
                 return self._attend_backward(at, op, views)
-            case Merge():
-                return self._merge(op, views)
             case _:
                 raise AssertionError(f"{op.name} computes nothing")
 
@@ -108,23 +107,13 @@ class ComputeOperations:
         lse = views.statistics(op.lse)
         (covered,) = self._coverage[at]
         calls = []
-        for i, mask in enumerate(self.masks[at]):
+        for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
             target = MergedRows(self._rows, out, lse, covered.stretches[i])
-            block = self._block(at, i, q, k, v, mask)._replace(into=(wanted(target, q.dtype),))
-            kernel = self._kernels[op.calls[i].kernel]
-            calls.append((partial(_checked_forward, kernel, block), target))
+            block = self._block(call, q, k, v, mask, (target.into(q.dtype),))
+            checked = CheckedCall(self._kernels[call.kernel], Direction.FORWARD, block)
+            calls.append((checked, target))
         untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
-        return partial(_forward, self._streams, at in self._follow, untouched, calls)
-
-    def _block(self, at: int, i: int, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Block:
-        """Of a call of an attention."""
-        op = self.operations[at]
-        assert isinstance(op, Attention)
-        call = op.calls[i]
-        queries = cut(q, 1, call.q_start, call.q_stop)
-        keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
-        block = Block(queries, keys, values, mask, *self._scores, call.leave_sms)
-        return block._replace(deterministic=self._deterministic)
+        return partial(_forward, self._turns, at in self._follow, untouched, calls)
 
     def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
@@ -143,8 +132,8 @@ class ComputeOperations:
         calls = []
         for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
             targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
-            into = tuple(wanted(target, q.dtype) for target in targets)
-            block = self._block(at, i, q, k, v, mask)._replace(into=into)
+            into = tuple(target.into(q.dtype) for target in targets)
+            block = self._block(call, q, k, v, mask, into)
             rows = call.q_start, call.q_stop
             calls.append(BackwardCall(self._kernels[call.kernel], block, rows, targets))
         return BackwardCalls(
@@ -152,9 +141,23 @@ class ComputeOperations:
             calls,
             inputs,
             untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
-            streams=self._streams,
+            turns=self._turns,
             follows=at in self._follow,
         )
+
+    def _block(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: BlockMask,
+        into: tuple[Tensor | None, ...],
+    ) -> Block:
+        queries = cut(q, 1, call.q_start, call.q_stop)
+        keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
+        block = Block(queries, keys, values, mask, *self._scores, call.leave_sms, into)
+        return block._replace(deterministic=self._deterministic)
 
     def _merge(self, op: Merge, views: Views) -> Work:
         rows, tokens, statistics = self._rows, views.tokens, views.statistics
@@ -163,12 +166,12 @@ class ComputeOperations:
             case MergeRule.SOFTMAX:
                 out, lse = tokens(outputs[0]), statistics(outputs[1])
                 if not inputs:
-                    return partial(clear, out, lse)
+                    return partial(_clear, out, lse)
                 outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
                 return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
             case MergeRule.LSE:
                 if not inputs:
-                    return partial(_fill, statistics(outputs[0]), -inf)
+                    return partial(statistics(outputs[0]).fill_, -inf)
                 return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
             case MergeRule.RESCALE:
                 out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
@@ -176,25 +179,65 @@ class ComputeOperations:
             case MergeRule.SUM:
                 total = tokens(outputs[0])
                 if not inputs:
-                    return partial(clear, total)
+                    return total.zero_
                 return partial(rows.sum, tuple(map(tokens, inputs)), total)
             case MergeRule.DELTA:
                 out, grad_out = map(tokens, inputs)
                 delta = statistics(outputs[0])
-                if not views.has(GRAD_LSE):
+                if GRAD_LSE not in views.passed:
                     return partial(rows.delta, out, grad_out, delta)
                 grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
                 return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
 
 
-def _fill(x: Tensor, value: float) -> None:
-    x.fill_(value)
+class MergedRows(AccumulatorRows):
+    """The rows of (out_BSHE, lse_BHS) that one call's partial result is merged into."""
+
+    def __init__(
+        self, kernels: RowKernels, out: Tensor, lse: Tensor, stretches: Sequence[Stretch]
+    ) -> None:
+        self._kernels = kernels
+        self._parts = [
+            (cut(out, 1, start, stop), cut(lse, 2, start, stop), rows, fresh)
+            for (start, stop, fresh), rows in rows_in_result(stretches)
+        ]
+
+    def take(self, out: Tensor, lse: Tensor) -> None:
+        merge = self._kernels.merge_into
+        for acc_out, acc_lse, rows, fresh in self._parts:
+            if out is acc_out:  # written there by the kernel
+                acc_lse.copy_(lse)
+            elif rows is None:
+                merge(acc_out, acc_lse, out, lse, fresh=fresh)
+            else:
+                merge(acc_out, acc_lse, out[:, rows], lse[:, :, rows], fresh=fresh)
 
 
-def _checked_forward(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
-    result = kernel.forward(block)
-    check_forward(kernel, block, result)
-    return result
+def _forward(
+    turns: ComputeStreams | None,
+    follows: bool,
+    untouched: Sequence[tuple[Tensor, Tensor]],
+    calls: Sequence[tuple[Callable[[], tuple[Tensor, ...]], MergedRows]],
+) -> None:
+    """`follows`: the first kernel call reads what was computed right before it."""
+    for out, lse in untouched:
+        _clear(out, lse)
+    for at, (call, target) in enumerate(calls):
+        if turns is not None:
+            turns.turn()
+            if at == 0 and follows:
+                turns.follow()
+        result = call()
+        if turns is not None:
+            turns.follow()
+        target.take(*result)
+        del result  # before the next call asks for as much memory again
+
+
+def _clear(out: Tensor, lse: Tensor) -> None:
+    """What rows that no call touches hold."""
+    out.zero_()
+    lse.fill_(-inf)
 
 
 def _delta_less(
@@ -204,26 +247,6 @@ def _delta_less(
     to a score is the weight of that score, as that of delta is, with the other sign."""
     rows.delta(out, grad_out, delta)
     delta.sub_(grad_lse)
-
-
-def _forward(
-    streams: ComputeStreams,
-    follows: bool,
-    untouched: Sequence[tuple[Tensor, Tensor]],
-    calls: Sequence[tuple[Callable[[], tuple[Tensor, Tensor]], MergedRows]],
-) -> None:
-    """`follows`: the first kernel call reads what was computed right before it."""
-    for out, lse in untouched:
-        clear(out, lse)
-    for forward, target in calls:
-        streams.turn()
-        if follows:
-            streams.follow()
-            follows = False
-        result = forward()
-        streams.follow()
-        target.take(*result)
-        del result  # before the next call asks for as much memory again
 
 
 _Side = tuple[tuple[tuple[int, int], ...], int, bool]  # rows of the calls, of all, and if fresh

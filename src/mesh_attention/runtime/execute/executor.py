@@ -10,8 +10,9 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any
@@ -20,21 +21,30 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowKernels
-from mesh_attention.kernels.mask_bytes import kept_bytes
-from mesh_attention.kernels.registry import RowChoice
+from mesh_attention.kernels import (
+    BlockMask,
+    BlockSize,
+    Choice,
+    Kernel,
+    MaskKind,
+    RowChoice,
+    RowKernels,
+)
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.read.verify.order import order_fault
-from mesh_attention.runtime.device.streams import ComputeStreams
-from mesh_attention.runtime.device.workspace import PassMemory, Workspace, WorkspaceBlock
+from mesh_attention.runtime.device import ComputeStreams, PassMemory, Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.binding import Bindings, CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.execute.compute import ComputeOperations, Scores
-from mesh_attention.runtime.execute.kernel_blocks import call_size, stand_in_block
-from mesh_attention.runtime.execute.program_steps import ProgramStep, program_steps
-from mesh_attention.runtime.execute.scratch import scratch_bytes
+from mesh_attention.runtime.execute.memory import (
+    call_size,
+    mask_bytes,
+    scratch_bytes,
+    stand_in_block,
+)
+from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
 from mesh_attention.runtime.transport.interface import Handle, Transport
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
@@ -48,7 +58,7 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        one: Pass,
+        pass_: Pass,
         program: Program,
         kernels: Mapping[str, Kernel],
         transport: Transport,
@@ -68,34 +78,45 @@ class Executor:
         fault = order_fault(program)
         if fault is not None:
             raise MeshAttentionError(
-                f"the {one.direction} program of rank {program.rank} cannot run: {fault}; "
+                f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
                 "`mesh-attention verify` and verify(plan) look at all ranks"
             )
         self.call_shape = call_shape
         self.program = program
+        self._transport, self._workspace, self._trace = transport, workspace, trace
+        self._problem, self._direction, self._kernels = plan.problem, pass_.direction, kernels
+        self._base: Executor | None = None
         memory = workspace_map(program, plan.problem)
-        waits = dependencies(program, memory)
-        self._streams = ComputeStreams(call_shape.device, two=two_streams)
+        on_cuda = call_shape.device.type == "cuda"
+        two_streams = two_streams and on_cuda
+        self._streams = ComputeStreams(call_shape.device, two=two_streams) if on_cuda else None
         self._bindings = Bindings(program, plan.problem, memory, call_shape)
-        self._poisoned: dict[int, tuple[tuple[int, ...], list[str]]] = {}
+        poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
         if workspace.poisons_buffers(call_shape.device):
             for name, (born, _) in lifetimes(program).items():
-                self._poisoned.setdefault(born, (waits[born], []))[1].append(name)
-        self._transport, self._workspace, self._trace = transport, workspace, trace
-        self._base: Executor | None = None
-        self._problem, self._direction, self._kernels = plan.problem, one.direction, kernels
+                poisoned[born] += (name,)
+        self._steps = program_steps(
+            program.operations,
+            dependencies(program, memory),
+            self._streams,
+            self._bindings,
+            poisoned,
+            in_order=transport.in_order,
+        )
         self._masks_for = partial(masks_of, program=program, device=mask_device)
-        masks = self._masks_for(plan, known=known_ranges)
-        scratch = scratch_bytes(program, plan.problem, kernels, two_streams=self._streams.two)
-        self.workspace_bytes = memory.total_bytes * call_shape.batch
-        self.scratch_bytes = scratch * call_shape.batch
         self._compute = ComputeOperations(
-            *(program, memory, masks, kernels, rows, scores, self._streams),
+            program,
+            memory,
+            self._masks_for(plan, known=known_ranges),
+            kernels,
+            rows,
+            scores,
+            self._streams if two_streams else None,
             deterministic=deterministic,
         )
-        self._steps = program_steps(
-            program.operations, waits, self._streams, self._bindings, in_order=transport.in_order
-        )
+        scratch = scratch_bytes(program, plan.problem, kernels, two_streams=two_streams)
+        self.workspace_bytes = memory.total_bytes * call_shape.batch
+        self.scratch_bytes = scratch * call_shape.batch
         # Why these kernels, for people; and what was predicted of the calls.
         self.choices: dict[MaskKind, Choice] = {}
         self.row_choice: RowChoice | None = None
@@ -104,12 +125,12 @@ class Executor:
     @property
     def memory(self) -> PassMemory:
         masks = [mask for of_calls in self._compute.masks.values() for mask in of_calls]
-        held = kept_bytes(masks, self.call_shape.device)
+        held = mask_bytes(masks, self.call_shape.device)
         return PassMemory(self.workspace_bytes, self.scratch_bytes, held)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
-        ranges. What was made ready or bound for the one serves the other, but for its attentions.
+        ranges. What was made ready or bound for this executor serves the other, but for attention.
         """
         other = copy(self)
         other._base = self
@@ -117,7 +138,7 @@ class Executor:
         return other
 
     def prepare_kernels(self) -> None:
-        """What kernels make of masks, where they can do so ahead of a call."""
+        """Let kernels make of masks what they can make ahead of a call."""
         table = self.program.buffer_table()
         done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
         for at, masks in self._compute.masks.items():
@@ -135,92 +156,72 @@ class Executor:
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
         block = self._workspace.take(self.workspace_bytes, self.call_shape.device)
-        with block.in_use():
-            return (yield from self._run_on(block, inputs))
-
-    def _run_on(
-        self, block: WorkspaceBlock, inputs: Mapping[str, Tensor]
-    ) -> Generator[None, None, dict[str, Tensor]]:
-        kept, works = block.bound.get(self) or self._bind(block)
-        outputs = self._bindings.outputs()
-        views = kept.with_passed(self._bindings.inputs(inputs) | outputs)
-        self._workspace.poison(block.memory, outputs.values())
+        bound, works = block.bound.get(self) or self._bind(block)
+        views, outputs = self._bindings.call(bound, inputs)
         streams = self._streams
-        streams.begin()
         in_flight: dict[int, Handle] = {}
-        try:
-            for step, fixed in zip(self._steps, works, strict=True):
+        with block.in_use(), nullcontext() if streams is None else streams:
+            if self._workspace.poisons:
+                self._workspace.poison(block.memory, outputs.values())
+            for step, work in zip(self._steps, works, strict=True):
                 for before in step.waits:
-                    handle = in_flight.pop(before, None)
-                    if handle is not None:
-                        yield from self._wait(handle)
-                if step.at in self._poisoned:
-                    yield from self._poison_buffers(step.at, views, in_flight)
-                work = self._work(step, views) if fixed is None else fixed
-                if self._trace is not None:
-                    work = _Traced(work, self._trace(step.op))
+                    if before in in_flight:
+                        yield from self._wait(in_flight.pop(before))
+                for name in step.poisoned:
+                    views.workspace[name].fill_(torch.nan)
+                if work is None:
+                    work = self._work(step, views)
                 if step.communicates:
                     in_flight[step.at] = work(step.after)
                 else:
                     work()
-                    if step.marked:
-                        streams.mark(step.at)
+                if step.marked and streams is not None:
+                    streams.mark(step.at)
             for handle in in_flight.values():
                 yield from self._wait(handle)
-        finally:
-            streams.finish()
         return outputs
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:
         """What comes now on either stream needs a communication."""
         streams = self._streams
-        while not handle.ready():
-            streams.pause()
+        while not handle.ready:
+            if streams is not None:
+                streams.pause()
             yield
-            streams.resume()
-        streams.wait(handle.wait)
-
-    def _poison_buffers(
-        self, at: int, views: Views, in_flight: dict[int, Handle]
-    ) -> Generator[None, None, None]:
-        """Those that an operation is the first to use, once whoever used their memory is done."""
-        waits, names = self._poisoned[at]
-        for before in waits:
-            handle = in_flight.pop(before, None)
-            if handle is not None:
-                yield from self._wait(handle)
-        for name in names:
-            views.whole(name).fill_(torch.nan)
+            if streams is not None:
+                streams.resume()
+        if streams is None:
+            handle.wait()
+        else:
+            streams.wait(handle.wait)
 
     def _work(self, step: ProgramStep, views: Views) -> Callable[..., Any]:
         """The operation on its tensors: computations take nothing, communications their marks."""
         if isinstance(step.op, Communication):
-            return self._transport.prepare(step.op, views.rows)
-        return self._compute.bind(step.at, views)
+            work: Callable[..., Any] = self._transport.prepare(step.op, views.rows)
+        else:
+            work = self._compute.bind(step.at, views)
+        return work if self._trace is None else partial(_traced, self._trace, step.op, work)
 
     def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Callable[..., Any] | None]]:
         """Everything that can be done once for a block of workspace."""
         base = self._base
         if base is None:
-            kept = Views(self._bindings.workspace(block.memory))
-            works = [self._work(step, kept) if step.fixed else None for step in self._steps]
+            views = self._bindings.workspace(block.memory)
+            works = [self._work(step, views) if step.fixed else None for step in self._steps]
         else:
-            kept, known = block.bound.get(base) or base._bind(block)
+            views, known = block.bound.get(base) or base._bind(block)
             works = [
-                self._work(step, kept) if step.fixed and isinstance(step.op, Attention) else work
+                self._work(step, views) if step.fixed and isinstance(step.op, Attention) else work
                 for step, work in zip(self._steps, known, strict=True)
             ]
-        block.bound[self] = kept, works
-        return kept, works
+        block.bound[self] = views, works
+        return views, works
 
 
-class _Traced:
-    def __init__(self, work: Callable[..., Any], span: AbstractContextManager[Any]) -> None:
-        self._work, self._span = work, span
-
-    def __call__(self, *arguments: Any) -> Any:
-        with self._span:
-            return self._work(*arguments)
+def _traced(trace: Trace, op: Operation, work: Callable[..., Any], *arguments: Any) -> Any:
+    with trace(op):
+        return work(*arguments)
 
 
 def nvtx_span(op: Operation) -> AbstractContextManager[None]:

@@ -12,11 +12,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.modes import constant_in_graphs
 
 _MESH = "on a mesh that has no other rank of the context-parallel group"
 
@@ -65,7 +65,8 @@ def own_heads(
             )
         if fault is None and not (x.device_mesh == first.device_mesh and _fits(ranks, x, (at,))):
             fault = _refusal(
-                *(name, x),
+                name,
+                x,
                 "the plain torch.Tensor that this rank holds, with the placements that its "
                 "gradient will have, x.to_local(grad_placements=...), or a DTensor that is "
                 f"sharded evenly over heads, Shard({at}),",
@@ -81,7 +82,8 @@ def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
     others = [at for at in range(x.ndim) if at != dim % x.ndim]
     if not _fits(ranks, x, others, replicated=True):
         raise _refusal(
-            *("x", x),
+            "x",
+            x,
             "x.full_tensor(), or a DTensor that is replicated or sharded evenly over another "
             f"dimension than {dim}",
         )
@@ -122,7 +124,7 @@ def _fits(
     return bool(_meets_only_here(mesh, tuple(ranks)))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
     members = {*mesh.mesh.flatten().tolist()}
     return members & {*ranks} == {dist.get_rank()}
@@ -135,7 +137,7 @@ def _refusal(name: str, x: Any, way_out: str) -> MeshAttentionError:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _described(mesh: Any, placements: tuple[Any, ...]) -> str:
-    told = ", ".join(map(repr, placements))
-    return f"({told}) on the ranks {mesh.mesh.flatten().tolist()}"
+    words = ", ".join(map(repr, placements))
+    return f"({words}) on the ranks {mesh.mesh.flatten().tolist()}"

@@ -35,6 +35,13 @@ def outside_compile(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiled code calls the function when it is traced, and holds its result as a constant. As
+    `torch.compiler.assume_constant_result`, which imports all of `torch._dynamo` at once."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """What is kept from call to call (workspaces, bound tensors) must serve training too, and

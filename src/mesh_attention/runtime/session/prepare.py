@@ -32,7 +32,7 @@ from mesh_attention.plan.language.program import AttendBackward, Attention, Prog
 from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.compute import Scores
@@ -57,10 +57,10 @@ class KernelsAtHand:
         return {kernel.name: kernel for kernel in self.by_kind.values()}
 
     def choice(self, kind: MaskKind) -> Choice:
-        found = self.choices[kind]
-        if isinstance(found, KernelRefusedError):
-            raise found
-        return found
+        choice = self.choices[kind]
+        if isinstance(choice, KernelRefusedError):
+            raise choice
+        return choice
 
 
 def target_here(
@@ -118,7 +118,7 @@ def kernels_at_hand(
     problem = plan.problem
     cuda = call_shape.device.type == "cuda"
     padded = any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout))
-    found: Choices = {}
+    choices: Choices = {}
     for kind in MaskKind:
         request = Request(
             direction=direction,
@@ -138,10 +138,10 @@ def kernels_at_hand(
             lse_gradient=lse_gradient,
         )
         try:
-            found[kind] = _choose(request, force, deterministic)
+            choices[kind] = _choose(request, force, deterministic)
         except KernelRefusedError as refused:
-            found[kind] = refused
-    return KernelsAtHand(found)
+            choices[kind] = refused
+    return KernelsAtHand(choices)
 
 
 def _choose(request: Request, force: str | None, deterministic: Determinism) -> Choice:
@@ -150,14 +150,14 @@ def _choose(request: Request, force: str | None, deterministic: Determinism) -> 
     except KernelRefusedError as refused:
         if deterministic is not Determinism.PREFERRED:
             raise
-        found = choose(replace(request, deterministic=False), force=force)
+        choice = choose(replace(request, deterministic=False), force=force)
         warned = f"not deterministic, though warn_only asks for it where there is a way: {refused}"
-        return replace(found, warning=warned)
+        return replace(choice, warning=warned)
 
 
 def make_executor(
     plan: Plan,
-    one: Pass,
+    pass_: Pass,
     at: int,
     transport: Transport,
     workspace: Workspace,
@@ -176,35 +176,48 @@ def make_executor(
 ) -> Executor:
     """Of the program at this place of the pass. `deterministic`: left out, as PyTorch is asked.
     `links`: by which calls make room for transfers."""
-    _check(plan, one, at, call_shape, lse_gradient=lse_gradient)
+    _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
     kernels = kernels_at_hand(
-        *(plan, call_shape, one.direction, kernel),
+        plan,
+        call_shape,
+        pass_.direction,
+        kernel,
         softcap=bool(softcap),
         deterministic=deterministic,
         lse_gradient=lse_gradient,
     )
     target = target_here(
-        *(kernels, one.direction, call_shape, transport, links or usual_links()),
+        kernels,
+        pass_.direction,
+        call_shape,
+        transport,
+        links or usual_links(),
         softcap=bool(softcap),
         deterministic=deterministic is not Determinism.ANY,
         lse_gradient=lse_gradient,
         two_streams=two_streams,
     )
     if plan.target is None:
-        program, summary = PassCompiler(plan, one, target).compiled(at)
+        program, summary = PassCompiler(plan, pass_, target).compiled(at)
     else:
-        program, summary = one.programs[at], CallSummary()
+        program, summary = pass_.programs[at], CallSummary()
     choices = {kind: kernels.choice(kind) for kind in sorted(_kinds(program))}
     by_name = _by_name(kernels, program)
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
     row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
-    by_range = target.kernel(one.direction, MaskKind.RANGE)
+    by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
     executor = Executor(
-        *(plan, one, program, by_name, transport, workspace, call_shape),
+        plan,
+        pass_,
+        program,
+        by_name,
+        transport,
+        workspace,
+        call_shape,
         Scores(softmax_scale, softcap),
         rows=rows or row_choice.rows,
         deterministic=deterministic is not Determinism.ANY,
@@ -228,19 +241,19 @@ def _kinds(program: Program) -> set[MaskKind]:
 
 def _by_name(kernels: KernelsAtHand, program: Program) -> dict[str, Kernel]:
     """The kernels that the program names, which a compiled plan may bring."""
-    found = kernels.by_name
+    by_name = kernels.by_name
     for op in program.operations:
         for call in op.calls if isinstance(op, Attention) else ():
-            if call.kernel not in found:
-                there = ", ".join(found)
+            if call.kernel not in by_name:
+                there = ", ".join(by_name)
                 raise MeshAttentionError(
                     f"the plan is compiled for a kernel {call.kernel!r}, and this device has "
                     f"{there} for such calls; give the plan as it was before"
                 )
-    return found
+    return by_name
 
 
-def _check(plan: Plan, one: Pass, at: int, call_shape: CallShape, *, lse_gradient: bool) -> None:
+def _check(plan: Plan, pass_: Pass, at: int, call_shape: CallShape, *, lse_gradient: bool) -> None:
     if call_shape.dtype.itemsize != plan.problem.element_bytes:
         raise MeshAttentionError(
             f"the plan is for {plan.problem.element_bytes}-byte elements, but the tensors are "
@@ -248,7 +261,8 @@ def _check(plan: Plan, one: Pass, at: int, call_shape: CallShape, *, lse_gradien
             f"Problem(..., element_bytes={call_shape.dtype.itemsize})"
         )
     if lse_gradient and any(
-        isinstance(op, AttendBackward) and op.out is not None for op in one.programs[at].operations
+        isinstance(op, AttendBackward) and op.out is not None
+        for op in pass_.programs[at].operations
     ):
         raise MeshAttentionError(
             "differentiable_lse=True needs a plan whose backward pass works with delta; this "

@@ -17,13 +17,13 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.buffers import Precision
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.rank_plan import RankPlan
+from mesh_attention.runtime.transport.copies import Owner
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Meter, Transport
-from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle

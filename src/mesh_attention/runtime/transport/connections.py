@@ -3,8 +3,8 @@
 A rank that breaks off a call drops its groups, and the others learn it from closed connections. But
 processes that it forked, as the workers of a `DataLoader`, hold copies, and a connection is closed
 only with its last copy. Shutting it down ends it for all who hold it, here and at the other end,
-and what is in flight on it fails at once. gloo has no call for that, so its sockets are found:
-those that are new once a group is made, where they are as many as it must have.
+and what is in flight on it fails at once. gloo has no call for that, so `groups.py` compares the
+sockets of the process before and after it makes a group.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ class OpenSocket:
         return socket.socket(fileno=descriptor)
 
     def shut_down(self) -> None:
-        found = self.copy()
-        if found is not None:
-            with found, suppress(OSError):  # the other end was faster
-                found.shutdown(socket.SHUT_RDWR)
+        connection = self.copy()
+        if connection is not None:
+            with connection, suppress(OSError):  # the other end was faster
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_sockets() -> frozenset[OpenSocket]:
     """All of this process; none where the system does not say."""
-    found = set()
+    sockets = set()
     with suppress(OSError):
         for name in os.listdir(_DESCRIPTORS):
             with suppress(OSError):  # closed meanwhile
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found.add(OpenSocket(int(name), status.st_ino))
-    return frozenset(found)
+                    sockets.add(OpenSocket(int(name), status.st_ino))
+    return frozenset(sockets)
 
 
 def connections_since(before: frozenset[OpenSocket], wanted: int) -> tuple[OpenSocket, ...]:
-    """The connections of a group that was made meanwhile and has `wanted` of them. Where others
-    were made too, by another thread: those alone that it accepted, which are its own for sure."""
+    """The connections of a group that was made meanwhile and has `wanted` of them. If another
+    thread made connections too: only those that the group accepted, which are surely its own."""
     listening = set()
     ends = {}
-    for one in open_sockets() - before:
-        found = one.copy()
-        if found is None:
+    for open_socket in open_sockets() - before:
+        copy = open_socket.copy()
+        if copy is None:
             continue
-        with found, suppress(OSError):
-            if found.family not in (socket.AF_INET, socket.AF_INET6):
+        with copy, suppress(OSError):
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.add(found.getsockname())
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(copy.getsockname())
             else:
-                found.getpeername()  # raises unless it is connected
-                ends[one] = found.getsockname()
+                copy.getpeername()  # raises unless it is connected
+                ends[open_socket] = copy.getsockname()
     if len(listening) == 1 and len(ends) == wanted:
         return (*ends,)
-    return tuple(one for one, end in ends.items() if {end} == listening)
+    return tuple(open_socket for open_socket, end in ends.items() if {end} == listening)

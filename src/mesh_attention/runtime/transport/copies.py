@@ -1,9 +1,14 @@
-"""A communication as one member carries it out over shared memory: it takes, and never gives.
+"""A communication over shared memory: where each rank's data lies, and the copies that move it.
 
 Every member shows its data and fetches what it needs from the others' blocks, so all that is left
 of an operation is a list of copies; a reduce-scatter adds up what the copies bring. Rows in one
 stretch are copied as they are, which copy engines can do; what must be spread over heads or added
 up lands in memory of ours first, so that no kernel reads across the link.
+
+A block holds the workspace and, behind it, a place for what is not in the workspace: the caller's
+tensors, and pieces of some heads only, which do not lie in one stretch. Those are copied there
+before others read them ("staged"). Everything follows from the plan, so no rank has to be told
+where another keeps its data.
 """
 
 from __future__ import annotations
@@ -14,14 +19,88 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Piece, Precision
+from mesh_attention.plan.language.buffers import Piece, Precision, Role
+from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.transport.interface import View
-from mesh_attention.runtime.transport.regions import Owner, Region
-from mesh_attention.runtime.transport.transfers import transfers
+from mesh_attention.plan.language.workspace import ALIGNMENT_BYTES, workspace_map
+from mesh_attention.runtime.transport.interface import Transfers, View, transfers
 
 Dtypes = Mapping[Precision, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows that lie in one stretch of a block; `offset` counts bytes of its part of the block."""
+
+    staged: bool
+    offset: int
+    shape: tuple[int, int, int, int]  # rows, batch, heads, width
+    num_bytes: int
+    precision: Precision
+
+
 Pull = tuple[Region, Piece]  # from another's block, to a piece of ours
+
+
+class Owner:
+    """One rank's program of a pass, seen by those who read from it."""
+
+    def __init__(self, plan: Plan, pass_: Pass, rank: int, batch: int) -> None:
+        program = pass_.programs[rank]
+        self.rank = rank
+        self._plan = plan
+        self._groups = pass_.groups
+        self._batch = batch
+        self._table = program.buffer_table()
+        self._memory = workspace_map(program, plan.problem)
+        self._moved: dict[tuple[str, str], Transfers] = {}
+        for op in program.operations:
+            if isinstance(op, Communication):
+                assert (op.group, op.name) not in self._moved, op
+                self._moved[op.group, op.name] = transfers(op, len(pass_.groups[op.group]))
+
+    def transfers(self, like: Communication) -> Transfers:
+        """Our side of an operation that another member holds."""
+        return self._moved[like.group, like.name]
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._memory.total_bytes * self._batch
+
+    @property
+    def staging_bytes(self) -> int:
+        """Operations follow each other on one stream, so each may use the same place."""
+        regions = (region for key in self._moved for region in self._regions(*key).values())
+        return max((r.offset + r.num_bytes for r in regions if r.staged), default=0)
+
+    def regions(self, op: Communication) -> dict[Piece, Region]:
+        """Of everything that other members read in this operation."""
+        return self._regions(op.group, op.name)
+
+    def _regions(self, group: str, name: str) -> dict[Piece, Region]:
+        member = self._groups[group].index(self.rank)
+        regions: dict[Piece, Region] = {}
+        taken = 0
+        for to, pieces in enumerate(self._moved[group, name].sends):
+            for piece in pieces if to != member else ():
+                if piece in regions:
+                    continue
+                region = regions[piece] = self._region(piece, taken)
+                if region.staged:
+                    taken += -(-region.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return regions
+
+    def _region(self, piece: Piece, staged_offset: int) -> Region:
+        buffer = self._table[piece.buffer]
+        problem = self._plan.problem
+        heads = piece.num_heads(buffer)
+        row_bytes = self._batch * heads * buffer.row_bytes(problem)
+        direct = buffer.role is Role.WORKSPACE and heads == buffer.num_heads
+        offset = staged_offset
+        if direct:
+            offset = self._memory.offsets[piece.buffer] * self._batch + piece.start * row_bytes
+        shape = (piece.num_rows, self._batch, heads, buffer.kind.width(problem))
+        return Region(not direct, offset, shape, piece.num_rows * row_bytes, buffer.precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +158,9 @@ class Copies:
             self._at(region, own_block).copy_(self._view(piece))
 
     def keep(self) -> None:
-        """What stays here."""
-        for kept, place in self._steps.own:
-            source, target = self._view(kept), self._view(place)
+        """Copy what stays here, or begin sums with it."""
+        for source_piece, place in self._steps.own:
+            source, target = self._view(source_piece), self._view(place)
             if not self._steps.adds:
                 target.copy_(source)
                 continue
@@ -92,7 +171,7 @@ class Copies:
                 self._totals[place] = source.to(wide, copy=True)
 
     def fetch(self, pulls: Sequence[Pull], block: Tensor) -> None:
-        """What one other member shows us in its block."""
+        """Copy what one other member shows us in its block."""
         for region, place in pulls:
             source = self._at(region, block)
             if self._steps.adds:

@@ -71,8 +71,8 @@ class Groups:
         """Never the same again once the groups have been released."""
         return f"{self.lasting_name}/{self.releases}"
 
-    def timeout(self, given: timedelta | None) -> timedelta:
-        return given or self._timeout_of_parent
+    def timeout(self, timeout: timedelta | None) -> timedelta:
+        return timeout or self._timeout_of_parent
 
     @cached_property
     def _timeout_of_parent(self) -> timedelta:
@@ -82,7 +82,7 @@ class Groups:
     def prepare(
         self,
         plan: Plan,
-        one: Pass,
+        pass_: Pass,
         rank: int,
         timeout: timedelta | None,
         *,
@@ -93,30 +93,30 @@ class Groups:
         `without`: the global ranks of a group that gets by without one, as all of them agree.
         """
         self.everybody(timeout)
-        for ranks in self._of_collectives(plan, one, rank):
+        for ranks in self._of_collectives(plan, pass_, rank):
             if not without(ranks):
                 self.of(ranks, timeout)
 
-    def has_all(self, plan: Plan, one: Pass, rank: int, timeout: timedelta | None) -> bool:
-        """Whether all of them are there, and that in which ranks compare calls."""
-        needed = {(tuple(sorted(one)), timeout) for one in self._of_collectives(plan, one, rank)}
+    def has_all(self, plan: Plan, pass_: Pass, rank: int, timeout: timedelta | None) -> bool:
+        """Whether all of them are there, and the group in which ranks compare calls."""
+        used = self._of_collectives(plan, pass_, rank)
+        needed = {(tuple(sorted(ranks)), timeout) for ranks in used}
         return self.has_everybody(timeout) and needed <= self._made.keys()
 
-    def _of_collectives(self, plan: Plan, one: Pass, rank: int) -> Iterator[Sequence[int]]:
-        operations = one.programs[rank].operations
+    def _of_collectives(self, plan: Plan, pass_: Pass, rank: int) -> list[list[int]]:
+        operations = pass_.programs[rank].operations
         used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
-        for name, ranks in self.global_ranks(plan, one, rank).items():
-            if name in used:
-                yield ranks
+        groups = self.global_ranks(plan, pass_, rank)
+        return [ranks for name, ranks in groups.items() if name in used]
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
 
-    def global_ranks(self, plan: Plan, one: Pass, rank: int) -> dict[str, list[int]]:
+    def global_ranks(self, plan: Plan, pass_: Pass, rank: int) -> dict[str, list[int]]:
         """Members of every group of a pass that this logical rank belongs to."""
         return {
             name: [self.global_rank(plan, member) for member in members]
-            for name, members in one.groups.items()
+            for name, members in pass_.groups.items()
             if rank in members
         }
 
@@ -281,11 +281,11 @@ def _make_group(
 ) -> dist.ProcessGroup:
     """Called by exactly these global ranks, with the same name."""
     helper = getattr(c10d, "_new_process_group_helper", None)
-    found = tuple(inspect.signature(helper).parameters) if helper else ()
-    if helper is None or found[: len(_WANTED)] != _WANTED:
+    parameters = tuple(inspect.signature(helper).parameters) if helper else ()
+    if helper is None or parameters[: len(_WANTED)] != _WANTED:
         raise MeshAttentionError(
             f"torch {torch.__version__} is not supported: its process groups are made with "
-            f"{found or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
+            f"{parameters or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
         )
     members = list(ranks)
     with _without_splitting():

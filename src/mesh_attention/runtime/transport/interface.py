@@ -1,29 +1,43 @@
-"""What the executor asks of a transport, and how transports count what they are handed."""
+"""What the executor asks of a transport, and what all transports share.
+
+Transports read every communication in one form, `Transfers`: which pieces a member sends to, and
+receives from, which member. `verify` keeps its own reading on purpose: what proves a plan must not
+share the mistakes of what runs it. `Meter` counts the bytes that transports are handed.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
 
 from mesh_attention.plan.language.buffers import Buffer, Piece
-from mesh_attention.plan.language.program import Communication
+from mesh_attention.plan.language.program import (
+    AllGather,
+    AllToAll,
+    Communication,
+    Move,
+    ReduceScatter,
+    SendRecv,
+)
 from mesh_attention.plan.language.traffic import Traffic
-from mesh_attention.runtime.device.streams import Marks
-from mesh_attention.runtime.transport.transfers import Pieces, Transfers
+from mesh_attention.runtime.device import Marks
 
 View = Callable[[Piece], Tensor]  # the rows of a piece, (rows, batch, heads, width)
+Pieces = tuple[Piece, ...]
 
 
 class Handle(Protocol):
     """A communication in flight."""
 
-    def ready(self) -> bool:
-        """False while `wait` could not return because others have yet to come (in one process);
-        other processes make progress by themselves."""
-        return True
+    ready: bool = True
+    """False while `wait` could not return because other ranks of this process have yet to come;
+    other processes make progress by themselves."""
 
     def wait(self) -> None:
         """Make what follows on the compute stream see the result."""
@@ -50,65 +64,105 @@ class Transport(Protocol):
         ...
 
     def prepare(self, op: Communication, view: View) -> Start:
-        """All of an operation of this rank that can be done before its tensors hold anything.
+        """Do all of an operation of this rank that can be done before its tensors hold anything.
 
-        What is returned is started once in every call for as long as the tensors stay the same.
+        The result is started once in every call for as long as the tensors stay the same.
         """
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """By member of the group, itself included: what stays is copied.
+
+    `sends[a][i]` of member b lands in `receives[b][i]` of member a. With `adds` all members send to
+    the same places, and what arrives there is added up in the order of the members.
+    """
+
+    sends: tuple[Pieces, ...]
+    receives: tuple[Pieces, ...]
+    adds: bool = False
+
+
+@lru_cache(maxsize=1024)
+def transfers(op: Communication, size: int) -> Transfers:
+    """Of one member's operation, in a group of `size` members."""
+    match op:
+        case AllToAll():
+            return Transfers(op.sends, op.receives)
+        case SendRecv():
+            sends = tuple(op.sends if to == op.to_member else () for to in range(size))
+            receives = tuple(op.receives if m == op.from_member else () for m in range(size))
+            return Transfers(sends, receives)
+    parts = tuple(_rows(move.part, a, b - a) for move in op.moves for a, b in pairwise(move.cuts))
+    places = tuple(
+        tuple(piece for move in op.moves for piece in _places(move, member, size))
+        for member in range(size)
+    )
+    if isinstance(op, AllGather):
+        return Transfers((parts,) * size, places)
+    assert isinstance(op, ReduceScatter)
+    return Transfers(places, (parts,) * size, adds=True)
+
+
+def _places(move: Move, member: int, size: int) -> Iterator[Piece]:
+    """Where a member's part lies in the whole: each stretch of it after those of lower members."""
+    begin = 0
+    for a, b in pairwise(move.cuts):
+        yield _rows(move.whole, begin + member * (b - a), b - a)
+        begin += size * (b - a)
+
+
+def _rows(piece: Piece, start: int, num_rows: int) -> Piece:
+    if num_rows == piece.num_rows:
+        return piece
+    first = piece.start + start
+    return Piece(piece.buffer, first, first + num_rows, piece.heads)
+
+
+Started = tuple[str, Traffic]  # kind of an operation, and the bytes of one start of it
+
+
+@dataclass(frozen=True, eq=False)
 class Counters:
-    """Bytes really handed to a transport, by kind of operation, as `plan.count` counts them."""
+    """Bytes handed to a transport, by kind of operation, as `plan.count` counts them."""
 
-    def __init__(self) -> None:
-        self.by_operation: dict[str, Traffic] = defaultdict(Traffic)
-
-    def add(self, op: Communication, traffic: Traffic) -> None:
-        self.by_operation[type(op).__name__] += traffic
+    starts: dict[Started, int] = field(default_factory=lambda: defaultdict(int))
 
     def reset(self) -> None:
-        self.by_operation.clear()
+        self.starts.clear()
+
+    @property
+    def by_operation(self) -> dict[str, Traffic]:
+        totals: dict[str, Traffic] = defaultdict(Traffic)
+        for (kind, each), times in self.starts.items():
+            sizes = (each.sent_bytes, each.received_bytes, each.token_bytes)
+            totals[kind] += Traffic(*[size * times for size in sizes])
+        return dict(totals)
 
     @property
     def total(self) -> Traffic:
-        return sum(self.by_operation.values(), Traffic())
+        return Traffic.sum(self.by_operation.values())
 
 
 class Meter:
-    """Measures the tensors of each operation of a program once, and adds them up at every start."""
+    """Measures the tensors of a program's operations; a transport counts each start."""
 
     def __init__(self, table: Mapping[str, Buffer]) -> None:
         self._table = table
-        self._known: dict[tuple[str, str], Traffic] = {}
+        self._known: dict[tuple[str, str], Started] = {}
         self.counters = Counters()
 
-    def measure(self, op: Communication, moved: Transfers, member: int, view: View) -> Traffic:
-        """What `member` sends to others and receives from them."""
+    def measure(self, op: Communication, moved: Transfers, member: int, view: View) -> Started:
+        """What `member` sends to others and receives from them; statistics are no tokens."""
         key = (op.group, op.name)
-        if key not in self._known:
-            sent, _ = self._sizes(moved.sends, member, view)
-            self._known[key] = Traffic(sent, *self._sizes(moved.receives, member, view))
-        return self._known[key]
-
-    def counted(self, start: Start, op: Communication, traffic: Traffic) -> Start:
-        def counted_start(after: Marks) -> Handle:
-            self.counters.add(op, traffic)
-            return start(after)
-
-        return counted_start
-
-    def _sizes(self, by_member: tuple[Pieces, ...], member: int, view: View) -> tuple[int, int]:
-        """Bytes of the tensors to or from the others: all, and those of tokens."""
-        everything = tokens = 0
-        rows: dict[tuple[str, object], int] = {}  # bytes of one, by buffer and heads
-        for piece in (p for m, pieces in enumerate(by_member) if m != member for p in pieces):
-            if piece.num_rows == 0:
-                continue
-            key = (piece.buffer, piece.heads)
-            if key not in rows:
-                row = view(piece)[0]
-                rows[key] = row.numel() * row.element_size()
-            size = piece.num_rows * rows[key]
-            everything += size
-            tokens += 0 if self._table[piece.buffer].kind.is_statistic else size
-        return everything, tokens
+        if key in self._known:
+            return self._known[key]
+        sent, received = (
+            [piece for other, pieces in enumerate(by_member) if other != member for piece in pieces]
+            for by_member in (moved.sends, moved.receives)
+        )
+        tokens = [p for p in received if not self._table[p.buffer].kind.is_statistic]
+        sizes = [sum(view(p).nbytes for p in pieces) for pieces in (sent, received, tokens)]
+        self._known[key] = each = type(op).__name__, Traffic(*sizes)
+        return each

@@ -1,4 +1,4 @@
-"""The job's key-value store, asked for a limited time.
+"""The job's key-value store with a time limit on every question; agreement and groups ask it.
 
 The process that keeps it (rank 0 of the job, or the launcher) may end, or be stopped and never
 answer. PyTorch's client then waits in the system without any limit, so every question is asked in a
@@ -20,7 +20,7 @@ from mesh_attention.errors import MeshAttentionError
 
 ANSWER_SECONDS = 3.0  # after a fault, for others to say that they are there
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 class LostStoreError(MeshAttentionError):
@@ -37,15 +37,15 @@ def asking_the_store() -> Iterator[None]:
 
 
 def in_time(
-    work: Callable[[], Found], seconds: float, left: list[threading.Thread] | None = None
-) -> Found:
-    """What `work` finds, which asks the store; `left` gets the thread where it does not return."""
-    found: list[Found] = []
+    work: Callable[[], Answer], seconds: float, left: list[threading.Thread] | None = None
+) -> Answer:
+    """The result of `work`, which asks the store; `left` gets the thread if it does not return."""
+    answers: list[Answer] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            answers.append(work())
         except BaseException as error:
             raised.append(error)
 
@@ -54,11 +54,11 @@ def in_time(
     thread.join(seconds)
     for error in raised:
         raise error
-    if not found:
+    if not answers:
         if left is not None:
             left.append(thread)
         raise _lost("has probably been stopped", f"no answer within {seconds:.0f} s")
-    return found[0]
+    return answers[0]
 
 
 def _lost(what: str, seen: str) -> LostStoreError:
@@ -115,7 +115,7 @@ class JobStore:
 
         self._ask(remove)
 
-    def _ask(self, question: Callable[[], Found]) -> Found:
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
         if any(thread.is_alive() for thread in self._unanswered):
             raise _lost("has probably been stopped", "earlier questions have no answer yet")
         self._unanswered.clear()

@@ -16,9 +16,15 @@ from torch import Tensor
 
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.program import Communication, Program, writes
-from mesh_attention.runtime.device.streams import Marks
-from mesh_attention.runtime.transport.interface import Handle, Meter, Start, View
-from mesh_attention.runtime.transport.transfers import Transfers, transfers
+from mesh_attention.runtime.device import Marks
+from mesh_attention.runtime.transport.interface import (
+    Handle,
+    Meter,
+    Start,
+    Transfers,
+    View,
+    transfers,
+)
 
 
 @dataclass(slots=True)
@@ -27,13 +33,10 @@ class _Meeting:
 
     size: int
     arrived: dict[int, tuple[Transfers, View]] = field(default_factory=dict)
-    done: bool = False
-
-    def ready(self) -> bool:
-        return self.done
+    ready: bool = False
 
     def wait(self) -> None:
-        assert self.done
+        assert self.ready
 
 
 class LocalWorld:
@@ -53,7 +56,7 @@ class LocalWorld:
         if len(meeting.arrived) == meeting.size:
             del self._meetings[key]
             _perform([meeting.arrived[member] for member in range(meeting.size)])
-            meeting.done = True
+            meeting.ready = True
             meeting.arrived.clear()
         return meeting
 
@@ -74,7 +77,7 @@ class LocalTransport:
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
         members = self._world.groups[op.group]
         member, moved = members.index(self._rank), transfers(op, len(members))
-        self.meter.counters.add(op, self.meter.measure(op, moved, member, view))
+        self.meter.counters.starts[self.meter.measure(op, moved, member, view)] += 1
         return self._world.arrive(member, op, moved, view)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.workspace import ALIGNMENT_BYTES
-from mesh_attention.runtime.device.workspace import Workspace
+from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import forget
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock, obstacle
@@ -144,11 +144,11 @@ class SharedMemory:
 
 
 def _in_short(what: str, error: Exception) -> str:
-    told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = ""
-    if "overlapping devices" in told:
+    if "overlapping devices" in message:
         hint = "; ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-    return f"{what} ({told}){hint}"
+    return f"{what} ({message}){hint}"
 
 
 class _Rounds:

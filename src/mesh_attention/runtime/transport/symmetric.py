@@ -14,30 +14,30 @@ each of its links goes the way it can.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, SendRecv
-from mesh_attention.runtime.device.streams import Marks
-from mesh_attention.runtime.transport.copies import Copies, Dtypes, Steps, steps_of
+from mesh_attention.runtime.device import Marks
+from mesh_attention.runtime.transport.copies import Copies, Dtypes, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
-from mesh_attention.runtime.transport.regions import Owner
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
 
 
 class SymmetricTransport:
-    """Near where all ranks of an operation share memory, `far` elsewhere, on the same stream."""
+    """Copies where all ranks of an operation share memory; `far` carries the others, on the same
+    stream."""
 
     def __init__(
         self,
         plan: Plan,
-        one: Pass,
+        pass_: Pass,
         rank: int,
         batch: int,
         dtypes: Dtypes,
@@ -46,7 +46,7 @@ class SymmetricTransport:
         stream: torch.cuda.Stream,
         far: DistributedTransport,
     ) -> None:
-        self._one = one
+        self._pass = pass_
         self._rank = rank
         self._dtypes = dtypes
         self._memory = memory
@@ -54,13 +54,19 @@ class SymmetricTransport:
         self._far = far
         self.in_order, self.own_stream = far.in_order, far.own_stream
         self.shows_workspace = True
-        self._ranks = groups.global_ranks(plan, one, rank)
-        self._owner = cache(lambda rank: Owner(plan, one, rank, batch))
-        self._steps: dict[tuple[str, str], _Ready] = {}
-        self._events: dict[tuple[str, str], torch.cuda.Event] = {}
+        self._ranks = groups.global_ranks(plan, pass_, rank)
+        self._owner = cache(lambda rank: Owner(plan, pass_, rank, batch))
+        # By group and name of an operation; a half of one has the same.
+        self._near: dict[tuple[str, str], tuple[_Ready, torch.cuda.Event]] = {}
 
     def prepare(self, op: Communication, view: View) -> Start:
-        return self._far.counted(op, view, self._way(op, view))
+        start, meter, each = self._way(op, view), self._far.meter, self._far.measure(op, view)
+
+        def counted_start(after: Marks) -> Handle:
+            meter.counters.starts[each] += 1
+            return start(after)
+
+        return counted_start
 
     def _way(self, op: Communication, view: View) -> Start:
         ranks = self._ranks[op.group]
@@ -68,39 +74,40 @@ class SymmetricTransport:
             return partial(self._begin, op, view)
         if isinstance(op, SendRecv) and self._memory.block is not None:
             return self._by_link(op, ranks, view)
-        return self._far.ready(op, view)
+        return self._far.prepare(op, view, counted=False)
 
     def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
         to_near = self._memory.covers([ranks[op.to_member]])
         from_near = self._memory.covers([ranks[op.from_member]])
         if to_near == from_near:
-            return partial(self._begin, op, view) if to_near else self._far.ready(op, view)
+            near_start = partial(self._begin, op, view)
+            return near_start if to_near else self._far.prepare(op, view, counted=False)
         sending, receiving = replace(op, receives=()), replace(op, sends=())
         near, far = (sending, receiving) if to_near else (receiving, sending)
-        far_start = self._far.ready(far, view)
+        far_start = self._far.prepare(far, view, counted=False)
         # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
         return lambda after: _Both(far_start(after), self._begin(near, view, after))
 
     def _begin(self, op: Communication, view: View, after: Marks) -> Handle:
-        """What of an operation is among ranks that the memory covers."""
+        """Start an operation, or its half, among ranks that share memory."""
         key = (op.group, op.name)
-        if key not in self._steps:
-            self._steps[key] = self._worked_out(op)
-            self._events[key] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        known = self._steps[key]
+        if key not in self._near:
+            self._near[key] = self._worked_out(op), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready, event = self._near[key]
         block = self._memory.block
         assert block is not None
         with torch.cuda.stream(self._stream):
-            for event in after:
-                self._stream.wait_event(event)
-            copies = Copies(known.steps, view, self._dtypes, self._memory.staging_offset)
+            for mark in after:
+                self._stream.wait_event(mark)
+            copies = Copies(ready.steps, view, self._dtypes, self._memory.staging_offset)
             copies.show(block.own)
-            known.perform(block, copies)
+            ready.perform(block, copies)
             copies.finish()
-            return _Recorded(self._stream, self._events[key])
+            event.record(self._stream)
+        return _Recorded(self._stream.device, event)
 
     def _worked_out(self, op: Communication) -> _Ready:
-        members = self._one.groups[op.group]
+        members = self._pass.groups[op.group]
         ranks = self._ranks[op.group]
         near = [place for place, rank in enumerate(ranks) if self._memory.covers([rank])]
         owners = {place: self._owner(members[place]) for place in near}
@@ -138,25 +145,22 @@ class _Ready:
             block.wait(reader, DONE)
 
 
+@dataclass(frozen=True, slots=True)
 class _Recorded(Handle):
-    """What is on the stream so far."""
+    """What is on the communication stream up to an event."""
 
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        self._device = stream.device
-        self._event = event
-        self._event.record(stream)
+    device: torch.device
+    event: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
+@dataclass(frozen=True, slots=True)
 class _Both(Handle):
-    def __init__(self, *handles: Handle) -> None:
-        self._handles = handles
-
-    def ready(self) -> bool:
-        return all(handle.ready() for handle in self._handles)
+    far: Handle
+    near: Handle
 
     def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
+        self.far.wait()
+        self.near.wait()

@@ -181,12 +181,12 @@ class RendezvousStore(Store):
 
     def _key(self, key: str) -> str:
         """With message numbers that begin at 0."""
-        found = self._NUMBERED.fullmatch(key)
-        if found is None:
+        match = self._NUMBERED.fullmatch(key)
+        if match is None:
             return key
         if self._first is None:
-            self._first = int(found[2])
-        return f"{found[1]}{int(found[2]) - self._first}{found[3]}"
+            self._first = int(match[2])
+        return f"{match[1]}{int(match[2]) - self._first}{match[3]}"
 
 
 def _binding() -> Any:

@@ -1,14 +1,15 @@
-"""Communications of torch.distributed on their tensors, ready to begin.
+"""Calls of torch.distributed on their tensors, ready to begin.
 
-`begin` adds the works that are then in flight, and the copies that must follow them. Copies and
-landing places are made only where the library cannot read or write a tensor as it lies.
+`DistributedTransport` and the measurements of links make them. `begin` adds the works that are then
+in flight, and the copies that must follow them. Copies and landing places are made only where the
+library cannot read or write a tensor as it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,17 +30,75 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any
     return call(part, whole, group=group, async_op=True)
 
 
+class PointToPoint(NamedTuple):
+    """A tensor to or from another rank; both sides number what is between them alike."""
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    sent: bool
+
+
+class Exchange:
+    """Tensors that travel together, and `own` ones, (source, target), that a rank keeps."""
+
+    def __init__(
+        self,
+        tensors: Sequence[PointToPoint],
+        own: Sequence[tuple[Tensor, Tensor]],
+        group: dist.ProcessGroup,
+        *,
+        host_driven: bool,
+    ) -> None:
+        # Receives first: gloo sends once it hears that the other side receives, and would hear it
+        # behind all that the other side sends itself.
+        self._tensors = sorted(tensors, key=lambda message: message.sent)
+        self._own = own
+        self._group = group
+        # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
+        self._usable = [
+            x.is_contiguous() and not (host_driven and x.is_cuda) for x, *_ in self._tensors
+        ]
+        self._device = "cpu" if host_driven else None  # of copies
+        self._ready = self._operations([]) if all(self._usable) else None
+
+    def begin(self, works: Works, finish: Copies) -> None:
+        operations = self._operations(finish) if self._ready is None else self._ready
+        if operations:
+            works += dist.batch_isend_irecv(operations)
+        for source, target in self._own:
+            target.copy_(source)
+
+    def _operations(self, finish: Copies) -> list[dist.P2POp]:
+        operations = []
+        for message, usable in zip(self._tensors, self._usable, strict=True):
+            x = message.tensor
+            if not usable:
+                x = torch.empty(x.shape, dtype=x.dtype, device=self._device or x.device)
+                if message.sent:
+                    x.copy_(message.tensor)
+                else:
+                    finish.append(partial(message.tensor.copy_, x))
+            call = dist.isend if message.sent else dist.irecv
+            operations.append(dist.P2POp(call, x, message.peer, self._group, message.tag))
+        return operations
+
+
 class _Collective:
     """`rows` holds equal rows for each member; `order[member]` is the member's place in the group.
     They can be used as they lie if that is the order of the process group."""
 
     def __init__(
-        self, part: Tensor, rows: Tensor, group: dist.ProcessGroup, order: list[int]
+        self, part: Tensor, rows: Tensor, group: dist.ProcessGroup, order: Sequence[int]
     ) -> None:
-        self._part, self._rows, self._group = part, rows, group
-        self._usable = order == sorted(order) and rows.is_contiguous()
-        size = len(rows) // len(order)
-        self._places = [(m * size, place * size, size) for m, place in enumerate(order)]
+        self._part, self._rows, self._group, self._order = part, rows, group, order
+        self._usable = list(order) == sorted(order) and rows.is_contiguous()
+
+    def _by_member(self, in_order_of_group: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of each member, and those of a tensor in the order of the process group."""
+        places = in_order_of_group.tensor_split(len(self._order))
+        rows = self._rows.tensor_split(len(self._order))
+        return zip(rows, [places[place] for place in self._order], strict=True)
 
 
 class Gather(_Collective):
@@ -52,108 +111,21 @@ class Gather(_Collective):
             return
         landing = torch.empty_like(self._rows, memory_format=torch.contiguous_format)
         works.append(all_gather(landing, own, self._group))
-        finish.append(lambda: self._in_order_of_members(landing))
-
-    def _in_order_of_members(self, landing: Tensor) -> None:
-        for at, place, size in self._places:
-            self._rows[at : at + size].copy_(landing[place : place + size])
+        finish += [partial(rows.copy_, landed) for rows, landed in self._by_member(landing)]
 
 
 class Reduce(_Collective):
     """One stretch of a reduce-scatter."""
 
     def begin(self, works: Works, finish: Copies) -> None:
-        part, own = self._part, self._part.contiguous()
-        given = self._rows if self._usable else self._in_order_of_group()
-        works.append(reduce_scatter(own, given, self._group))
+        part, own, whole = self._part, self._part.contiguous(), self._rows
+        if not self._usable:
+            whole = torch.empty_like(whole, memory_format=torch.contiguous_format)
+            for rows, place in self._by_member(whole):
+                place.copy_(rows)
+        works.append(reduce_scatter(own, whole, self._group))
         if own is not part and own.data_ptr() != part.data_ptr():
-            finish.append(lambda: part.copy_(own))
-
-    def _in_order_of_group(self) -> Tensor:
-        result = torch.empty_like(self._rows, memory_format=torch.contiguous_format)
-        for at, place, size in self._places:
-            result[place : place + size] = self._rows[at : at + size]
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class PointToPoint:
-    """A tensor to or from another rank; both sides number what is between them alike."""
-
-    tensor: Tensor
-    peer: int
-    tag: int
-    sent: bool
-
-
-class Exchange:
-    """Tensors that travel together, and those that a rank keeps."""
-
-    def __init__(
-        self,
-        tensors: Sequence[PointToPoint],
-        own: Sequence[tuple[Tensor, Tensor]],
-        parent: dist.ProcessGroup,
-        *,
-        host_driven: bool,
-    ) -> None:
-        # Receives first: gloo sends once it hears that the other side receives, and would hear it
-        # behind all that the other side sends itself.
-        self._tensors = sorted(tensors, key=lambda one: one.sent)
-        self._own = own  # (source, target)
-        self._parent = parent
-        # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
-        self._on_host = host_driven
-        self._ready: list[dist.P2POp] | None = None
-        if all(self._as_it_lies(one.tensor) for one in tensors):
-            self._ready = self._operations([])
-
-    def begin(self, works: Works, finish: Copies) -> None:
-        operations = self._operations(finish) if self._ready is None else self._ready
-        if operations:
-            works += dist.batch_isend_irecv(operations)
-        for source, target in self._own:
-            target.copy_(source)
-
-    def _as_it_lies(self, x: Tensor) -> bool:
-        return x.is_contiguous() and (not self._on_host or x.device.type == "cpu")
-
-    def _operations(self, finish: Copies) -> list[dist.P2POp]:
-        operations = []
-        for one in self._tensors:
-            x, call = one.tensor, dist.isend if one.sent else dist.irecv
-            tensor = self._sendable(x) if one.sent else self._landing(x, finish)
-            operations.append(dist.P2POp(call, tensor, one.peer, self._parent, one.tag))
-        return operations
-
-    def _sendable(self, x: Tensor) -> Tensor:
-        return x.cpu().contiguous() if self._on_host else x.contiguous()
-
-    def _landing(self, target: Tensor, finish: Copies) -> Tensor:
-        if self._as_it_lies(target):
-            return target
-        device = "cpu" if self._on_host else target.device
-        landing = torch.empty(target.shape, dtype=target.dtype, device=device)
-        finish.append(lambda: target.copy_(landing))
-        return landing
-
-
-class GatherByMessages(_Collective):
-    """One stretch of an all-gather of two ranks over gloo, whose own sends before it says that it
-    receives: the two directions would take turns."""
-
-    def begin(self, works: Works, finish: Copies) -> None:
-        me = dist.get_rank(self._group)
-        tensors = []
-        for at, place, size in self._places:
-            target = self._rows[at : at + size]
-            if place == me * size:
-                target.copy_(self._part)
-                continue
-            peer = dist.get_global_rank(self._group, place // size)
-            tensors.append(PointToPoint(target, peer, 0, sent=False))
-            tensors.append(PointToPoint(self._part, peer, 0, sent=True))
-        Exchange(tensors, (), self._group, host_driven=True).begin(works, finish)
+            finish.append(partial(part.copy_, own))
 
 
 class ReduceByMessages(_Collective):
@@ -161,31 +133,27 @@ class ReduceByMessages(_Collective):
     up what it gets, wide. gloo's own in PyTorch is an all-reduce, with twice the bytes."""
 
     def begin(self, works: Works, finish: Copies) -> None:
-        rows, part, group = self._rows, self._part, self._group
-        me = dist.get_rank(group)
-        shape = (len(self._places), *part.shape)
-        landing = torch.empty(shape, dtype=part.dtype, device="cpu")
-        tensors = []
-        for (at, place, size), target in zip(self._places, landing, strict=True):
-            mine = rows[at : at + size]
-            if place == me * size:
-                target.copy_(mine)
+        part, group, me = self._part, self._group, dist.get_rank(self._group)
+        landing = torch.empty((len(self._order), *part.shape), dtype=part.dtype, device="cpu")
+        own: list[tuple[Tensor, Tensor]] = []
+        tensors: list[PointToPoint] = []
+        members = self._rows.tensor_split(len(self._order))
+        for place, rows, target in zip(self._order, members, landing, strict=True):
+            if place == me:
+                own.append((rows, target))
                 continue
-            peer = dist.get_global_rank(group, place // size)
-            tensors.append(PointToPoint(target, peer, 0, sent=False))
-            tensors.append(PointToPoint(mine, peer, 0, sent=True))
-        Exchange(tensors, (), group, host_driven=True).begin(works, finish)
+            peer = dist.get_global_rank(group, place)
+            tensors += [PointToPoint(target, peer, 0, False), PointToPoint(rows, peer, 0, True)]
+        Exchange(tensors, own, group, host_driven=True).begin(works, finish)
         wide = torch.promote_types(part.dtype, torch.float32)
         finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
 
 
-Stretch = Gather | Reduce | GatherByMessages | ReduceByMessages
+def gathers_by_messages(size: int, *, host_driven: bool) -> bool:
+    """Whether an all-gather of so many ranks is an exchange. gloo's own (`host_driven`) sends
+    before it says that it receives: the two directions of two ranks would take turns."""
+    return host_driven and size == 2
 
 
-def gather_kind(size: int, *, host_driven: bool) -> type[Stretch]:
-    """How so many ranks gather; `host_driven`: over gloo."""
-    return GatherByMessages if host_driven and size == 2 else Gather
-
-
-def reduce_kind(*, host_driven: bool) -> type[Stretch]:
+def reduce_kind(*, host_driven: bool) -> type[Reduce | ReduceByMessages]:
     return ReduceByMessages if host_driven else Reduce

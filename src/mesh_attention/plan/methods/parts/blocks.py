@@ -8,7 +8,8 @@ visible cells by few rectangles, each of which becomes one kernel call. Used by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from mesh_attention.plan.language.program import Call, CallKind
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.runs import Run
-from mesh_attention.plan.problem.spans import Spans
+from mesh_attention.plan.problem.spans import Spans, joined
 
 # A list of more blocks is not looked at block by block: token stripes would take seconds. Zigzag
 # halves of thousands of ranks, gathered by one rank that has two blocks of queries, are few calls
@@ -26,6 +27,7 @@ from mesh_attention.plan.problem.spans import Spans
 MAX_BLOCKS = 4096
 # Up to so many blocks a side are compared one by one; for more, arrays are faster.
 _FEW_BLOCKS = 4
+_ONES = re.compile(rb"\x01+")
 
 Array = NDArray[np.int64]
 Cells = NDArray[np.bool_]
@@ -39,14 +41,14 @@ class Blocks:
     stops: Array
     first_rows: tuple[int, ...]  # of each block, and one past the last row
     edges: list[int]  # all starts and stops, sorted
-    few: tuple[tuple[int, int], ...] | None  # (start, stop) of each, unless they are many
+    few: Spans | None  # (start, stop) of each, unless they are many
 
     @staticmethod
-    def of(blocks: list[tuple[int, int]]) -> Blocks:
+    def of(blocks: Spans) -> Blocks:
         starts, stops = np.array(blocks, dtype=np.int64).T
         first_rows = (0, *np.cumsum(stops - starts).tolist())
         edges = sorted({e for block in blocks for e in block})
-        few = tuple(blocks) if len(blocks) <= _FEW_BLOCKS else None
+        few = blocks if len(blocks) <= _FEW_BLOCKS else None
         return Blocks(starts, stops, first_rows, edges, few)
 
     def block(self, i: int) -> tuple[int, int]:
@@ -78,7 +80,7 @@ class RowList:
                 last = max(run.stop for run in runs) - 1
                 return RowList(layout, spans, num_rows, first, last, None)
             pairs = [block for run in runs for block in run.blocks()]
-        blocks = Blocks.of(joined_blocks(pairs))
+        blocks = Blocks.of(joined(pairs))
         return RowList(layout, spans, num_rows, blocks.edges[0], blocks.edges[-1] - 1, blocks)
 
     @property
@@ -95,19 +97,6 @@ def row_list(layout: Layout, spans: Spans) -> RowList:
     return RowList.of(layout, spans)
 
 
-def joined_blocks(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The blocks, with neighbours that follow each other made one."""
-    merged: list[tuple[int, int]] = []
-    first = last = -1
-    for start, stop in blocks:
-        if start == last:
-            last = stop
-        else:
-            merged.append((first, last))
-            first, last = start, stop
-    return [*merged[1:], (first, last)]
-
-
 def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
     """Disjoint rectangles (row start, stop, column start, stop) that cover the true cells.
 
@@ -122,23 +111,13 @@ def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:
         if row == above:
             continue
         above = row
-        ranges = list(_ranges_of_ones(row))
+        ranges = [match.span() for match in _ONES.finditer(row)]
         for columns in [c for c in open_since if c not in ranges]:
             yield open_since.pop(columns), i, *columns
         for columns in ranges:
             open_since.setdefault(columns, i)
     for columns, start in open_since.items():
         yield start, height, *columns
-
-
-def _ranges_of_ones(row: bytes) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each range of ones; searching bytes costs nothing per column."""
-    start = row.find(1)
-    while start >= 0:
-        stop = row.find(0, start)
-        stop = stop if stop >= 0 else len(row)
-        yield start, stop
-        start = row.find(1, stop)
 
 
 @lru_cache(maxsize=1024)

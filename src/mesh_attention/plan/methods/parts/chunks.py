@@ -194,8 +194,9 @@ def sizes_for(
 def suggested_cut(
     problem: Problem, num_ranks: int, tile: tuple[int, int], degree: int
 ) -> tuple[tuple[int, int], HeadSlices | None]:
-    """Slices of heads that fill a GPU, where there are several heads. Otherwise up to 4x4 chunks,
-    2x2 of what is exchanged, as long as every chunk keeps enough rows for a kernel."""
+    """The usual chunks and slices. A rank with several KV heads cuts slices of heads that fill a
+    GPU. With one KV head it cuts up to 4x4 chunks, 2x2 where ranks exchange tokens for heads, as
+    long as every chunk keeps enough rows for a kernel."""
     q_rows, kv_rows = (
         side * degree * tokens // num_ranks
         for side, tokens in zip(tile, (problem.q_tokens, problem.keys), strict=True)

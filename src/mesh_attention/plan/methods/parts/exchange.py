@@ -27,6 +27,7 @@ from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.exchanged_rows import (
     Cuts,
     KvReplicas,
+    Part,
     RelayoutRows,
     UnitRows,
 )
@@ -41,6 +42,14 @@ _OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-d
 _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
 # Operations that are kept for the next mask: in training those of one rank.
 _KEPT, _KEPT_CHUNKS = 48, 1024
+_INPUTS = (Kind.Q, Kind.K, Kind.V)
+_CALLER_KINDS = {  # inputs and outputs of a pass
+    Direction.FORWARD: (_INPUTS, (Kind.OUT, Kind.LSE)),
+    Direction.BACKWARD: (
+        (*_INPUTS, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
+        (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
+    ),
+}
 Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
 
 
@@ -53,14 +62,6 @@ def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> T
     """The exchange that takes away the results of a chunk."""
     chunked = _OUT_CHUNKS[direction][key_side]
     return Task(TO_TOKENS.kind if cut.chunks == (1, 1) else chunked, (index,))
-
-
-def caller_kinds(direction: Direction) -> tuple[tuple[Kind, ...], tuple[Kind, ...]]:
-    """Inputs and outputs of a pass."""
-    if direction is Direction.FORWARD:
-        return (Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)
-    inputs = (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT)
-    return inputs, (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V)
 
 
 def exchange_of(head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
@@ -84,7 +85,7 @@ class Exchange:
         first = self._first = head_groups[0]
         self._head_groups = head_groups
         self._needs = needs
-        self._inputs, self._outputs = caller_kinds(direction)
+        self._inputs, self._outputs = _CALLER_KINDS[direction]
         self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
         self._shards = first.shards or (first.q_layout, first.kv_layout)
         self.groups = self._rows.groups
@@ -93,14 +94,12 @@ class Exchange:
         for names, kinds in ((_IN_CHUNKS, needs), (_OUT_CHUNKS[direction], self._outputs)):
             for side, name in enumerate(names):
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
-        # Of each head group: its heads in the tensors of their owners, and in copies of results.
-        self._owned_heads = [
-            [[("", group.heads(kind))] for group in head_groups] for kind in (Kind.Q, Kind.K)
+        # By head group and side. Only results of KV heads that several head groups hold have parts.
+        whole = [
+            ([Part("", group.heads(Kind.Q), None)], [Part("", group.heads(Kind.K), None)])
+            for group in head_groups
         ]
-        self._result_heads = [
-            [[(part.copy, part.there) for part in parts[side]] for parts in replicas.parts]
-            for side in (False, True)
-        ]
+        self._parts = dict.fromkeys(self._kinds, replicas.parts) | dict.fromkeys(_INCOMING, whole)
         self._at_once = first.is_exchanged and first.cut is None
         self._delta: list[Operation] = []
         if Kind.DELTA in needs:
@@ -112,7 +111,7 @@ class Exchange:
         # Ranks whose own rows are cut alike share these.
         self._caller_pieces = kept(self._make_caller_pieces)
         self._unit_pieces = kept(self._make_unit_pieces)
-        self._chunk_rows = kept(self._make_chunk_rows)
+        self._member_rows = kept(self._make_member_rows)
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]
@@ -194,10 +193,13 @@ class Exchange:
         heads, rows = {}, {}
         for side in {side for _, side in kinds}:
             heads[side] = self._heads(task, side)
-            spans = self._slots(task, side)
-            rows[side] = [
-                [cut for span in spans for cut in clip_spans(cuts[side], *span)] for cuts in sent
-            ]
+            rows[side] = [cuts[side] for cuts in sent]
+            if self._first.cut is not None:
+                spans = self._slots(task, side)
+                rows[side] = [
+                    tuple(cut for span in spans for cut in clip_spans(own, *span))
+                    for own in rows[side]
+                ]
         return tuple(
             [
                 tuple(
@@ -216,28 +218,24 @@ class Exchange:
     def _heads(self, task: Task, key_side: bool) -> list[list[tuple[str, tuple[int, int]]]]:
         """For each head group its heads of a chunk in the buffers of their owner; results of a head
         that several head groups hold arrive in copies."""
-        incoming = task.kind in _INCOMING
-        held = (self._owned_heads if incoming else self._result_heads)[key_side]
+        parts = [of_group[key_side] for of_group in self._parts[task.kind]]
         chunk = self._chunk(task, key_side)
         if chunk is None or chunk.heads is None:
-            return held
+            return [[(part.copy, part.there) for part in x] for x in parts]
         low, high = chunk.heads
-        return [[(copy, (first + low, first + high)) for copy, (first, _) in x] for x in held]
+        return [
+            [(part.copy, (part.there[0] + low, part.there[0] + high)) for part in x] for x in parts
+        ]
 
     def _make_unit_pieces(self, task: Task, unit: int, index: int) -> Pieces:
         """A head group's heads of the rows of its unit: for each member the rows that it owns."""
-        group, parts = self._head_groups[index], self._replicas.parts[index]
-        sources = []
+        parts, sources = self._parts[task.kind][index], []
         for kind in self._kinds[task.kind]:
-            side, name = kind.is_key_side, group.local(kind)
+            side, name = kind.is_key_side, self._first.local(kind)
             chunk = self._chunk(task, side)
-            if chunk is None:
-                rows = self._rows.in_unit(unit, keys=side)
-            else:
-                name = chunk.name(name)
-                rows = self._chunk_rows(side, unit, chunk.start, chunk.stop)
-            here = [None] if task.kind in _INCOMING else [part.here for part in parts[side]]
-            sources.append((name, rows, here))
+            rows = self._member_rows(side, unit, chunk and (chunk.start, chunk.stop))
+            here = [part.here for part in parts[side]]
+            sources.append((chunk.name(name) if chunk else name, rows, here))
         return tuple(
             [
                 tuple(
@@ -252,13 +250,16 @@ class Exchange:
             ]
         )
 
-    def _make_chunk_rows(
-        self, key_side: bool, unit: int, start: int, stop: int
+    def _make_member_rows(
+        self, key_side: bool, unit: int, chunk: tuple[int, int] | None
     ) -> tuple[Spans, ...]:
-        """Rows of each member, counted in a chunk of a unit's rows; tensors share them."""
+        """Rows of each member, counted in a unit's rows or in a chunk of them."""
+        members = self._rows.in_unit(unit, keys=key_side)
+        if chunk is None:
+            return members
+        start = chunk[0]
         return tuple(
-            tuple([(a - start, b - start) for a, b in clip_spans(rows, start, stop)])
-            for rows in self._rows.in_unit(unit, keys=key_side)
+            tuple([(a - start, b - start) for a, b in clip_spans(rows, *chunk)]) for rows in members
         )
 
     def _sums(self, task: Task) -> Iterator[Operation]:

@@ -18,17 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, unit_rows
-from mesh_attention.plan.methods.parts.needed_rows import (
-    MAX_RANGES,
-    blocks_of,
-    has_few_ranges,
-    num_ranges,
-)
+from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
-from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.spans import Spans, joined
 
 Array = NDArray[np.int64]
@@ -140,7 +134,8 @@ class _Moves(NamedTuple):
 @lru_cache(maxsize=16)
 def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
     """A layout pads at least as much as contiguous shards do: it has a place for all their rows."""
-    _check_ranges(layout)
+    what = f"relayout=True with layout={layout.kind}: it cuts the sequence into"
+    check_ranges(layout, what, "zigzag")
     shard_table, layout_table = (_by_start(*blocks_of(x)) for x in (shards, layout))
     edges = np.unique(np.concatenate([shard_table[0], layout_table[0]]))
     edges = edges[edges < shards.padded_tokens]
@@ -186,19 +181,6 @@ def _follow(table: _Table, what: Array) -> Array:
     at = np.searchsorted(starts, what, side="right") - 1
     result: Array = places[at] + what - starts[at]
     return result
-
-
-def _check_ranges(layout: Layout) -> None:
-    if has_few_ranges(layout):
-        return
-    ways = f"give a stripe_block of at least {-(-layout.num_tokens // MAX_RANGES)}"
-    if layout.kind is LayoutKind.LISTED:
-        ways = "list fewer and longer 'stretches'"
-    raise PlanError(
-        f"relayout=True with layout={layout.kind}: it cuts the sequence into "
-        f"{num_ranges(layout)} stretches, each of which would be a message of its own; at most "
-        f"{MAX_RANGES} are supported: {ways}, or layout=zigzag"
-    )
 
 
 class Part(NamedTuple):

@@ -295,10 +295,14 @@ class HeadGroup:
         self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
     ) -> Buffer:
         """A workspace buffer with the heads of a chunk."""
-        first, last = self.heads(kind)
-        if chunk.heads is not None:
-            first, last = first + chunk.heads[0], first + chunk.heads[1]
-        return Buffer(name, kind, rows, (first, last), precision or kind.precision)
+        heads = self.heads_of(chunk, kind)
+        return Buffer(name, kind, rows, heads, precision or kind.precision)
+
+    def heads_of(self, chunk: Chunk, kind: Kind) -> tuple[int, int]:
+        heads = self._heads[kind.is_key_side]
+        if chunk.heads is None:
+            return heads
+        return heads[0] + chunk.heads[0], heads[0] + chunk.heads[1]
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -13,18 +13,12 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, SendRecv, Task
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.rotate import (
-    GradientRoute,
-    Rotation,
-    deliveries,
-    double_ring,
-    hop,
-    ring,
-)
+from mesh_attention.plan.methods.parts.rotate import GradientRoute, Rotation, deliveries, hop, ring
 from mesh_attention.plan.methods.parts.task_orders import RingOrder
 from mesh_attention.plan.methods.parts.tile_pass import Pair, Pieces, TilePass, attention
 from mesh_attention.plan.problem.spans import Spans
 
+Kinds = tuple[Kind, ...]
 _KEYS, _GRADS = (Kind.K, Kind.V), (Kind.GRAD_K, Kind.GRAD_V)
 _EMPTY = Task("C", stage="empty")
 
@@ -67,7 +61,7 @@ class KeyRing:
     ) -> None:
         self._mesh, self._group, self._rotation, self._rows = mesh, group, rotation, rows
         self._own, self._results, self._shared = own, results, shared
-        self._kv_chunk = mesh.kv.chunks[part]
+        self._heads = mesh.head_group.heads_of(mesh.kv.chunks[part], Kind.K)
         self.size = rotation.size
         self._first_step = part * self.size
         self._travels = gradients is GradientRoute.TRAVEL
@@ -172,16 +166,12 @@ class KeyRing:
         return _pair(f"k.{number}", f"v.{number}", self._block_rows) if step else self._own
 
     def _declare(
-        self,
-        pieces: Pieces,
-        kinds: tuple[Kind, Kind],
-        step: int,
-        precision: Precision = Precision.ELEMENT,
+        self, pieces: Pieces, kinds: Kinds, step: int, precision: Precision = Precision.ELEMENT
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        buffer, rows, chunk = self._mesh.head_group.buffer, self._rows[step], self._kv_chunk
+        rows, heads = self._rows[step], self._heads
         for piece, kind in zip(pieces, kinds, strict=True):
-            self.buffers[piece.buffer] = buffer(piece.buffer, kind, rows, chunk, precision)
+            self.buffers[piece.buffer] = Buffer(piece.buffer, kind, rows, heads, precision)
 
     def _pass_on(self, step: int) -> list[Operation]:
         """This member's part of the gradients of a step's block, with the sum that came with it."""
@@ -241,7 +231,7 @@ class KeyRings:
         tile, local = mesh.tile, mesh.head_group.local
         members = tile.kv_group(tile.column(unit))
         place, size, begun = members.index(unit), len(members), set[int]()
-        rotation = double_ring(place, size, order.inner) if order.inner else ring(place, size)
+        rotation = ring(place, size, order.inner)
         self._rings: list[KeyRing] = []
         for part, chunk in enumerate(mesh.kv.chunks):
             k, v, grad_k, grad_v = (chunk.local(local(kind)) for kind in (*_KEYS, *_GRADS))

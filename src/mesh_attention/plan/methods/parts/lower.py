@@ -32,9 +32,9 @@ from mesh_attention.plan.methods.parts.blocks import (
     grid_calls,
     row_list,
 )
-from mesh_attention.plan.methods.parts.lower_unions import SegmentPieces, union_calls
+from mesh_attention.plan.methods.parts.lower_unions import SegmentPieces, segments_near, union_calls
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
+from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import visible_pairs
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
@@ -70,10 +70,10 @@ class Queries:
 
     list: RowList
     rows: RowRanges
-    some: tuple[int, int]  # the keys that some query sees, and those that all of them see
-    all: tuple[int, int]
-    sight: Sight | None  # block by block
-    few: tuple[tuple[int, int, int, int], ...] | None  # the same of few blocks without padding
+    some: tuple[int, int] = (0, 0)  # the keys that some query sees, and that all see
+    all: tuple[int, int] = (0, 0)
+    sight: Sight | None = None  # block by block
+    few: tuple[tuple[int, int, int, int], ...] | None = None  # of few blocks without padding
     pieces: SegmentPieces | None = None  # instead of these, for masks whose bounds may fall
 
     @staticmethod
@@ -82,7 +82,7 @@ class Queries:
         if not rows.ordered:
             some = rows.hull(q.first, last + 1)
             pieces = SegmentPieces.of(q.blocks.pairs(), rows) if q.blocks else None
-            return Queries(q, rows, some, (0, 0), None, None, pieces)
+            return Queries(q, rows, some, pieces=pieces)
         lo, hi = (x.tolist() for x in rows.bounds(np.array([q.first, last], dtype=np.int64)))
         sight = Sight.of(q.blocks.starts, q.blocks.stops - 1, rows) if q.blocks else None
         few = None
@@ -90,11 +90,6 @@ class Queries:
             sides = (sight.all_lo, sight.all_hi, sight.some_lo, sight.some_hi)
             few = tuple(zip(*(side.tolist() for side in sides), strict=True))
         return Queries(q, rows, (lo[0], hi[1]), (lo[1], hi[0]), sight, few)
-
-    @staticmethod
-    def unseen(q: RowList, rows: RowRanges) -> Queries:
-        """Queries that are lowered without the mask."""
-        return Queries(q, rows, (0, 0), (0, 0), None, None)
 
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
@@ -161,7 +156,7 @@ def _cuts(
 ) -> tuple[list[int], list[int]]:
     """Where the mask bends inside query blocks, and inside these key blocks."""
     q_cuts, k_cuts = {rows.q_tokens}, {rows.kv_tokens}
-    near = _near(q, rows)
+    near = segments_near(q.few or ((q.edges[0], q.edges[-1]),), rows)
     k_edges = sorted(
         {edge for block in k_blocks for edge in (*block, min(rows.kv_tokens, block[1]))}
     )
@@ -182,13 +177,6 @@ def _cuts(
             k_cuts.update(cut + diagonal for cut in inside)
             q_cuts.update(k - diagonal for k in k_edges if s.start < k - diagonal < s.stop)
     return sorted(q_cuts), sorted(k_cuts)
-
-
-def _near(q: Blocks, rows: RowRanges) -> list[Segment]:
-    """Segments of the mask that hold queries; of many blocks, those from the first to the last."""
-    blocks = q.few or ((q.edges[0], q.edges[-1]),)
-    indices = {at for block in blocks for at in rows.segments_between(*block)}
-    return [rows.segments[at] for at in sorted(indices)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +230,7 @@ class Lowerings:
     ) -> None:
         """`one_call`: each task is one call, whatever is visible."""
         self._one_call = one_call
-        look = Queries.unseen if one_call else Queries.of
+        look = Queries if one_call else Queries.of
         self.queries = cache(lambda spans: look(row_list(q_layout, spans), rows))
         self.keys = cache(lambda spans: row_list(kv_layout, spans))
         self._calls: dict[tuple[Queries, RowList], tuple[Call, ...]] = {}

@@ -45,8 +45,7 @@ class SegmentPieces:
 
     @staticmethod
     def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
-        indices = {at for block in blocks for at in rows.segments_between(*block)}
-        near = [rows.segments[at] for at in sorted(indices)]
+        near = segments_near(blocks, rows)
         return _pieces(near, blocks, [*(s.start for s in near), rows.q_tokens], rows)
 
     def cut(self, cuts: Iterable[int], rows: RowRanges) -> SegmentPieces:
@@ -80,6 +79,12 @@ class SegmentPieces:
         )
 
 
+def segments_near(blocks: BlockList, rows: RowRanges) -> list[Segment]:
+    """Segments of the mask that may hold queries of these blocks."""
+    indices = {at for block in blocks for at in rows.segments_between(*block)}
+    return [rows.segments[at] for at in sorted(indices)]
+
+
 def _pieces(
     near: list[Segment], blocks: BlockList, cuts: list[int], rows: RowRanges
 ) -> SegmentPieces:
@@ -89,11 +94,7 @@ def _pieces(
 
 
 def union_calls(
-    q: SegmentPieces,
-    keys: BlockList,
-    key_rows: tuple[int, ...],
-    rows: RowRanges,
-    most_cells: int,
+    q: SegmentPieces, keys: BlockList, key_rows: tuple[int, ...], rows: RowRanges, most_cells: int
 ) -> tuple[Call, ...] | None:
     """Calls with rows counted inside the two lists; None where the two see each other in part, and
     too many cells would be needed to say how."""

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 
 Array = NDArray[np.int64]
@@ -34,14 +35,26 @@ def _runs_of(layout: Layout) -> Array:
     return layout.all_runs()
 
 
-def num_ranges(layout: Layout) -> int:
+def _num_ranges(layout: Layout) -> int:
     """Ranges of consecutive positions that the ranks own."""
     return int(_runs_of(layout)[:, 3].sum())
 
 
 def has_few_ranges(layout: Layout) -> bool:
     """Whether the ranges of a layout can be exchanged one by one."""
-    return num_ranges(layout) <= max(MAX_RANGES, 2 * layout.num_ranks)
+    return _num_ranges(layout) <= max(MAX_RANGES, 2 * layout.num_ranks)
+
+
+def check_ranges(layout: Layout, what: str, other_layouts: str) -> None:
+    if has_few_ranges(layout):
+        return
+    ways = f"give a stripe_block of at least {-(-layout.num_tokens // MAX_RANGES)}"
+    if layout.kind is LayoutKind.LISTED:
+        ways = "list fewer and longer 'stretches'"
+    raise PlanError(
+        f"{what} {_num_ranges(layout)} stretches, each of which would be a message of its own; "
+        f"at most {MAX_RANGES} are supported: {ways}, or layout={other_layouts}"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +160,8 @@ class Rows:
 class NeededRows:
     """The rows of one side that ranks work on, as intervals of positions.
 
-    Ranks lie in a grid. All ranks of a *line* of the grid work on the same positions, and each of
-    them on those that belong to ranks of its own place in the lines. An interval of line l is kept
+    Ranks lie in a grid. All ranks of a *line* of the grid work on the same positions, each of them
+    on the part that belongs to ranks of its own place in the lines. An interval of line l is kept
     as `l * stride` plus positions, so that all lines are sorted, joined and searched together.
     """
 

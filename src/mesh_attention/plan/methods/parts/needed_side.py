@@ -7,7 +7,7 @@ buffers and merges: needed rows arrive before the attention, partial results of 
 it, and the owner combines the partials of each of its rows. Used by `methods/needed_rows.py`.
 
 Buffers: `k.0` holds the gathered keys of head slice 0, `grad_k.0` their partial gradients, `.wire`
-what is sent, `.in` what arrives.
+the copy that is sent, `.in` the partials that arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
@@ -48,7 +47,7 @@ class Summand:
 class RankRows:
     rank: int
     local: bool  # it works on its own rows only
-    rows: Spans  # the places of what it works on; empty if it has nothing to do
+    rows: Spans  # the places of the rows it works on; empty if it has nothing to do
     num_rows: int
     gathered: ByRank  # rows of them, by owner
     sent: ByRank  # own slots, by user
@@ -61,7 +60,8 @@ def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
     received, sent = needed.received(rank), needed.sent(rank)
     local = not (received.ranks != rank).any()
     own = rank * layout.slots
-    others = _only(sent, sent.ranks != rank)
+    foreign = sent.ranks != rank
+    others = Rows(sent.ranks[foreign], sent.slots[foreign], sent.sizes[foreign])
     arriving = _in_order(others)
     slots = zip(others.slots.tolist(), others.sizes.tolist(), arriving, strict=True)
     summands = [Summand(slot, slot + size, row, arrives=True) for slot, size, (row, _) in slots]
@@ -106,10 +106,6 @@ def _sums(summands: list[Summand], slots: int) -> list[tuple[tuple[int, int], li
         for index in range(at[partial.start], at[partial.stop]):
             by_range[index].append(partial)
     return list(zip(pairwise(cuts), by_range, strict=True))
-
-
-def _only(rows: Rows, which: NDArray[np.bool_]) -> Rows:
-    return Rows(rows.ranks[which], rows.slots[which], rows.sizes[which])
 
 
 def _in_order(rows: Rows) -> list[tuple[int, int]]:
@@ -177,7 +173,7 @@ class NeededSide:
     ) -> ByMember:
         return {member: self._pieces(names, spans, heads) for member, spans in rows.items()}
 
-    # Partials on their way to the owner.
+    # Partial results for their owners.
 
     def to_wire(self, task: Task, own: RankRows, part: int) -> list[Operation]:
         casts: list[Operation] = []
@@ -215,7 +211,7 @@ class NeededSide:
         return f"{kind}.{part}" if same or own.local else f"{kind}.{part}.wire"
 
     def buffers(self, own: RankRows) -> Iterator[Buffer]:
-        """All that a rank may use; a program keeps those that it does use."""
+        """All buffers that a rank may use; its program keeps the ones it uses."""
         buffer = self.head_group.buffer
         for part, chunk in enumerate(self.chunks):
             for kind in self.inputs if not own.local else ():

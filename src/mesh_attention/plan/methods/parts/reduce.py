@@ -1,13 +1,17 @@
 """Reductions: each owner gets the combination of all partial results of its rows.
 
-`exchange`: one all-to-all that carries every partial (with its LSE), combined by the owner in fp32;
-rounds once, best inside a node. `nodes`: an exchange inside each node, to the member with the
-owner's place there, and one between nodes of what each has combined: as many bytes, a partial
-crosses into a node once, and one rounding more. `reduce-scatter`: the transport adds on the way,
-and where elements are narrower than accumulators it rounds at every hop; partial outputs are first
-rescaled to the global LSE. That LSE is an all-reduce whose operator is log-sum-exp: as no transport
-reduces with it, it is done as an all-to-all, a merge by the owner and an all-gather, which moves
-half of what max-then-sum would. `local`: the group is this rank alone. (algorithm.md, section 4)
+exchange         one all-to-all carries every partial (with its LSE), and the owner combines them in
+                 fp32; rounds once, best inside a node
+nodes            an exchange inside each node, to the member with the owner's place there, and one
+                 between nodes of what each node has combined; the same bytes, but only one partial
+                 of each node crosses to another, with one more rounding
+reduce-scatter   the transport adds on the way, and rounds at every hop where elements are narrower
+                 than accumulators; partial outputs are first rescaled to the global LSE. No
+                 transport reduces by log-sum-exp, so that LSE takes an all-to-all, a merge by the
+                 owner and an all-gather: half the bytes of max-then-sum
+local            the group is this rank alone
+
+Used by tiles and by StarTrail (algorithm.md, section 4). These functions only make operations.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ Exchanged = tuple[tuple[Pieces, ...], tuple[Pieces, ...]]  # sent and received, 
 
 
 def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
-    """For each member of a group what is given for it, most often nothing."""
+    """The pieces of each member of a group; none for members that are not named."""
     return tuple(pieces.get(member, ()) for member in range(size))
 
 
 class Combine(StrEnum):
-    # Exchange where every Q group lies inside one node; else nodes for elements of two bytes, and
-    # reduce-scatter for those that accumulate in their own precision.
+    # Exchange where every Q group is inside one node; otherwise reduce-scatter for elements that
+    # accumulate in their own precision, and nodes for narrower ones.
     AUTO = "auto"
     EXCHANGE = "exchange"
     REDUCE_SCATTER = "reduce-scatter"
@@ -58,10 +62,10 @@ class ReduceBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How partials of one chunk travel in one group.
+    """How partials of one chunk are reduced in one group.
 
     Where the owners are not the whole group, `owner_slots` are the group members that own a part of
-    the whole, and `user_slots` those that hold partials of this rank's chunk. By nodes:
+    the whole, and `user_slots` the members that hold partials of this rank's chunk. By nodes:
     `per_node` members follow each other in a node, and `member` is this one.
     """
 
@@ -76,7 +80,7 @@ class Reduction:
     member: int = 0
 
     def of_member(self, member: int, per_node: int) -> Reduction:
-        """Only by nodes does it make a difference."""
+        """The reduction of one member; members differ only by nodes."""
         by_nodes = self.by is ReduceBy.NODES
         return replace(self, member=member, per_node=per_node) if by_nodes else self
 
@@ -92,23 +96,18 @@ class Reduction:
     def to_owners(
         self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
     ) -> tuple[list[Operation], str]:
-        """The transfers, and how the stacks end in which partials arrive for the last merges.
-        `pairs` are the buffers of partials that one merge combines."""
-        if self.by is ReduceBy.NODES:
-            return self._combined_in_nodes(task, rule, pairs), "nodes"
-        names = [name for pair in pairs for name in pair]
-        return [self.exchange(task, tuple((name, f"{name}.in") for name in names))], "in"
-
-    def _combined_in_nodes(
-        self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
-    ) -> list[Operation]:
-        """To stacks of what each node has combined of this member's partials."""
+        """The transfers, and the ending of the names of the stacks in which partials arrive for the
+        last merges. `pairs` are the buffers of partials that one merge combines."""
+        if self.by is not ReduceBy.NODES:
+            names = [name for pair in pairs for name in pair]
+            return [self.exchange(task, tuple((name, f"{name}.in") for name in names))], "in"
         inside, merged, between = _by_nodes(replace(self, group=""), pairs)
-        return [
+        operations: list[Operation] = [
             AllToAll(task.at("node"), self.group, *inside),
             *(Merge(task.at("node-merge"), rule, *pieces) for pieces in merged),
             AllToAll(task, self.group, *between),
         ]
+        return operations, "nodes"
 
     @property
     def num_copies(self) -> int:
@@ -144,12 +143,12 @@ class Reduction:
         return Piece(buffer, 0, self.num_owners * self.chunk.size)
 
 
-@lru_cache(maxsize=1024)  # the members with one place in groups of one size do the same
+@lru_cache(maxsize=1024)  # members with equal places in groups of equal size do the same
 def _by_nodes(
     reduction: Reduction, pairs: tuple[tuple[str, ...], ...]
 ) -> tuple[Exchanged, tuple[tuple[Pieces, Pieces], ...], Exchanged]:
-    """What is exchanged inside a node, what each merge there reads and writes, and what is
-    exchanged between nodes."""
+    """The pieces of the exchange inside a node, of each merge there (inputs, outputs), and of the
+    exchange between nodes."""
     chunk, per_node, num_nodes = reduction.chunk, reduction.per_node, reduction.num_nodes
     names = [name for pair in pairs for name in pair]
     sends: dict[int, Pieces] = {}
@@ -202,8 +201,8 @@ def reduce_output(
 ) -> list[Operation]:
     """Partial (out, lse) accumulators of a whole chunk, to (out, lse) of the owners.
 
-    `wire` is the buffer in which partial outputs travel; it may be the accumulator itself.
-    Buffers of the stacks are named after the partials: `<wire>.in`, `<lse>.in`, `<lse>.all`.
+    `wire` is the buffer from which partial outputs are sent; it may be the accumulator itself.
+    Stacks are named after the partials: `<wire>.in`, `<lse>.in`, `<lse>.all`.
     """
     acc_out, acc_lse = partial
     ends = (reduction.chunk.local(out), reduction.chunk.local(lse))
@@ -264,8 +263,8 @@ def _to_wire(task: Task, acc: Piece, wire: Piece) -> list[Operation]:
 def stacks(
     reduction: Reduction, name: str, owners: Sequence[Spans], own: Spans
 ) -> dict[str, Spans]:
-    """The rows of the stacks in which partials called `name` arrive. `owners`: the rows of the
-    group's members, by nodes; `own`: this one's."""
+    """The rows of the stacks in which partials called `name` arrive. `owners`: the rows of all
+    members of the group, needed only by nodes; `own`: the rows of this one."""
     if reduction.by is not ReduceBy.NODES:
         return {f"{name}.in": stack_rows(own, reduction.num_copies, reduction.chunk)}
     near: Spans = ()

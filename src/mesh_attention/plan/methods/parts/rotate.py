@@ -57,23 +57,14 @@ class Rotation:
         return len(self.blocks)
 
 
-def ring(member: int, size: int) -> Rotation:
-    """Every step one place on."""
-    back, on = (member - 1) % size, (member + 1) % size
-    return Rotation(
-        member,
-        tuple((member - s) % size for s in range(size)),
-        tuple(Hop(s - 1, on, back) for s in range(1, size)),
-        tuple((member + s) % size for s in range(size)),
-    )
-
-
-def double_ring(member: int, size: int, inner: int) -> Rotation:
-    """LoongTrain: once round the inner ring of `inner` members, then one hop of the outer ring.
+def ring(member: int, size: int, inner: int | None = None) -> Rotation:
+    """Every step one place on. With `inner`, LoongTrain's double ring: once round the inner ring of
+    `inner` members, then one hop of the outer ring.
 
     Member m sits at (m // inner, m % inner). The block that began an inner round makes the outer
     hop.
     """
+    inner = inner or size
     x, y = divmod(member, inner)
     outer = size // inner
 

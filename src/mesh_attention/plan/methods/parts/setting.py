@@ -80,9 +80,7 @@ class Setting:
     """Options of every method; None means: choose for me."""
 
     layout: LayoutKind | None = option(
-        None,
-        "contiguous, zigzag, striped or listed; left out: zigzag under a mask",
-        "NAME",
+        None, "contiguous, zigzag, striped or listed; left out: zigzag under a mask", "NAME"
     )
     stripe_block: int = option(1, "tokens of one stripe")
     stretches: Stretches | None = option(

@@ -25,12 +25,12 @@ MOST_ATTENTIONS = 3  # of an uneven share of heads
 class TileOrder:
     """Queries and keys are gathered, in the order of a scheduler (`ordered_by`).
 
-    Computation runs in program order, so what is computed from a transfer stands after the
-    computation that hides it. A reduction is in parts, each up to a transfer: `RS-Q-0` is the first
-    part, `RS-Q-0.1` the second. After each attention comes the next part of every reduction that
-    has begun. Under a memory cap reductions are in one part, since their buffers are held until the
-    last. An exchange comes before the gather that needs it, or after the last part of all
-    reductions that feed it; its sums follow one attention later.
+    Computation runs in program order, so a computation that needs a transfer stands after the
+    computation that hides the transfer. A reduction is in parts, each up to a transfer: `RS-Q-0` is
+    the first part, `RS-Q-0.1` the second. After each attention comes the next part of every
+    reduction that has begun. Under a memory cap reductions are in one part, since their buffers are
+    held until the last. An exchange comes before the gather that needs it, or after the last part
+    of all reductions that feed it; its sums follow one attention later.
     """
 
     def __init__(self, mesh: TilePass, schedule: Schedule, ordered_by: str) -> None:

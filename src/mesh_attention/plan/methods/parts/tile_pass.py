@@ -4,8 +4,8 @@ Forward: gather Q and KV, attend, reduce partial outputs. Backward: gather Q, dO
 KV; reduce gradients (algorithm.md, 2 to 5).
 
 Names inside a program: `q`, `k`, `v`, ... are the caller's; `q.0` is Q chunk 0 of the whole Q
-group, `out.0`, `lse.0` its partial output; `.wire` what is sent, `.in` what arrives, `.all` the
-global LSE.
+group, `out.0`, `lse.0` its partial output; `.wire` the copy that is sent, `.in` the partials that
+arrive, `.all` the global LSE.
 
 Operations depend on a unit only through its tile row or column, so they are made once for each and
 shared: that keeps plans for thousands of ranks small. Used by the box, by StarTrail, and by the
@@ -30,12 +30,7 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import Chunk, in_whole
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.reduce import (
-    ReduceBy,
-    by_member,
-    reduce_output,
-    reduce_sum,
-)
+from mesh_attention.plan.methods.parts.reduce import ReduceBy, by_member, reduce_output, reduce_sum
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, TileSide, kinds_of_sides
 
 COMPUTE, GATHER_Q, GATHER_KV = "C", "AG-Q", "AG-KV"  # kinds of tasks
@@ -200,7 +195,7 @@ class TilePass:
         return reduce_output(task, reduction, partial=partial, wire=wire, out=out, lse=lse)
 
     def _tensors(self, side: TileSide, index: int) -> tuple[tuple[str, str, str], ...]:
-        """Accumulator, what is sent, and result of each gradient."""
+        """Of each gradient: its accumulator, the buffer that is sent, and the result."""
         names = [(f"{kind}.{index}", self.head_group.local(kind)) for kind in side.partials]
         return tuple((name, side.wire(name), result) for name, result in names)
 

@@ -40,13 +40,13 @@ class SharedOptions(Setting):
 
     @classmethod
     def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
-        """The options that a setting has of these, by name, and those that the method chose."""
+        """The fields that a setting has, by name, and the values that the method chose."""
         names = {field.name for field in fields(cls)}
         asked = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
         return cls(**{**asked, **chosen, "method": method})
 
 
-def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
+def _layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if shared.relayout and shared.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
@@ -63,14 +63,6 @@ def layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layou
     if problem.q_tokens == problem.keys:
         return q, q
     return q, Layout(kind, problem.keys, num_ranks, shared.stripe_block, shared.stretches)
-
-
-def shards_of(layouts: Layouts, devices: tuple[int, ...], shared: SharedOptions) -> Layouts | None:
-    """The layouts of the caller's tensors, where they are not those of the method."""
-    if not shared.relayout:
-        return None
-    q, kv = (contiguous_shards(layout.num_tokens, devices) for layout in layouts)
-    return None if (q, kv) == layouts else (q, kv)
 
 
 def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
@@ -172,17 +164,20 @@ class TilePlanner:
     def __init__(self, problem: Problem, num_ranks: int, shared: SharedOptions, tile: Tile) -> None:
         self._problem = problem
         self._shared = shared
-        self._layouts = layouts_of(problem, num_ranks, shared)
+        self.layouts = _layouts_of(problem, num_ranks, shared)
         self._devices = _devices_of(tile, shared)
-        self.shards = shards_of(self._layouts, self._devices, shared)
+        self.shards: Layouts | None = None  # of the caller's tensors, where they are others
+        if shared.relayout:
+            q, kv = (contiguous_shards(layout.num_tokens, self._devices) for layout in self.layouts)
+            self.shards = None if (q, kv) == self.layouts else (q, kv)
         per_node = shared.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: shared.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = Lowerings(*self._layouts, problem.rows, one_call=shared.one_call)
+        self.lowerings = Lowerings(*self.layouts, problem.rows, one_call=shared.one_call)
 
     @property
     def is_zigzag(self) -> bool:
-        return all(layout.kind is LayoutKind.ZIGZAG for layout in self._layouts)
+        return all(layout.kind is LayoutKind.ZIGZAG for layout in self.layouts)
 
     def tile_passes(
         self, direction: Direction, tile: Tile, cut: PassCut = UNCUT
@@ -198,7 +193,7 @@ class TilePlanner:
         exchanged = None if at_once else cut
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(self._problem, *self._layouts, degree, index, self.shards, exchanged)
+            group = HeadGroup(self._problem, *self.layouts, degree, index, self.shards, exchanged)
             return TilePass(group, direction, tile, cut, by, gather_out=out, per_node=per_node)
 
         return OnDemand(degree, on_group)
@@ -206,7 +201,7 @@ class TilePlanner:
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(
             self._problem,
-            *self._layouts,
+            *self.layouts,
             tuple(passes),
             devices=self._devices,
             ranks_per_node=self._shared.ranks_per_node,

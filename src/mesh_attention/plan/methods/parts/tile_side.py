@@ -132,7 +132,7 @@ class TileSide:
         layout, chunk = self.head_group.layout(self.kind), self.chunks[index]
         if layout.kind is LayoutKind.LISTED:
             return whole_rows([self.own_rows(unit) for unit in units], chunk)
-        # Those of the first unit, as many places further for each one after it.
+        # The rows of the first unit, shifted by the rows of a unit for each unit after it.
         size, first = self.head_group.size(self.kind), self.own_rows(0)
         return joined(
             [

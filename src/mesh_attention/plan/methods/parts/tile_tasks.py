@@ -2,7 +2,7 @@
 
 The order is found once, from costs averaged over all ranks, so every rank derives the same one.
 Slices of the heads have the same tasks: they are ordered once, and follow each other. Used by
-`box.py`, which turns the order into programs (`tile_order.py`).
+`box.py`, which turns the order into programs (`task_orders.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Call, CallKind, Collective, Operation, Task
-from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, TaskNode
+from mesh_attention.plan.language.tasks import (
+    Schedule,
+    Step,
+    TaskGraph,
+    TaskNode,
+    follow_each_other,
+    one_after_another,
+    reduced_early,
+)
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.tile_pass import (
-    COMPUTE,
-    GATHER_KV,
-    GATHER_Q,
-    TilePass,
-)
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, GATHER_Q, TilePass
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
 from mesh_attention.plan.problem.spans import slice_spans
@@ -38,7 +41,6 @@ from mesh_attention.plan.schedule.greedy import (
     smallest_cap,
 )
 from mesh_attention.plan.schedule.search import search
-from mesh_attention.plan.schedule.slices import follow_each_other, one_after_another, reduced_early
 
 CAPPED = "capped"  # the name of an order under a memory cap
 

@@ -1,7 +1,8 @@
 """Atoms: the finest cuts of tokens and heads that any buffer or piece of a plan makes.
 
-Every buffer row range is then a list of whole atoms, and a set of keys that a query has seen is an
-integer with one bit for each key atom: unions and overlaps are single operations.
+The verifier works on them in place of tokens. The rows of every buffer and piece are whole atoms,
+and the set of keys that a query has seen is an integer with one bit for each key atom: unions and
+overlaps are single operations.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, Operation, ReduceScatter, reads, writes
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.problem.runs import Run, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BufferCells:
-    """The cells of a buffer: what each is meant to hold, token atom by token atom. Buffers of one
-    side with the same rows and heads share them, on all ranks: so they are compared by identity."""
+    """The cells of a buffer and what each is meant to hold, token atom by token atom. Buffers of
+    one side with the same rows and heads share one object on all ranks, compared by identity."""
 
     labels: list[tuple[int, int]]  # (token atom, head atom)
     first_rows: list[int]  # the first row of each token atom
@@ -49,6 +49,10 @@ class Side:
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
+
+    def runs(self) -> list[list[Run]]:
+        """The positions of each atom."""
+        return [self.layout.runs(start, stop) for start, stop in pairwise(self.cuts)]
 
     def has_token(self, atom: int) -> bool:
         runs = self.layout.runs(self.cuts[atom], self.cuts[atom + 1])
@@ -86,7 +90,7 @@ class Atoms:
         self._heads_per_kv_head = group
         # A KV head atom is named by its first query head atom; cut within a group they coincide.
         self.kv_head_of = [self._head_index[cut - cut % group] for cut in self.head_cuts[:-1]]
-        self.pairs = _pair_matrix(self.q, self.kv, plan.problem.rows)
+        self.pairs = pairs_of_parts(self.q.runs(), self.kv.runs(), plan.problem.rows)
         self._cells_of = cache(self._make_cells)
         seen = self.pairs > 0
         self.required = [_bits(row) for row in seen]
@@ -94,7 +98,7 @@ class Atoms:
         self.required_by_key = [_bits(row) for row in by_head]
 
     def head_bits(self, kv_head: int) -> int:
-        """Of the bits `query atom * num_heads + head atom`, those of one KV head's queries."""
+        """The bits `query atom * num_heads + head atom` of all queries of a KV head."""
         heads = sum(1 << h for h, k in enumerate(self.kv_head_of) if k == kv_head)
         return sum(heads << (a * self.num_heads) for a in range(len(self.q)))
 
@@ -123,7 +127,7 @@ _Cuts = tuple[set[int], set[int]]  # rows and heads at which pieces of a buffer 
 
 
 def _cuts_by_buffer(pass_: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
-    """Every buffer with where it is cut; what ranks share is looked at once."""
+    """Every buffer with the cuts that pieces make; what ranks share is looked at once."""
     used_by: dict[Operation, dict[str, _Cuts]] = {}
     cuts_of: dict[Buffer, _Cuts] = {}
     for program in pass_.programs:
@@ -151,29 +155,6 @@ def _cut_parts(op: Operation) -> Iterator[Piece]:
             part = move.part
             for a, b in pairwise(move.cuts):
                 yield Piece(part.buffer, part.start + a, part.start + b, part.heads)
-
-
-def _pair_matrix(q: Side, kv: Side, rows: RowRanges) -> NDArray[np.int64]:
-    q_owner, q_runs = _runs(q)
-    kv_owner, kv_runs = _runs(kv)
-    pairs = visible_pairs(q_runs, kv_runs, rows)
-    if len(q_runs) == len(q) and len(kv_runs) == len(kv):
-        return pairs
-    by_q = np.zeros((len(q), len(kv_runs)), dtype=np.int64)
-    np.add.at(by_q, np.array(q_owner), pairs)
-    result = np.zeros((len(kv), len(q)), dtype=np.int64)
-    np.add.at(result, np.array(kv_owner), by_q.T)
-    return result.T
-
-
-def _runs(side: Side) -> tuple[list[int], list[Run]]:
-    owners: list[int] = []
-    runs: list[Run] = []
-    for atom in range(len(side)):
-        for run in side.layout.runs(side.cuts[atom], side.cuts[atom + 1]):
-            owners.append(atom)
-            runs.append(run)
-    return owners, runs
 
 
 def _bits(row: NDArray[np.bool_]) -> int:

@@ -1,4 +1,7 @@
-"""What each communication means on symbolic memory, for all members of its group at once."""
+"""What each communication means on symbolic memory, for all members of its group at once.
+
+The machine calls `communicate` when all members have arrived; sizes, kinds, tokens and heads that
+do not fit raise `Broken`."""
 
 from __future__ import annotations
 
@@ -22,10 +25,8 @@ from mesh_attention.plan.read.verify.memory import Broken, Content, Memory, Part
 def communicate(memory: Memory, members: Sequence[int], operations: list[Communication]) -> None:
     match operations[0]:
         case AllGather():
-            _same_moves(members, cast(list[AllGather], operations))
             _all_gather(memory, members, cast(list[AllGather], operations))
         case ReduceScatter():
-            _same_moves(members, cast(list[ReduceScatter], operations))
             _reduce_scatter(memory, members, cast(list[ReduceScatter], operations))
         case AllToAll():
             _all_to_all(memory, members, cast(list[AllToAll], operations))
@@ -66,6 +67,7 @@ def _rows(part: Piece, start: int, stop: int) -> Piece:
 
 
 def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGather]) -> None:
+    _same_moves(members, operations)
     for at, move in enumerate(operations[0].moves):
         values: list[Content] = []
         labels: list[tuple[int, int]] = []
@@ -84,6 +86,7 @@ def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGath
 def _reduce_scatter(
     memory: Memory, members: Sequence[int], operations: list[ReduceScatter]
 ) -> None:
+    _same_moves(members, operations)
     for at, move in enumerate(operations[0].moves):
         contributions = []
         labels = memory.labels(members[0], move.whole)
@@ -91,9 +94,8 @@ def _reduce_scatter(
         for rank, op in zip(members, operations, strict=True):
             whole = op.moves[at].whole
             if memory.labels(rank, whole) != labels:
-                raise Broken(
-                    rank, f"{whole.buffer} holds other tokens or heads than rank {members[0]}'s"
-                )
+                name = whole.buffer
+                raise Broken(rank, f"{name} holds other tokens or heads than rank {members[0]}'s")
             contributions.append(memory.read(rank, whole))
         sums = _sums(memory, members[0], move.whole, contributions)
         done = 0
@@ -102,9 +104,8 @@ def _reduce_scatter(
             wanted = memory.labels(rank, part)
             stop = done + len(wanted)
             if wanted != labels[done:stop]:
-                raise Broken(
-                    rank, f"gets the sum of other tokens or heads than {part.buffer} holds"
-                )
+                name = part.buffer
+                raise Broken(rank, f"gets the sum of other tokens or heads than {name} holds")
             memory.write(rank, part, sums[done:stop])
             done = stop
         if done != len(labels):
@@ -134,12 +135,10 @@ def _all_to_all(memory: Memory, members: Sequence[int], operations: list[AllToAl
 
 def _send_recv(memory: Memory, members: Sequence[int], operations: list[SendRecv]) -> None:
     for index, (source, op) in enumerate(zip(members, operations, strict=True)):
-        other = operations[op.to_member]
-        target = members[op.to_member]
-        if other.from_member != index:
-            raise Broken(
-                target, f"expects rank {members[other.from_member]}, but rank {source} sends"
-            )
+        expected = operations[op.to_member].from_member
+        if expected != index:
+            message = f"expects rank {members[expected]}, but rank {source} sends"
+            raise Broken(members[op.to_member], message)
     for source, op in zip(members, operations, strict=True):
         _deliver(memory, source, op.sends, members[op.to_member], operations[op.to_member].receives)
 
@@ -148,8 +147,7 @@ def _deliver(
     memory: Memory, source: int, sends: tuple[Piece, ...], target: int, receives: tuple[Piece, ...]
 ) -> None:
     if len(sends) != len(receives):
-        raise Broken(
-            target, f"expects {len(receives)} pieces from rank {source}, which sends {len(sends)}"
-        )
+        sent = f"rank {source}, which sends {len(sends)}"
+        raise Broken(target, f"expects {len(receives)} pieces from {sent}")
     for taken, received in zip(sends, receives, strict=True):
         memory.transfer(source, taken, target, received)

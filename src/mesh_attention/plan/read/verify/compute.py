@@ -1,14 +1,17 @@
-"""What each compute operation means on symbolic memory."""
+"""What attentions and merges mean on symbolic memory: they change what cells are known to cover.
+
+The machine calls `SymbolicCompute` for every rank in turn; an operation that is wrong raises
+`Broken`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
+from mesh_attention.plan.language.buffers import Kind, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Merge, MergeRule
-from mesh_attention.plan.problem.spans import Spans, slice_spans
+from mesh_attention.plan.problem.spans import Spans
 from mesh_attention.plan.read.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.read.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.read.verify.memory import DATA, Broken, Content, Memory, Partial
@@ -24,7 +27,6 @@ class SymbolicCompute:
         self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
-        self._spans = cache(lambda buffer, start, stop: slice_spans(buffer.rows, start, stop))
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
         # By the cells of a buffer, rows and heads: a block has the same keys on every rank.
         self._known_keys: dict[tuple[BufferCells, int, int, object], dict[int, int]] = {}
@@ -33,7 +35,6 @@ class SymbolicCompute:
         self._expect(rank, op.q, Kind.Q)
         keys = self._keys(rank, op.k, op.v)
         self._check_calls(rank, op.q, op.k, op.calls)
-        self._check_heads(rank, op.q, op.k)
         self._same_rows(rank, (op.q, op.out, op.lse))
         old_out = self._accumulated(rank, op.out, op.fresh, Kind.OUT)
         old_lse = self._accumulated(rank, op.lse, op.fresh, Kind.LSE)
@@ -41,9 +42,8 @@ class SymbolicCompute:
         labels = self._memory.labels(rank, op.q)
         for (atom, head), out, lse in zip(labels, old_out, old_lse, strict=True):
             if out != lse or out.scaled_to is not None:
-                raise Broken(
-                    rank, f"{op.out.buffer} and {op.lse.buffer} are not over the same keys"
-                )
+                names = f"{op.out.buffer} and {op.lse.buffer}"
+                raise Broken(rank, f"{names} are not over the same keys")
             added = keys.get(self._atoms.kv_head_of[head], 0) & self._atoms.required[atom]
             new.append(_with(rank, op.out.buffer, out, added))
         self._memory.write(rank, op.out, new, accumulates=not op.fresh)
@@ -53,18 +53,15 @@ class SymbolicCompute:
         atoms = self._atoms
         if (op.out is None) == (op.delta is None):
             raise Broken(rank, "needs either out or delta")
-        statistic = (op.delta, Kind.DELTA) if op.out is None else (op.out, Kind.OUT)
-        for piece, kind in (
-            (op.q, Kind.Q), (op.grad_out, Kind.GRAD_OUT), (op.lse, Kind.LSE), statistic,
-        ):  # fmt: skip
-            assert piece is not None
-            self._expect(rank, piece, kind)
-        rest = tuple(p for p in (op.grad_out, op.lse, op.out, op.delta, op.grad_q) if p)
-        self._same_rows(rank, (op.q, *rest))
+        kinds = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, Kind.OUT, Kind.DELTA)
+        pieces = (op.q, op.grad_out, op.lse, op.out, op.delta)
+        for piece, kind in zip(pieces, kinds, strict=True):
+            if piece is not None:
+                self._expect(rank, piece, kind)
+        self._same_rows(rank, [piece for piece in (*pieces, op.grad_q) if piece is not None])
         self._same_rows(rank, (op.k, op.v, op.grad_k, op.grad_v))
         keys = self._keys(rank, op.k, op.v)
         self._check_calls(rank, op.q, op.k, op.calls)
-        self._check_heads(rank, op.q, op.k)
         labels = self._memory.labels(rank, op.q)
         old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
         queries: dict[int, int] = {}
@@ -106,30 +103,28 @@ class SymbolicCompute:
                 _rescaled(rank, *(_partial(rank, name, v) for v in values))
                 for values in zip(*inputs, strict=True)
             ]
+        elif op.rule is MergeRule.SUM and len(inputs) == 1:
+            results = inputs[0]  # a copy keeps whatever it is
         else:
-            if op.rule is MergeRule.SUM and len(inputs) == 1:
-                results = inputs[0]  # a copy keeps whatever it is
-            else:
-                results = self._union_all(rank, name, inputs, size)
-                if kind is Kind.OUT:
-                    check_scaled(rank, results)
+            results = self._union_all(rank, name, inputs, size)
+            if kind is Kind.OUT:
+                check_scaled(rank, results)
         # A softmax merge can only be made in its first pair, into which the others are merged.
         kept = op.inputs[:2] if op.rule is MergeRule.SOFTMAX else op.inputs
         for piece in op.outputs:
             self._memory.write(rank, piece, results, accumulates=piece in kept)
 
     def _of_nothing(self, rank: int, piece: Piece) -> list[Content]:
-        """What callers give comes from them, but for rows that hold no token."""
+        """A program may make up what callers give only for rows that hold no token."""
         labels = self._memory.labels(rank, piece)
-        side = (
-            self._atoms.kv if self._memory.buffer(rank, piece).kind.is_key_side else self._atoms.q
-        )
+        key_side = self._memory.buffer(rank, piece).kind.is_key_side
+        side = self._atoms.kv if key_side else self._atoms.q
         if any(side.has_token(atom) for atom, _ in labels):
             raise Broken(rank, f"makes up rows of {piece.buffer} that hold tokens")
         return [DATA] * len(labels)
 
     def _check_operands(self, rank: int, op: Merge) -> Kind:
-        """They are those of the rule; gives the kind of the last result."""
+        """Check that the operands are those of the rule; returns the kind of the last result."""
         if len(op.outputs) != (2 if op.rule is MergeRule.SOFTMAX else 1):
             raise Broken(rank, f"writes {len(op.outputs)} pieces by the rule {op.rule}")
         self._same_rows(rank, (*op.inputs, *op.outputs))
@@ -153,7 +148,7 @@ class SymbolicCompute:
         ]
 
     def _check_calls(self, rank: int, q: Piece, k: Piece, calls: tuple[Call, ...]) -> None:
-        q_spans, k_spans = self._piece_spans(rank, q), self._piece_spans(rank, k)
+        q_spans, k_spans = (piece.spans(self._memory.buffer(rank, piece)) for piece in (q, k))
         key = (q_spans, k_spans, calls)
         if key not in self._checked:
             labels = self._memory.labels(rank, q)
@@ -167,12 +162,13 @@ class SymbolicCompute:
         wrong = self._checked[key]
         if wrong:
             raise Broken(rank, wrong)
+        self._check_heads(rank, q, k)
 
     def _check_heads(self, rank: int, q: Piece, k: Piece) -> None:
-        """A kernel gives each key head as many of the query heads as the next, in their order:
-        those must be the heads that share it."""
-        q_first, q_stop = _heads(self._memory.buffer(rank, q), q)
-        k_first, k_stop = _heads(self._memory.buffer(rank, k), k)
+        """A kernel gives all key heads equally many query heads, in their order: these must be the
+        heads that share the key head."""
+        q_first, q_stop = q.heads_of(self._memory.buffer(rank, q))
+        k_first, k_stop = k.heads_of(self._memory.buffer(rank, k))
         group = self._plan.problem.heads_per_kv_head
         if (q_first, q_stop) == (k_first * group, k_stop * group):
             return
@@ -180,12 +176,8 @@ class SymbolicCompute:
         if rest or any(
             (q_first + at) // group != k_first + at // each for at in range(q_stop - q_first)
         ):
-            raise Broken(
-                rank, f"{q.buffer} and {k.buffer} have heads that do not belong to each other"
-            )
-
-    def _piece_spans(self, rank: int, piece: Piece) -> Spans:
-        return self._spans(self._memory.buffer(rank, piece), piece.start, piece.stop)
+            names = f"{q.buffer} and {k.buffer}"
+            raise Broken(rank, f"{names} have heads that do not belong to each other")
 
     def _keys(self, rank: int, k: Piece, v: Piece) -> dict[int, int]:
         """Key atoms of K and V, as bits, for each KV head."""
@@ -223,9 +215,8 @@ class SymbolicCompute:
             if alike and self._memory.cells(rank, piece) is cells:
                 continue
             if self._memory.labels(rank, piece) != labels:
-                raise Broken(
-                    rank, f"{pieces[0].buffer} and {piece.buffer} hold different tokens or heads"
-                )
+                names = f"{first.buffer} and {piece.buffer}"
+                raise Broken(rank, f"{names} hold different tokens or heads")
 
     def _accumulated(self, rank: int, piece: Piece, fresh: bool, kind: Kind) -> list[Partial]:
         if self._memory.buffer(rank, piece).kind is not kind:
@@ -233,13 +224,6 @@ class SymbolicCompute:
         if fresh:
             return [Partial(0)] * len(self._memory.labels(rank, piece))
         return [_partial(rank, piece.buffer, v) for v in self._memory.read(rank, piece)]
-
-
-def _heads(buffer: Buffer, piece: Piece) -> tuple[int, int]:
-    """The heads of a piece, of all that there are."""
-    if piece.heads is None:
-        return buffer.heads
-    return buffer.heads[0] + piece.heads[0], buffer.heads[0] + piece.heads[1]
 
 
 def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:
@@ -255,7 +239,7 @@ def union(rank: int, name: str, parts: Sequence[Partial]) -> Partial:
 
 
 def _with(rank: int, name: str, before: Partial, added: int) -> Partial:
-    """The same for one partial and newly computed pairs."""
+    """The combination of a partial and newly computed pairs."""
     if before.scaled_to is not None:
         raise Broken(rank, f"{name}: combines partial outputs of different scale")
     if before.cover & added:

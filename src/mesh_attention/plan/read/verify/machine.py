@@ -36,8 +36,8 @@ _MOST_FINDINGS = 20
 
 
 def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
-    """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` is told
-    the number of operations."""
+    """Everything that is wrong with a plan; an empty list proves it. `progress(done, all)` gets
+    numbers of operations."""
     total = sum(len(p.operations) for pass_ in a_plan(plan).passes for p in pass_.programs)
     done = 0
     findings: list[Finding] = []
@@ -141,7 +141,7 @@ class _Machine:
             for rank in range(len(programs))
             if at[rank] < len(programs[rank].operations)
         }
-        # First those that go through their collectives as few others do: one of them is at fault.
+        # First the ranks whose order of collectives few others have: one of them is at fault.
         ways = [
             tuple(op.task for op in program.operations if isinstance(op, Communication))
             for program in programs

@@ -149,11 +149,8 @@ class Memory:
         """A slice where the cells follow each other; an atom belongs to the piece if its first row
         does."""
         rows, heads = entry.cells.first_rows, entry.cells.heads
-        first, last, width = (
-            bisect_left(rows, piece.start),
-            bisect_left(rows, piece.stop),
-            len(heads),
-        )
+        first, last = bisect_left(rows, piece.start), bisect_left(rows, piece.stop)
+        width = len(heads)
         if piece.heads is None:
             return slice(first * width, last * width)
         low = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[0]))
@@ -165,14 +162,12 @@ class Memory:
     def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Content]:
         name = piece.buffer
         if entry.values is None:
-            raise Broken(
-                rank, f"uses {name} {'after it was freed' if entry.freed else 'before it arrived'}"
-            )
+            when = "after it was freed" if entry.freed else "before it arrived"
+            raise Broken(rank, f"uses {name} {when}")
         values = _take(entry.values, where)
         if not all(values):  # only None is false
-            raise Broken(
-                rank, f"uses rows {piece.start}:{piece.stop} of {name} before they arrived"
-            )
+            rows = f"{piece.start}:{piece.stop}"
+            raise Broken(rank, f"uses rows {rows} of {name} before they arrived")
         return cast(list[Content], values)
 
     def _write(

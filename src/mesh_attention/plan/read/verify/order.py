@@ -46,11 +46,9 @@ def order_fault(program: Program) -> str | None:
 
 
 def _inside(pieces: Sequence[Piece], table: dict[str, Buffer]) -> list[Area]:
-    """Those of buffers that the program itself has to fill."""
-    return together([p for p in pieces if p.stop > p.start and table[p.buffer].role is not _GIVEN])
-
-
-_GIVEN = Role.INPUT
+    """The pieces of buffers that the program itself has to fill, as areas."""
+    inputs = Role.INPUT
+    return together([p for p in pieces if p.stop > p.start and table[p.buffer].role is not inputs])
 
 
 def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:
@@ -73,7 +71,7 @@ _Rectangle = tuple[int, int, int, int]  # rows, then heads
 
 
 def _without(rectangle: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
-    """Up to four rectangles."""
+    """What is left of a rectangle without the other: up to four rectangles."""
     top, bottom, left, right = rectangle
     a, b = max(top, other[0]), min(bottom, other[1])
     c, d = max(left, other[2]), min(right, other[3])

@@ -1,10 +1,13 @@
-"""What `verify` reports, and what it looks at before it runs anything: names that exist, pieces
-inside their buffers, groups with this rank, tasks in the order of the schedule."""
+"""What `verify` reports, and the checks that it makes before it runs a plan symbolically.
+
+Names must exist, pieces lie inside their buffers, ranks be members of their groups, and tasks
+follow the order of the schedule. `machine.py` calls `structure_findings` first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -17,8 +20,8 @@ from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
-    Attend,
-    AttendBackward,
+    Attention,
+    Collective,
     Communication,
     Free,
     Operation,
@@ -47,42 +50,37 @@ class Finding:
         return f"{self.direction}, rank {self.rank}, {self.operation}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "pass": self.direction,
-            "rank": self.rank,
-            "operation": self.operation,
-            "message": self.message,
-        }
+        fields = asdict(self)
+        return {"pass": fields.pop("direction"), **fields}
 
 
 def structure_findings(plan: Plan, pass_: Pass) -> list[Finding]:
-    findings: list[Finding] = []
-    direction = str(pass_.direction)
-    if [program.rank for program in pass_.programs] != list(range(plan.num_ranks)):
-        findings.append(
-            Finding(direction, 0, "programs", "there must be one program for each rank")
-        )
+    faults: list[tuple[int, str, str]] = []  # rank, operation and message
+    ranks = list(range(plan.num_ranks))
+    if [program.rank for program in pass_.programs] != ranks:
+        faults.append((0, "programs", "there must be one program for each rank"))
     p = plan.problem
     for name, layout, tokens in (("q", plan.q_layout, p.q_tokens), ("kv", plan.kv_layout, p.keys)):
         if (layout.num_tokens, layout.num_ranks) != (tokens, plan.num_ranks):
             message = "is not one of the problem's tokens on the plan's ranks"
-            findings.append(Finding(direction, 0, f"{name}_layout", message))
-    if sorted(plan.devices) != list(range(plan.num_ranks)):
-        findings.append(Finding(direction, 0, "devices", "must number every rank exactly once"))
+            faults.append((0, f"{name}_layout", message))
+    if sorted(plan.devices) != ranks:
+        faults.append((0, "devices", "must number every rank exactly once"))
     for name, members in pass_.groups.items():
-        if len(set(members)) != len(members) or not set(members) <= set(range(plan.num_ranks)):
-            findings.append(Finding(direction, 0, name, f"is not a group of ranks: {members}"))
-    if findings:
-        return findings
-    for program in pass_.programs:
-        wrong = (
-            _caller_fault(plan, pass_, program)
-            or _program_fault(plan, pass_, program)
-            or _place_fault(plan, program)
-        )
-        if wrong:
-            findings.append(Finding(direction, program.rank, *wrong))
-    return findings or _schedule_findings(pass_) or _meeting_findings(pass_)
+        if len(set(members)) != len(members) or not set(members).issubset(ranks):
+            faults.append((0, name, f"is not a group of ranks: {members}"))
+    if not faults:
+        for program in pass_.programs:
+            fault = (
+                _caller_fault(plan, pass_, program)
+                or _program_fault(plan, pass_, program)
+                or _place_fault(plan, program)
+            )
+            if fault:
+                faults.append((program.rank, *fault))
+    if not faults and (order_fault := _schedule_fault(pass_) or _meeting_fault(pass_)):
+        faults = [order_fault]
+    return [Finding(str(pass_.direction), *fault) for fault in faults]
 
 
 CALLER = {
@@ -121,16 +119,10 @@ def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] 
 
 
 def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
-    rows = _shard_places(*_layouts(plan, kind), rank)
-    heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
-    precision = Precision.ACCUMULATE if kind.is_statistic else Precision.ELEMENT
-    return rows, (0, heads), precision
-
-
-def _layouts(plan: Plan, kind: Kind) -> tuple[Layout, Layout]:
-    """Of the caller's tensor, and of the plan."""
     side = int(kind.is_key_side)
-    return plan.shards[side], (plan.q_layout, plan.kv_layout)[side]
+    rows = _shard_places(plan.shards[side], (plan.q_layout, plan.kv_layout)[side], rank)
+    heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
+    return rows, (0, heads), kind.precision
 
 
 @lru_cache(maxsize=1024)
@@ -143,12 +135,12 @@ def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
 
 @lru_cache(maxsize=4)
 def _places(layout: Layout) -> NDArray[np.int64]:
-    """Of every position."""
+    """The place of every position."""
     return np.argsort(layout.positions_of(((0, layout.padded_tokens),)))
 
 
 def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
-    """Of a compiled program: buffers that live at the same time lie apart."""
+    """In a compiled program, buffers that live at the same time must lie apart."""
     placed = {b.name: b for b in program.buffers if b.offset is not None}
     if not placed:
         return None
@@ -169,8 +161,8 @@ def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
     return None
 
 
-def _schedule_findings(pass_: Pass) -> list[Finding]:
-    """The schedule that is drawn and simulated is the order in which the programs run."""
+def _schedule_fault(pass_: Pass) -> tuple[int, str, str] | None:
+    """The schedule that is drawn and simulated must be the order in which the programs run."""
     place = {task: at for at, task in enumerate(pass_.schedule.order())}
     for program in pass_.programs:
         last = -1
@@ -183,27 +175,24 @@ def _schedule_findings(pass_: Pass) -> list[Finding]:
                 continue
             begun.add(task)
             if at < last:
-                message = "does not stand where the schedule has it"
-                return [Finding(str(pass_.direction), program.rank, op.name, message)]
+                return program.rank, op.name, "does not stand where the schedule has it"
             last = at
-        attends = [op.task for op in program.operations if isinstance(op, Attend | AttendBackward)]
-        strange = [task for task in attends if task not in place]
-        if strange:
-            message = "is not in the schedule"
-            return [Finding(str(pass_.direction), program.rank, str(strange[0]), message)]
-    return []
+        for op in program.operations:
+            if isinstance(op, Attention) and op.task not in place:
+                return program.rank, op.name, "is not in the schedule"
+    return None
 
 
-def _meeting_findings(pass_: Pass) -> list[Finding]:
-    """Members come to the tasks of their group in the same order: said here, where the odd rank can
-    be named, rather than when all of them wait. Of two ranks the odd one is the one that is not
-    with the schedule."""
+def _meeting_fault(pass_: Pass) -> tuple[int, str, str] | None:
+    """Members must come to the tasks of their group in the same order. Checked here, where the odd
+    rank can be named, rather than when all of them wait. Of two ranks, the odd one is the rank that
+    does not follow the schedule."""
     tasks = {task: at for at, task in enumerate(pass_.schedule.order())}
     orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in pass_.groups}
     for program in pass_.programs:
         met: dict[str, list[Task]] = {}
         for op in program.operations:
-            if isinstance(op, AllGather | ReduceScatter | AllToAll) and op.task in tasks:
+            if isinstance(op, Collective) and op.task in tasks:
                 met.setdefault(op.group, []).append(op.task)
         for group, names in met.items():
             orders[group].setdefault(tuple(names), []).append(program.rank)
@@ -218,9 +207,8 @@ def _meeting_findings(pass_: Pass) -> list[Finding]:
         for order, ranks in by_order.items():
             for here, there in zip(order, usual, strict=False):
                 if here != there:
-                    message = f"others of group {group} come to {there} first"
-                    return [Finding(str(pass_.direction), ranks[0], str(here), message)]
-    return []
+                    return ranks[0], str(here), f"others of group {group} come to {there} first"
+    return None
 
 
 def _program_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:

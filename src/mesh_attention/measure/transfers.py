@@ -1,0 +1,205 @@
+"""Transfers to be timed, and what transfers and kernel calls lose beside each other.
+
+The calls are those that the runtime makes, on tensors that hold nothing. `links.py` times transfers
+alone. For interference (`lost_beside`) transfers are begun, and kernel calls follow each other
+until the transfers are done: what either side takes longer than alone is what it loses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.measure.ranks import Ranks, Work, cuda_event
+from mesh_attention.runtime.transport.torch_operations import (
+    Exchange,
+    Gather,
+    PointToPoint,
+    Works,
+    gathers_by_messages,
+    reduce_kind,
+)
+
+Begin = Callable[[], Works]  # begins a transfer
+_MOST_LOST = 0.95
+_MOST_CALLS = 2000
+
+
+class TimedTransfers:
+    """Makes the transfers to be timed; process groups are made once for the same ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._over_gloo = ranks.backend != "nccl"
+        self._global = dist.get_process_group_ranks(ranks.group)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(ranks.size)): ranks.group
+        }
+
+    def group(self, every: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """The members of this rank's group among groups that have no rank in common. All ranks of
+        the job call this with the same groups, as they make them together."""
+        own = None
+        for members in map(tuple, every):
+            if members not in self._groups:
+                made = dist.new_group([self._global[m] for m in members])
+                if self._ranks.rank in members:
+                    self._groups[members] = made
+            if self._ranks.rank in members:
+                own = members
+        return own
+
+    def _tensor(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes // 4, device=self._ranks.device)
+
+    def collective(self, kind: str, members: tuple[int, ...], part_bytes: int) -> Begin:
+        size = len(members)
+        gathers = kind == "all-gather"
+        if gathers and gathers_by_messages(size, host_driven=self._over_gloo):
+            return self.all_to_all(members, part_bytes)
+        part, whole = self._tensor(part_bytes), self._tensor(size * part_bytes)
+        make = Gather if gathers else reduce_kind(host_driven=self._over_gloo)
+        return _begin(make(part, whole, self._groups[members], [*range(size)]).begin)
+
+    def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
+        """One message for each peer: (rank, whether it is sent or received)."""
+        messages = [
+            PointToPoint(self._tensor(part_bytes), self._global[peer], 0, sent)
+            for peer, sent in peers
+        ]
+        exchange = Exchange(messages, (), self._ranks.group, host_driven=self._over_gloo)
+        return _begin(exchange.begin)
+
+    def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
+        others = [m for m in members if m != self._ranks.rank]
+        return self.messages([(m, sent) for m in others for sent in (True, False)], part_bytes)
+
+
+def _begin(start: Callable[[Works, list[Callable[[], object]]], None]) -> Begin:
+    def begin() -> Works:
+        works: Works = []
+        start(works, [])
+        return works
+
+    return begin
+
+
+def done(begin: Begin) -> Work:
+    """A transfer from its beginning to its end, as seen by this rank."""
+    return lambda: _wait(begin())
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        work.wait()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The parts of their speed that the two sides lose."""
+
+    computation: float
+    communication: float
+
+
+def lost_beside(
+    ranks: Ranks, call: Work, begin: Begin, *, call_seconds: float, lasting: float
+) -> Lost:
+    """`begin` starts a transfer; as many follow each other as take about `lasting` seconds alone.
+    Each side alone is measured right before, in the same way: whole loops and not calls, since the
+    gaps between calls count on both sides."""
+    transfers = _fitting(lasting, _loop(ranks, done(begin), 3) / 3)
+    calls = _fitting(lasting, call_seconds)
+    moving = _loop(ranks, done(begin), transfers) / transfers
+    computing = _loop(ranks, call, calls) / calls
+    ranks.wait_for_all()
+    if ranks.is_cuda:
+        most = max(3, min(_MOST_CALLS, int(3 * transfers * moving / computing)))
+        beside = _on_streams(ranks.device, call, begin, transfers, most)
+    else:
+        beside = _on_threads(call, begin, transfers)
+    took, made, moved = ranks.average(beside)
+    return Lost(_within(1.0 - made * computing / took), _within(1.0 - moved * moving / took))
+
+
+def _fitting(lasting: float, seconds: float) -> int:
+    return max(3, min(200, int(lasting / seconds)))
+
+
+def _within(part: float) -> float:
+    return round(min(max(part, 0.0), _MOST_LOST), 3)
+
+
+def _loop(ranks: Ranks, work: Work, times: int) -> float:
+    """Seconds of so many calls, averaged over ranks."""
+    ranks.wait_for_all()
+    begin = time.perf_counter()
+    for _ in range(times):
+        work()
+    if ranks.is_cuda:
+        torch.cuda.synchronize(ranks.device)
+    return ranks.average([time.perf_counter() - begin])[0]
+
+
+def _on_threads(call: Work, begin: Begin, transfers: int) -> tuple[float, float, float]:
+    """Seconds, and the kernel calls and transfers done in them. The next transfer begins between
+    two calls, as in the executor."""
+    begun = calls = 0
+    waiting: Thread | None = None
+    start = time.perf_counter()
+    while calls < _MOST_CALLS:
+        if waiting is None or not waiting.is_alive():
+            if begun == transfers:
+                break
+            # gloo's messages are not known to be done until somebody has waited for them.
+            waiting = Thread(target=_wait, args=(begin(),))
+            waiting.start()
+            begun += 1
+        call()
+        calls += 1
+    moved = begun - (calls == _MOST_CALLS)
+    took = time.perf_counter() - start
+    if waiting is not None:
+        waiting.join()
+    for _ in range(transfers - begun):  # other ranks wait for them
+        _wait(begin())
+    return took, float(calls), float(moved)
+
+
+def _on_streams(
+    device: torch.device, call: Work, begin: Begin, transfers: int, calls: int
+) -> tuple[float, float, float]:
+    """The same on a GPU, with calls for three times as long as the transfers take alone. Work is
+    counted until the first side is through, as the other is alone from then on."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    first = cuda_event()
+    ends = [cuda_event() for _ in range(transfers)]
+    marks = [cuda_event() for _ in range(calls)]
+    first.record()
+    stream.wait_event(first)
+    with torch.cuda.stream(stream):
+        for end in ends:
+            _wait(begin())
+            end.record(stream)
+    for mark in marks:
+        call()
+        mark.record()
+    torch.cuda.synchronize(device)
+    moving_until, calling_until = (
+        [first.elapsed_time(event) * 1e-3 for event in events] for events in (ends, marks)
+    )
+    took = min(moving_until[-1], calling_until[-1])
+    return took, done_by(took, calling_until), done_by(took, moving_until)
+
+
+def done_by(seconds: float, ends: Sequence[float]) -> float:
+    """The number of calls or transfers done by `seconds`, with the part of the next; `ends` are the
+    times at which they end."""
+    return float(np.interp(seconds, [0.0, *ends], range(len(ends) + 1)))

@@ -1,1 +1,0 @@
-"""The streams and the memory of one rank."""

@@ -1,0 +1,146 @@
+"""What a pass holds on the device besides its buffers: kernels' own memory, and tables of masks.
+
+The executor asks. Kernels return new tensors, which are merged into the buffers and dropped, and
+may take memory for themselves meanwhile; backward calls share what is prepared for them. The
+largest operation decides, so the number is known before anything runs: for one batch element, and
+as far as kernels say what they take. The bytes of masks are counted once masks are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.kernels import Block, BlockMask, BlockSize, Kernel
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Program
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.execute.backward import Missing, backward_needs
+from mesh_attention.runtime.execute.binding import CallShape
+
+
+def scratch_bytes(
+    program: Program, problem: Problem, kernels: Mapping[str, Kernel], *, two_streams: bool
+) -> int:
+    """With two streams what one operation prepared is held during the first call of the next."""
+    table = program.buffer_table()
+    known: dict[tuple[object, ...], tuple[int, list[int]]] = {}  # slices of heads are alike
+    largest = held = 0
+    for op in program.operations:
+        if not isinstance(op, Attend | AttendBackward) or not op.calls:
+            continue
+        heads = [piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k)]
+        absent = isinstance(op, AttendBackward) and (op.out is None, op.delta is None)
+        key = (op.calls, *heads, absent)
+        if key not in known:
+            direction = Direction.FORWARD if isinstance(op, Attend) else Direction.BACKWARD
+            calls = [
+                kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
+                for call in op.calls
+            ]
+            known[key] = _prepared(op, heads[0], problem, kernels), calls
+        prepared, (first, *others) = known[key]
+        largest = max(largest, held + prepared + first, *(prepared + call for call in others))
+        held = prepared if two_streams else 0
+    return largest
+
+
+def _prepared(
+    op: Attend | AttendBackward, num_heads: int, problem: Problem, kernels: Mapping[str, Kernel]
+) -> int:
+    """What is made once for all calls."""
+    if isinstance(op, Attend):
+        return 0
+    calls = [
+        (backward_needs(kernels[call.kernel]), (call.q_start, call.q_stop)) for call in op.calls
+    ]
+    missing = Missing.of(calls, has_out=op.out is not None, has_delta=op.delta is not None)
+    return num_heads * missing.head_bytes(problem)
+
+
+def call_size(
+    problem: Problem, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
+) -> BlockSize:
+    heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
+    return BlockSize(
+        num_queries=call.q_stop - call.q_start,
+        num_keys=call.k_stop - call.k_start,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_dim,
+        element_bytes=problem.element_bytes,
+        accumulate_bytes=problem.accumulate_bytes,
+    )
+
+
+def stand_in_block(call_shape: CallShape, size: BlockSize, mask: BlockMask) -> Block:
+    """A block with the shapes of a call, and nothing behind them."""
+    nothing = torch.empty((), dtype=call_shape.dtype, device=call_shape.device)
+
+    def stand_in(rows: int, heads: int, width: int) -> Tensor:
+        whole = (call_shape.batch, rows, heads, width)
+        return nothing.new_empty(1, 1, heads, width).expand(whole)
+
+    q = stand_in(size.num_queries, size.num_heads, size.head_dim)
+    k = stand_in(size.num_keys, size.num_kv_heads, size.head_dim)
+    v = stand_in(size.num_keys, size.num_kv_heads, size.v_head_dim)
+    return Block(q, k, v, mask, softmax_scale=1.0)
+
+
+_GRAIN = 512  # bytes; PyTorch gives out memory on a GPU by these
+_OWNERS = ("mesh_attention", "cudnn")  # packages whose objects are looked into
+
+
+def mask_bytes(masks: Iterable[BlockMask], device: torch.device) -> int:
+    """What masks hold: their own tables, and what kernels made of them and kept. Each piece of
+    memory counts once, whoever holds it: tensors, also sparse ones, in tuples, lists,
+    sets and mappings, and in objects of ours and of cuDNN Frontend."""
+    sizes: dict[int, int] = {}  # by address
+    for x in _tensors(list(masks), set()):
+        if x.device.type == device.type:
+            for part in _parts(x):
+                storage = part.untyped_storage()
+                sizes[storage.data_ptr()] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+    return sum(sizes.values())
+
+
+def _parts(x: Tensor) -> tuple[Tensor, ...]:
+    """What holds the memory of a tensor: sparse ones have none of their own."""
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return (x,)
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    parts: Iterable[Any] = ()
+    if isinstance(thing, Mapping):
+        parts = thing.values()
+    elif isinstance(thing, list | tuple | set | frozenset):
+        parts = thing
+    elif type(thing).__module__.partition(".")[0] in _OWNERS:
+        parts = [*getattr(thing, "__dict__", {}).values(), *_in_slots(thing)]
+    for part in parts:
+        yield from _tensors(part, seen)
+
+
+def _in_slots(thing: Any) -> Iterator[Any]:
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(thing, name):
+                yield getattr(thing, name)
