@@ -142,7 +142,7 @@ class Counters:
 
     @property
     def total(self) -> Traffic:
-        return Traffic.sum(self.by_operation.values())
+        return sum(self.by_operation.values(), Traffic())
 
 
 class Meter:

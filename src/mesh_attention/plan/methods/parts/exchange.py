@@ -64,7 +64,9 @@ def goes_by(cut: PassCut, direction: Direction, key_side: bool, index: int) -> T
     return Task(TO_TOKENS.kind if cut.chunks == (1, 1) else chunked, (index,))
 
 
-def exchange_of(head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
+def exchange_of(
+    head_group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]
+) -> HeadExchange:
     """The exchange around all head groups of a pass. It does not depend on the mask, so all masks
     share it."""
     problem = replace(head_group.problem, mask=Mask())
@@ -72,11 +74,11 @@ def exchange_of(head_group: HeadGroup, direction: Direction, needs: tuple[Kind, 
 
 
 @lru_cache(maxsize=8)
-def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> Exchange:
-    return Exchange([replace(group, index=i) for i in range(group.degree)], direction, needs)
+def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> HeadExchange:
+    return HeadExchange([replace(group, index=i) for i in range(group.degree)], direction, needs)
 
 
-class Exchange:
+class HeadExchange:
     """What stands around a method: the caller's tensors, delta, and the rows that are exchanged."""
 
     def __init__(

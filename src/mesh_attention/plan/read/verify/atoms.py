@@ -37,7 +37,7 @@ class BufferCells:
         return len(self.labels)
 
 
-class Side:
+class AtomSide:
     """Token atoms of one side: the boundaries, and which atoms an interval of places is made of."""
 
     def __init__(self, layout: Layout, cuts: Iterable[int]) -> None:
@@ -82,8 +82,8 @@ class Atoms:
         # Where query heads of one KV head are parted, the KV head itself must be an atom.
         head_cuts |= {cut - cut % group for cut in head_cuts}
         head_cuts |= {cut + -cut % group for cut in head_cuts}
-        self.q = Side(plan.q_layout, token_cuts[0])
-        self.kv = Side(plan.kv_layout, token_cuts[1])
+        self.q = AtomSide(plan.q_layout, token_cuts[0])
+        self.kv = AtomSide(plan.kv_layout, token_cuts[1])
         self.head_cuts = sorted(head_cuts)
         self.num_heads = len(self.head_cuts) - 1
         self._head_index = {cut: i for i, cut in enumerate(self.head_cuts)}
