@@ -160,7 +160,7 @@ def gpu_pool() -> Iterator[WorkerPool]:
     """Processes that share one GPU: PyTorch lets them share its symmetric memory, and NCCL takes
     them for nodes on a network, see `support.worker`. Where there is CUDA's multi-process service
     their kernels run at once, several times faster than in turns."""
-    from mps import MpsDaemon
+    from sockets import MpsDaemon
 
     mps = MpsDaemon()
     workers = _ranks_on_a_gpu(mps.environment)
