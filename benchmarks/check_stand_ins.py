@@ -8,15 +8,14 @@ which it must lie; the exit code is 1 if one does not.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from replay.hold import CudaHolder
+from script import provenance, save, script_parser
 from torch import Tensor
 
 from mesh_attention.kernels import Block, Full
@@ -129,12 +128,11 @@ def whole_device() -> Iterator[Row]:
 
 
 def main() -> int:
+    args = script_parser(__doc__).parse_args()
     rows = [row for check in (durations, bytes_written, sms_taken, whole_device) for row in check()]
     for what, ratio, least, most in rows:
         print(f"{'' if least <= ratio <= most else 'WRONG '}{what}: {ratio:.3f}")
-    if "--json" in sys.argv:
-        report = {what: [ratio, least, most] for what, ratio, least, most in rows}
-        Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(report, indent=1) + "\n")
+    save(args.json, {**provenance(), "rows": rows})
     return int(any(not least <= ratio <= most for _, ratio, least, most in rows))
 
 
