@@ -11,7 +11,6 @@ Gauss-Newton steps on the logarithms of (simulated MFU / published MFU), inside 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -23,8 +22,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from paper_table import METHODS, Cell, Found, run_all, summary, table
-from provenance import taken
+from paper_table import Results, run_all, summary, table
+from script import provenance, save, script_parser
 
 from mesh_attention.cost import Cluster, load_cluster
 
@@ -73,36 +72,36 @@ def with_logarithms(cluster: Cluster, values: Array) -> Cluster:
     return cluster
 
 
-def slopes(cluster: Cluster, base: dict[Cell, Found]) -> Array:
+def slopes(cluster: Cluster, base: Results) -> Array:
     """How the logarithm of each cell's MFU follows that of each constant, at its present setting.
 
     Rings are most of the work and follow the point-to-point rate alone: they need no simulation.
     """
-    settings = {cell: [one.setting] for cell, one in base.items() if cell.method != "ring"}
+    settings = {cell: [result.setting] for cell, result in base.items() if cell.method != "ring"}
     columns = []
     for at, path in enumerate(FREE):
         moved = logarithms(cluster)
         moved[at] += STEP
-        found = run_all(with_logarithms(cluster, moved), settings)
+        results = run_all(with_logarithms(cluster, moved), settings)
         ring = 1.0 if path == "network.peer.gb_per_second" else 0.0
         columns.append(
             [
-                (math.log(found[cell].mfu / one.mfu) / STEP) if cell in found else ring
-                for cell, one in base.items()
+                math.log(results[cell].mfu / result.mfu) / STEP if cell in results else ring
+                for cell, result in base.items()
             ]
         )
     return np.array(columns).T
 
 
-def fit(cluster: Cluster, rounds: int, tell: Any) -> Cluster:
+def fit(cluster: Cluster, rounds: int) -> Cluster:
     """Weighted, damped Gauss-Newton steps: cells beyond a ratio of 1.15 weigh more and more."""
-    found = run_all(cluster)
-    best = score(found)
+    results = run_all(cluster)
+    best = score(results)
     damping = 0.1
     for number in range(rounds):
-        errors = np.array([one.error for one in found.values()])
+        errors = np.array([result.error for result in results.values()])
         weights = 1.0 + (errors / math.log(1.15)) ** 2
-        jacobian = slopes(cluster, found)
+        jacobian = slopes(cluster, results)
         for _ in range(3):
             normal = jacobian.T @ (weights[:, None] * jacobian)
             right = jacobian.T @ (weights * errors)
@@ -110,17 +109,18 @@ def fit(cluster: Cluster, rounds: int, tell: Any) -> Cluster:
             moved = with_logarithms(cluster, logarithms(cluster) + np.clip(change, -0.3, 0.3))
             now = run_all(moved)
             if score(now) < best:
-                cluster, found, best = moved, now, score(now)
+                cluster, results, best = moved, now, score(now)
                 damping /= 3
                 break
             damping *= 4
-        tell(number, cluster, found)
+        print(f"\nround {number + 1}: {json.dumps(summary(results))}", flush=True)
+        print(json.dumps({path: round(get(cluster, path), 4) for path in FREE}), flush=True)
     return cluster
 
 
-def score(found: dict[Cell, Found]) -> float:
+def score(results: Results) -> float:
     """Mean square of the errors; beyond a ratio of 1.2 a cell counts more."""
-    errors = [abs(one.error) for one in found.values()]
+    errors = [abs(result.error) for result in results.values()]
     return sum(e**2 + 4.0 * max(0.0, e - math.log(1.2)) ** 2 for e in errors) / len(errors)
 
 
@@ -138,51 +138,37 @@ def write(cluster: Cluster, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = script_parser(__doc__)
     parser.add_argument("--fit", action="store_true", help="search for better constants first")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--write", action="store_true", help="put what was found into paper.toml")
-    parser.add_argument("--json", metavar="FILE", help="write all cells there")
+    parser.add_argument("--write", action="store_true", help="put them into paper.toml")
     args = parser.parse_args()
     cluster = load_cluster("paper")
-
-    def tell(number: int, now: Cluster, found: dict[Cell, Found]) -> None:
-        print(f"\nround {number + 1}: {json.dumps(summary(found))}", flush=True)
-        print(json.dumps({path: round(get(now, path), 4) for path in FREE}), flush=True)
-
     begin = time.perf_counter()
     if args.fit:
-        cluster = fit(cluster, args.rounds, tell)
+        cluster = fit(cluster, args.rounds)
         if args.write:
             folder = resources.files("mesh_attention.machine") / "clusters"
             write(cluster, Path(str(folder / "paper.toml")))
-    found = run_all(cluster)
+    results = run_all(cluster)
     print("\nMFU in percent: simulated / published (ratio)\n")
-    print(table(found))
-    print("\nbest settings found")
-    for cell, one in found.items():
-        if len(METHODS[cell.method]) > 1:
-            chosen = {k: v for k, v in one.setting.items() if k != "method"}
-            kind = "causal" if cell.causal else "full"
-            print(f"  {cell.direction.value} {kind} {cell.tokens} {cell.method}: {chosen}")
-    result = summary(found) | {"seconds": round(time.perf_counter() - begin, 1)}
-    if args.json:
-        rows = [
-            {
-                "direction": cell.direction.value,
-                "causal": cell.causal,
-                "tokens": cell.tokens,
-                "method": cell.method,
-                "setting": one.setting,
-                "mfu_percent": one.mfu,
-                "published_mfu_percent": cell.published,
-            }
-            for cell, one in found.items()
-        ]
-        constants = {path: get(cluster, path) for path in FREE}
-        report = taken() | {"summary": result, "fitted": constants, "cells": rows}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    print(table(results))
+    total = summary(results) | {"seconds": round(time.perf_counter() - begin, 1)}
+    rows = [
+        {
+            "direction": cell.direction.value,
+            "causal": cell.causal,
+            "tokens": cell.tokens,
+            "method": cell.method,
+            "setting": result.setting,
+            "mfu_percent": result.mfu,
+            "published_mfu_percent": cell.published,
+        }
+        for cell, result in results.items()
+    ]
+    constants = {path: get(cluster, path) for path in FREE}
+    save(args.json, provenance() | {"summary": total, "fitted": constants, "cells": rows})
+    print(json.dumps(total))
 
 
 if __name__ == "__main__":

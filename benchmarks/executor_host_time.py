@@ -12,18 +12,14 @@ and is counted, so no goal is set there.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import taken
-from tile_options import add_tile_options
+from one_rank import executor_alone
+from replay.stand_in_data import inputs_of
+from script import add_tile_options, host, provenance, save, script_parser
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
@@ -37,13 +33,9 @@ from mesh_attention.kernels import (
     register,
     unregister,
 )
-from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Free
-from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
-from mesh_attention.runtime.session.prepare import make_executor
-from mesh_attention.runtime.transport.local import AloneTransport
 
 GOAL = 15.0  # microseconds an operation
 CUTS: dict[str, dict[str, Any]] = {
@@ -76,20 +68,12 @@ class NoWork(RowKernels):
             self._lse[q.shape] = q.new_zeros(B, H, S, dtype=torch.float32)
         return q, self._lse[q.shape]
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         return block.q, block.k, block.v
 
-    def merge_into(self, *tensors: Any, **options: Any) -> None: ...
+    def _do_nothing(self, *tensors: Any, **options: Any) -> None: ...
 
-    def merge_all(self, *tensors: Any) -> None: ...
-
-    def merge_lse(self, *tensors: Any) -> None: ...
-
-    def rescale(self, *tensors: Any) -> None: ...
-
-    def sum(self, parts: Sequence[Tensor], target: Tensor) -> None: ...
-
-    def delta(self, *tensors: Any) -> None: ...
+    merge_into = merge_all = merge_lse = rescale = sum = delta = _do_nothing
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         return grad_out
@@ -102,29 +86,15 @@ def host_microseconds(
     plan: Plan, direction: Direction, device: torch.device, repeats: int
 ) -> tuple[float, int]:
     """For each operation of rank 0, and how many those are."""
-    one, call_shape = plan.direction(direction), CallShape(1, torch.bfloat16, device)
-    no_work = NoWork()
-    register(no_work)
+    shape, kernels = CallShape(1, torch.bfloat16, device), NoWork()
+    register(kernels)
     try:
-        executor = make_executor(
-            *(plan, one, 0, AloneTransport(one.programs[0]), Workspace(), call_shape),
-            softmax_scale=1.0,
-            kernel=no_work.name,
-            rows=no_work,
-        )
+        executor = executor_alone(plan, direction, shape, kernel=kernels.name, rows=kernels)
     finally:
-        unregister(no_work.name)
-    shapes = {
-        buffer.name: ((buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem)),)
-        for buffer in one.programs[0].buffers
-        if buffer.role is Role.INPUT
-    }
-    dtypes = {b.name: call_shape.dtype_of(b) for b in one.programs[0].buffers}
-    inputs = {
-        name: torch.zeros(*shape, dtype=dtypes[name], device=device)
-        for name, shape in shapes.items()
-    }
-    count = sum(not isinstance(op, Free) for op in one.programs[0].operations)
+        unregister(kernels.name)
+    program = plan.direction(direction).programs[0]
+    inputs = inputs_of(program, plan, shape)
+    count = sum(not isinstance(op, Free) for op in program.operations)
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -134,50 +104,45 @@ def host_microseconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     add_tile_options(parser)
     parser.add_argument("--repeats", type=int, default=300)
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=there, choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, help="write the raw results here")
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, choices=("cuda", "cpu"))
+    args = parser.parse_args()
     rows = []
     for causal in (False, True):
-        problem = Problem(given.tokens, given.heads, given.head_dim, mask=Mask(causal=causal))
-        for name, cut in CUTS.items():
-            plan = make_plan(problem, given.ranks, method="mesh", tile=tuple(given.tile), **cut)
+        problem = Problem(args.tokens, args.heads, args.head_dim, mask=Mask(causal=causal))
+        mask = "causal" if causal else "full"
+        for cut, options in CUTS.items():
+            plan = make_plan(problem, args.ranks, method="mesh", tile=tuple(args.tile), **options)
             for direction in Direction:
-                found, count = host_microseconds(plan, direction, device, given.repeats)
-                mask = "causal" if causal else "full"
-                verdict = f" (goal {GOAL:g}, {'reached' if found <= GOAL else 'MISSED'})"
-                print(
-                    f"{mask:6} {direction:8} {name:12} {count:3} operations: {found:5.1f} us each"
-                    f"{verdict if given.device == 'cuda' else ''}",
-                    flush=True,
-                )
+                device = torch.device(args.device)
+                microseconds, count = host_microseconds(plan, direction, device, args.repeats)
+                reached = microseconds <= GOAL
+                line = f"{mask:6} {direction:8} {cut:12} {count:3} operations: "
+                line += f"{microseconds:5.1f} us each"
+                if args.device == "cuda":
+                    line += f" (goal {GOAL:g}, {'reached' if reached else 'MISSED'})"
+                print(line, flush=True)
                 rows.append(
                     {
                         "mask": mask,
                         "direction": direction.value,
-                        "cut": name,
+                        "cut": cut,
                         "operations": count,
-                        "microseconds_per_operation": found,
-                        "reached": found <= GOAL,
+                        "microseconds_per_operation": microseconds,
+                        "reached": reached,
                     }
                 )
-    report = {
-        **taken(),
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
-        "host": platform.processor() or platform.machine(),
+    result = provenance() | {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "host": host(),
         "torch": torch.__version__,
-        "setting": {name: value for name, value in vars(given).items() if name != "json"},
+        "setting": {name: value for name, value in vars(args).items() if name != "json"},
         "rows": rows,
     }
-    if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    save(args.json, result)
 
 
 if __name__ == "__main__":

@@ -2,205 +2,150 @@
 
     PYTHONPATH=src python benchmarks/identity_host_time.py --json result.json
 
-Two NCCL ranks on one GPU (torch's own NCCL takes them for two nodes). Timed on the host, in calls
-that never wait for the device: the comparison at the begin of a pass and what settles its results,
-both, and the whole pass; medians over warm calls, forward and backward, eager and as a CUDA graph.
-
-Two processes on one GPU hold up each other's CUDA calls, so the comparison is also timed by itself
-in a process that has the GPU alone, as on a cluster, with a group of one rank: all that a call does
-on the host for it is the same there, but for the launch of NCCL's kernel, which one rank does not
-need (`identity_parts.py` has two ranks under MPS). An addition to one number is timed beside it:
-hosts differ by a factor of three, and PyTorch's own calls with them. `--alone` leaves out all but
-this part.
+The comparison at the begin of a pass, what settles its results, both, and their parts are timed on
+the host, in rows of calls that never wait for the device, and one at a time after a pause; medians
+in microseconds. First in a process that has the GPU alone, as on a cluster, with a group of one
+rank, for which NCCL launches nothing. Then on two ranks that share the GPU under CUDA's
+multi-process service, as two nodes on the loopback interface; without the service two processes
+hold up each other's CUDA calls. An addition to one number is timed beside it: hosts differ by a
+factor of three, and PyTorch's own calls with them. `--alone` leaves out the two ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from device_times import need_cuda
-from provenance import taken
+from one_rank import Work, need_cuda
+from script import provenance, save, script_parser
+from sockets import MpsDaemon, free_port, socket_environment
 from torch.multiprocessing.spawn import spawn
 
-from mesh_attention import ContextParallel
-from mesh_attention.runtime.agreement.guard import Guard
-from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.agreement.identity import (
+    AgreedKind,
+    DeviceComparison,
+    Identity,
+    current_stream,
+)
 from mesh_attention.runtime.agreement.watch import Watch
 
-RANKS, TOKENS, HEADS, HEAD_DIM = 2, 4096, 16, 128
-CALLS = 100
 LIMIT = timedelta(seconds=60)
-Times = dict[str, list[float]]
-
-
-def timed(name: str, function: Callable[..., Any], times: Times) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            times.setdefault(name, []).append(time.perf_counter() - begun)
-
-    return call
 
 
 def join_ranks(rank: int, ranks: int, port: int) -> torch.device:
     """On one GPU, each as a node of its own."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        NCCL_HOSTID=f"node{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-    )
+    os.environ.update(socket_environment(rank, ranks, "nccl", port))
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=LIMIT, device_id=device)
     return device
 
 
-def measure(rank: int, port: int, path: str) -> None:
-    device = join_ranks(rank, RANKS, port)
-    rows = []
-    guard = {name: getattr(Guard, name) for name in ("begin", "settle")}
-    for graph in (False, True):
-        times: Times = {}
-        for name, function in guard.items():
-            setattr(Guard, name, timed(name, function, times))
-        with ContextParallel(
-            None,
-            seq_len=TOKENS,
-            num_heads=HEADS,
-            head_dim=HEAD_DIM,
-            causal=True,
-            method="mesh",
-            transport="distributed",
-            cuda_graph=graph,
-        ) as cp:
-            shape = (1, cp.plan.q_layout.slots, HEADS, HEAD_DIM)
-            q, k, v = (
-                torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-                for _ in range(3)
-            )
-            for number in range(CALLS + 10):
-                torch.cuda.synchronize()
-                dist.barrier()
-                torch.cuda.synchronize()
-                if number == 10:
-                    times.clear()
-                out = timed("forward pass", cp.attention, times)(q, k, v)
-                assert isinstance(out, torch.Tensor)
-                torch.cuda.synchronize()
-                begun = time.perf_counter()
-                torch.autograd.grad(out, (q, k, v), out)
-                times.setdefault("backward pass", []).append(time.perf_counter() - begun)
-            cp.check()
-        half = {name: times[name] for name in ("begin", "settle")}
-        medians = {
-            "forward pass": statistics.median(times["forward pass"]),
-            "backward pass": statistics.median(times["backward pass"]),
-        }
-        for at, direction in enumerate(("forward", "backward")):
-            for name, found in half.items():
-                medians[f"{direction} {name}"] = statistics.median(found[at::2])
-        rows.append(
-            {"cuda_graph": graph} | {name: round(1e6 * x, 1) for name, x in medians.items()}
-        )
-    if rank == 0:
-        Path(path).write_text(json.dumps(rows))
-    dist.destroy_process_group()
-
-
-def measure_alone(_rank: int, port: int, path: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=device)
-    group = dist.new_group([0])
-    comparison = DeviceComparison(group, device, torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    nobody = Nobody()
-    watch = Watch(comparison, nobody.find_difference, nobody.find_fault)
+def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -> dict[str, Work]:
     identity = Identity(AgreedKind({"what": "a benchmark"}), "forward", 1)
-    results = [torch.randn(1, TOKENS, HEADS, HEAD_DIM, device=device) for _ in range(3)]
-    found: Times = {}
+    results = [torch.randn(1, 4096, 16, 128, device=device)]
     number = torch.zeros((), device=device)
-    for place in range(1, CALLS + 21):
-        torch.cuda.synchronize()
-        timed("one addition", number.add_, found)(1)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        watch.begin(identity, place, timedelta(seconds=60))
-        middle = time.perf_counter()
-        watch.settle(results[: 1 + 2 * (place % 2)], place)  # as forward and backward in turn
-        ended = time.perf_counter()
-        if place > 20:
-            found.setdefault("begin", []).append(middle - begun)
-            found.setdefault("settle", []).append(ended - middle)
-            found.setdefault("both", []).append(ended - begun)
+    pair = torch.zeros(2, dtype=torch.int64, device=device)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    place = 0
+
+    def begin() -> None:
+        nonlocal place
+        place += 1
+        watch.begin(identity, place, LIMIT)
+
+    def both() -> None:
+        begin()
+        watch.settle(results, place)
+
+    return {
+        "one addition": lambda: number.add_(1),
+        "number of the call": lambda: identity.number,
+        "all-reduce": lambda: comparison._backend.allreduce([pair], comparison._options),
+        "event recorded": event.record,
+        "event waited for": lambda: current_stream(device).wait_event(event),
+        "begin": begin,
+        "settle": lambda: watch.settle(results, place),
+        "both": both,
+    }
+
+
+def measure_parts(rank: int, ranks: int, port: int, path: str) -> None:
+    device = join_ranks(rank, ranks, port)
+    group, stream = dist.new_group(range(ranks)), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    assert group is not None
+    comparison = DeviceComparison(group, device, stream)
+    watch = Watch(comparison, find_difference, find_fault)
+    parts: dict[str, dict[str, float]] = {}
+    for name, work in parts_of(comparison, watch, device).items():
+        for _ in range(20):
+            work()
+        parts[name] = {}
+        for how, repeats, calls in (("in a row", 10, 50), ("after a pause", 50, 1)):
+            times = []
+            for _ in range(repeats):
+                torch.cuda.synchronize()
+                if calls > 1:
+                    dist.barrier()
+                    torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(calls):
+                    work()
+                times.append((time.perf_counter() - begun) / calls)
+            parts[name][how] = round(1e6 * statistics.median(times), 1)
     watch.stop()
-    medians = {name: round(1e6 * statistics.median(x), 1) for name, x in found.items()}
-    Path(path).write_text(json.dumps(medians))
+    if rank == 0:
+        Path(path).write_text(json.dumps(parts))
     dist.destroy_process_group()
 
 
-class Nobody:
-    """Who would be told of faults."""
+def find_difference(place: int, identity: Identity) -> None:
+    raise AssertionError("ranks of this benchmark make the same calls")
 
-    def find_difference(self, place: int, identity: Identity) -> None:
-        raise AssertionError("one rank differs from itself")
 
-    def find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
-        return False
+def find_fault(identity: Identity, timeout: timedelta, waited: float) -> bool:
+    return False
+
+
+def parts_on(ranks: int) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "parts.json"
+        spawn(measure_parts, (ranks, free_port(), str(path)), ranks)  # type: ignore[no-untyped-call]
+        parts: dict[str, dict[str, float]] = json.loads(path.read_text())
+    return parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--port", type=int, default=29655)
+    parser = script_parser(__doc__)
     parser.add_argument("--alone", action="store_true", help="one process on the GPU only")
-    given = parser.parse_args()
+    args = parser.parse_args()
     need_cuda()
-    rows_path = Path(given.json or "identity_host_time.json").with_suffix(".rows")
-    rows = []
-    if not given.alone:
-        spawn(measure, (given.port, str(rows_path)), RANKS)  # type: ignore[no-untyped-call]
-        rows = json.loads(rows_path.read_text())
-    spawn(measure_alone, (given.port + 1, str(rows_path)), 1)  # type: ignore[no-untyped-call]
-    alone = json.loads(rows_path.read_text())
-    rows_path.unlink()
-    result = taken() | {
+    results = {"one process on the GPU": parts_on(1)}
+    if not args.alone:
+        daemon = MpsDaemon()
+        print(f"multi-process service: {daemon.why_not or 'runs'}")
+        os.environ.update(daemon.environment)
+        try:
+            results["two ranks under MPS"] = parts_on(2)
+        finally:
+            daemon.close()
+    for who, parts in results.items():
+        print(f"{who}: in a row (after a pause), us")
+        for name, us in parts.items():
+            print(f"  {name:20} {us['in a row']:7} ({us['after a pause']})")
+    result = provenance() | {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "ranks": RANKS,
-        "tokens": TOKENS,
-        "heads": HEADS,
-        "microseconds": rows,
-        "microseconds, one process on the GPU": alone,
+        **{f"microseconds, {who}": parts for who, parts in results.items()},
     }
-    print(
-        f"one process on the GPU: {alone['both']} us ({alone['begin']} begin, "
-        f"{alone['settle']} settle), one addition {alone['one addition']} us"
-    )
-    for row in rows:
-        for direction in ("forward", "backward"):
-            both = row[f"{direction} begin"] + row[f"{direction} settle"]
-            print(
-                f"{'graph' if row['cuda_graph'] else 'eager'} {direction}: {both:.1f} us "
-                f"({row[f'{direction} begin']} begin, {row[f'{direction} settle']} settle) "
-                f"of {row[f'{direction} pass']} us host time of the pass"
-            )
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What one rank does in `predicted_against_measured.py`: steps of several plans, in turns.
 
-Each plan is compared with float64 first; a wrong one ends the run. Then all plans take turns, round
-by round, so that other load on the machine meets them alike. Forward and backward passes begin on
-all ranks at once, and end on a GPU when all that was launched is done. What a rank has measured is
-its stdout, in lines of JSON: errors, and then every step as soon as it is done.
+Each plan is compared with float64 first; a wrong result ends the run. Then all plans take turns,
+round by round, so that other load on the machine meets them alike. Forward and backward passes
+begin on all ranks at once, and end on a GPU when all that was launched is done. A rank writes what
+it measured to stdout, in lines of JSON: errors, and then every step as soon as it is done.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import os
 import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from links import INTERFACE, NamespaceError
-from namespaces import wire_bytes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,17 +34,15 @@ _BLOCK_PAIRS = 1 << 27  # of queries and keys of all heads: so much is compared 
 
 @dataclass(frozen=True)
 class Step:
-    """Of one rank: seconds of each pass, CPU seconds of all its threads in both, and the bytes that
-    its link sent, with the headers of packets."""
+    """Of one rank: seconds of each pass, and CPU seconds of all its threads in both."""
 
     way: str
     forward: float
     backward: float
     cpu: float
-    wire_sent: int
 
 
-class Way:
+class TimedPlan:
     """A plan on this rank, with its shards of tensors that are the same on all ranks."""
 
     def __init__(self, name: str, plan: Plan, whole: list[Tensor], ranks: Ranks) -> None:
@@ -59,7 +54,7 @@ class Way:
 
     def step(self) -> tuple[Step, list[Tensor]]:
         self._ranks.wait_for_all()
-        wire, cpu, begun = wire_sent(self._ranks), time.process_time(), time.perf_counter()
+        cpu, begun = time.process_time(), time.perf_counter()
         out = self._cp.attention(*self._leaves)
         assert isinstance(out, Tensor)
         self._finish()
@@ -69,9 +64,7 @@ class Way:
         gradients = torch.autograd.grad(out, self._leaves, self._grad)
         self._finish()
         backward = time.perf_counter() - begun
-        cpu = time.process_time() - cpu
-        self._ranks.wait_for_all()  # until then some bytes are in a queue of the link
-        step = Step(self.name, forward, backward, cpu, wire_sent(self._ranks) - wire)
+        step = Step(self.name, forward, backward, time.process_time() - cpu)
         return step, [out.detach(), *gradients]
 
     def _finish(self) -> None:
@@ -83,24 +76,13 @@ class Way:
 
     def error(self, wanted: list[Tensor]) -> float:
         """The largest relative difference of the output and the gradients, on any rank."""
-        found = self.step()[1]
+        results = self.step()[1]
         self._cp.check()
-        mine = [self._cp.shard(x, 1) for x in wanted]
+        shards = [self._cp.shard(x, 1) for x in wanted]
         errors = [
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, mine, strict=True)
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(results, shards, strict=True)
         ]
         return self._ranks.longest(max(x if x == x else float("inf") for x in errors))
-
-
-def wire_sent(ranks: Ranks) -> int:
-    """Bytes that this rank's link has sent; where all share the machine's loopback, its part, or
-    nothing where the kernel does not count."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", INTERFACE)
-    if interface == INTERFACE:
-        return wire_bytes()[1]
-    with suppress(NamespaceError, OSError):
-        return wire_bytes(interface)[1] // ranks.size
-    return 0
 
 
 def tensors(problem: Problem, device: torch.device) -> list[Tensor]:
@@ -120,19 +102,20 @@ def truth(whole: list[Tensor]) -> list[Tensor]:
     outs, q_grads, kv_grads = [], [], [torch.zeros_like(x) for x in (k, v)]
     for first in range(0, tokens, rows):
         end = min(first + rows, tokens)
-        seen_to = (q[:, :, first:end], k[:, :, :end], v[:, :, :end])
-        leaves = [x.detach().requires_grad_() for x in seen_to]
+        visible = (q[:, :, first:end], k[:, :, :end], v[:, :, :end])
+        leaves = [x.detach().requires_grad_() for x in visible]
         at = torch.arange(end, device=q.device)
-        seen = at <= at[first:, None]
-        mine, keys, values = leaves
-        out = scaled_dot_product_attention(mine, keys, values, attn_mask=seen, enable_gqa=True)
+        queries, keys, values = leaves
+        out = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=at <= at[first:, None], enable_gqa=True
+        )
         grads = torch.autograd.grad(out, leaves, grad[:, :, first:end])
         outs.append(out.detach())
         q_grads.append(grads[0])
         for total, part in zip(kv_grads, grads[1:], strict=True):
             total[:, :, :end] += part
-    found = [torch.cat(outs, 2), torch.cat(q_grads, 2), *kv_grads]
-    return [x.transpose(1, 2) for x in found]
+    results = [torch.cat(outs, 2), torch.cat(q_grads, 2), *kv_grads]
+    return [x.transpose(1, 2) for x in results]
 
 
 def say(line: str) -> None:
@@ -143,13 +126,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where plans.json lies, plans by name")
     parser.add_argument("rounds", type=int)
-    given = parser.parse_args()
-    texts: dict[str, str] = json.loads((given.folder / "plans.json").read_text())
+    args = parser.parse_args()
+    texts: dict[str, str] = json.loads((args.folder / "plans.json").read_text())
     plans = {name: parse_plan(text) for name, text in texts.items()}
     torch.set_num_threads(1)
     with ranks_of_launcher(None, command="") as ranks:
         try:
-            run(plans, given.folder / "truth.pt", given.rounds, ranks)
+            run(plans, args.folder / "truth.pt", args.rounds, ranks)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # leaving the group would wait for ranks that wait for this one
@@ -170,21 +153,21 @@ def run(plans: dict[str, Plan], file: Path, rounds: int, ranks: Ranks) -> None:
         time.sleep(0.05)
     ranks.wait_for_all()
     wanted = [x.to(ranks.device) for x in torch.load(file)]
-    ways = [Way(name, plan, whole, ranks) for name, plan in plans.items()]
+    timed_plans = [TimedPlan(name, plan, whole, ranks) for name, plan in plans.items()]
     errors = {}
-    for way in ways:
-        errors[way.name] = way.error(wanted)
-        if not errors[way.name] < limit:
-            raise SystemExit(f"wrong: {way.name} differs from float64 by {errors[way.name]:.1e}")
-        say(f"exact to {errors[way.name]:.0e}: {way.name}")
+    for plan in timed_plans:
+        errors[plan.name] = plan.error(wanted)
+        if not errors[plan.name] < limit:
+            raise SystemExit(f"wrong: {plan.name} differs from float64 by {errors[plan.name]:.1e}")
+        say(f"exact to {errors[plan.name]:.0e}: {plan.name}")
     print(json.dumps({"errors": errors}), flush=True)
     for turn in range(rounds):
-        mine = []
-        for way in ways:
-            mine.append(way.step()[0])
-            print(json.dumps(asdict(mine[-1])), flush=True)
-        told = ", ".join(f"{x.way} {x.forward:.3g} + {x.backward:.3g}" for x in mine)
-        say(f"round {turn + 1} of {rounds}, seconds: {told}")
+        steps = []
+        for plan in timed_plans:
+            steps.append(plan.step()[0])
+            print(json.dumps(asdict(steps[-1])), flush=True)
+        seconds = ", ".join(f"{x.way} {x.forward:.3g} + {x.backward:.3g}" for x in steps)
+        say(f"round {turn + 1} of {rounds}, seconds: {seconds}")
     ranks.wait_for_all()
 
 

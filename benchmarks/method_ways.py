@@ -42,19 +42,17 @@ def defining(method: str, num_ranks: int) -> dict[str, Any]:
 
 
 def ways(problem: Problem, num_ranks: int, cluster: Cluster) -> list[Way]:
-    found = [_way(method, problem, num_ranks, cluster) for method in METHODS]
     best = find_best(problem, num_ranks, cluster)
-    say(f"auto: {', '.join(one.text for one in best.chosen.values())}")
-    return [*found, _as_way(AUTO, best.question, cluster)]
+    say(f"auto: {', '.join(scored.text for scored in best.chosen.values())}")
+    methods = [_way(method, problem, num_ranks, cluster) for method in METHODS]
+    return [*methods, _as_way(AUTO, best.question, cluster)]
 
 
-def with_uncut(
-    found: Sequence[Way], problem: Problem, num_ranks: int, cluster: Cluster
-) -> list[Way]:
-    """And an all-gather of keys and values, and whatever was cut without its cuts."""
-    found = [_way("allgather-kv", problem, num_ranks, cluster), *found]
-    others = []
-    for way in found:
+def with_uncut(cut: Sequence[Way], problem: Problem, num_ranks: int, cluster: Cluster) -> list[Way]:
+    """Adds an all-gather of keys and values, and each way that has cuts once more without them."""
+    cut = [_way("allgather-kv", problem, num_ranks, cluster), *cut]
+    uncut = []
+    for way in cut:
         if way.name == AUTO:
             best = find_best(problem, num_ranks, cluster, options=WHOLE)
             other = _as_way(AUTO, best.question, cluster)
@@ -63,8 +61,8 @@ def with_uncut(
             whole = {name: value for name, value in WHOLE.items() if name in has}
             other = _way(way.name, problem, num_ranks, cluster, whole)
         if plan_text(other.question.plan()) != plan_text(way.question.plan()):
-            others.append(replace(other, name=f"{way.name}{UNCUT}"))
-    return [*found, *others]
+            uncut.append(replace(other, name=f"{way.name}{UNCUT}"))
+    return [*cut, *uncut]
 
 
 def _way(
@@ -74,33 +72,27 @@ def _way(
     cluster: Cluster,
     options: Mapping[str, Any] | None = None,
 ) -> Way:
-    """Both passes at their best; where these want other shards, the one that loses less."""
-    given = defining(method, num_ranks) | dict(options or {})
-    best = find_best(problem, num_ranks, cluster, method=method, options=given)
+    """Both passes at their best; where these want other shards, the pair that loses less."""
+    fixed = defining(method, num_ranks) | dict(options or {})
+    best = find_best(problem, num_ranks, cluster, method=method, options=fixed)
     return _as_way(method, best.question, cluster)
 
 
 def _as_way(name: str, question: Question, cluster: Cluster) -> Way:
     plan = question.plan()
-    timelines = [simulate(plan, cluster, direction) for direction in BOTH]
-    told = [
-        " ".join([one.method, *(f"{n}={_word(x)}" for n, x in _given(one).items())])
-        for one in (question, question.backward or question)
-    ]
-    seconds = tuple(one.runtime_seconds for one in timelines)
-    return Way(name, tuple(told), seconds, question)
+    seconds = [simulate(plan, cluster, direction).runtime_seconds for direction in BOTH]
+    settings = [_setting_text(of) for of in (question, question.backward or question)]
+    return Way(name, tuple(settings), tuple(seconds), question)
 
 
-def _given(question: Question) -> Mapping[str, Any]:
-    """The options that are not left to their default."""
+def _setting_text(question: Question) -> str:
+    """The method, and the options that are not left to their default."""
     setting = question.setting
     usual = type(setting)()
-    hidden = ("costs", "ranks_per_node")
-    names = [one.name for one in fields(setting) if one.name not in hidden]
-    return {
-        name: value for name in names if (value := getattr(setting, name)) != getattr(usual, name)
-    }
-
-
-def _word(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    words = [question.method]
+    for name in (field.name for field in fields(setting)):
+        value = getattr(setting, name)
+        if name not in ("costs", "ranks_per_node") and value != getattr(usual, name):
+            text = "x".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(f"{name}={text}")
+    return " ".join(words)

@@ -1,9 +1,9 @@
-"""Which mutants there are, and a random sample of them.
+"""Which mutants there are, and a random sample of them, for `run_mutants.py`.
 
 Cosmic Ray makes them: another operator, a number one higher or lower, a condition negated, a
 decorator left out, ... A place in the code is drawn, then one of the mutants at that place.
 
-Not drawn, since no test could see the change or should: annotations, `if TYPE_CHECKING`, assertions
+Changes that no test could or should see are not drawn: annotations, `if TYPE_CHECKING`, assertions
 and `zip(strict=True)` (which hold by themselves in a right program), `slots=True`.
 """
 
@@ -79,7 +79,7 @@ def mutants_of(name: str, source: str) -> Iterator[Mutant]:
         and getattr(node, "value", "+") not in "()[]{},:.=;->"
     ]
     for operator in sorted(operator_names()):
-        if operator.split("/")[-1].startswith("Variable"):  # want to be told the variable
+        if operator.split("/")[-1].startswith("Variable"):  # these need the name of a variable
             continue
         changes = get_operator(operator)()
         positions = [at for node in nodes for at, _ in changes.mutation_positions(node)]
@@ -89,21 +89,20 @@ def mutants_of(name: str, source: str) -> Iterator[Mutant]:
 
 
 def unseen(module: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """From where to where nothing is drawn."""
+    """Ranges of (line, column) in which nothing is drawn."""
     for node in ast.walk(module):
-        found: list[ast.AST | None] = []
+        hidden: ast.AST | None = None
         match node:
             case ast.Assert():
-                found = [node]
+                hidden = node
             case ast.arg() | ast.AnnAssign():
-                found = [node.annotation]
+                hidden = node.annotation
             case ast.FunctionDef():
-                found = [node.returns]
+                hidden = node.returns
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                found = [node.test]
+                hidden = node.test
             case ast.keyword(arg="slots" | "strict"):
-                found = [node.value]
-        for each in found:
-            if isinstance(each, ast.expr | ast.stmt):
-                stop = (each.end_lineno or each.lineno, each.end_col_offset or 0)
-                yield (each.lineno, each.col_offset), stop
+                hidden = node.value
+        if isinstance(hidden, ast.expr | ast.stmt):
+            stop = (hidden.end_lineno or hidden.lineno, hidden.end_col_offset or 0)
+            yield (hidden.lineno, hidden.col_offset), stop

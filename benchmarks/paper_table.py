@@ -23,23 +23,18 @@ from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
-__all__ = ["METHODS", "Cell", "Found", "cells", "run_all", "summary", "table"]
-
 RANKS = 128
 TOKENS = {"256K": 1 << 18, "512K": 1 << 19}
 TRAVEL = {"gradients": "travel"}
-USP = {"method": "usp", "ulysses": 8, **TRAVEL}
-RING = {"method": "ring", **TRAVEL}
-STARTRAIL = [{"method": "startrail", "team": team, **TRAVEL} for team in (4, 8)]
 MESH = [
     {"method": "mesh", "tile": tile, "chunks": chunks, "alpha": 4, "combine": "reduce-scatter"}
     for tile, chunks in (((8, 16), (2, 4)), ((8, 16), (4, 4)), ((16, 8), (4, 4)))
 ]
 METHODS: dict[str, list[dict[str, Any]]] = {
     "mesh": MESH,
-    "ring": [RING],
-    "usp": [USP],
-    "startrail": STARTRAIL,
+    "ring": [{"method": "ring", **TRAVEL}],
+    "usp": [{"method": "usp", "ulysses": 8, **TRAVEL}],
+    "startrail": [{"method": "startrail", "team": team, **TRAVEL} for team in (4, 8)],
 }
 
 # direction, causal, tokens: MFU in percent of mesh, ring, usp, startrail
@@ -89,18 +84,12 @@ def plan_of(cell: Cell, setting: str) -> Plan:
     for name in ("tile", "chunks"):
         if name in options:
             options[name] = tuple(options[name])
-    return make_plan(
-        problem,
-        RANKS,
-        directions=(cell.direction,),
-        ranks_per_node=8,
-        gather_out=True,
-        **options,
-    )
+    options |= {"directions": (cell.direction,), "ranks_per_node": 8, "gather_out": True}
+    return make_plan(problem, RANKS, **options)
 
 
 @dataclass(frozen=True)
-class Found:
+class SimulatedCell:
     cell: Cell
     setting: dict[str, Any]
     mfu: float
@@ -111,62 +100,57 @@ class Found:
         return math.log(self.mfu / self.cell.published)
 
 
-def run_cell(cell: Cell, cluster: Cluster, settings: list[dict[str, Any]]) -> Found:
-    tries = [
-        Found(
-            cell,
-            setting,
-            simulate(
-                plan_of(cell, json.dumps(setting)), cluster, cell.direction, kernel="authors"
-            ).mfu_percent,
-        )
-        for setting in settings
-    ]
-    return max(tries, key=lambda found: found.mfu)
+Results = dict[Cell, SimulatedCell]
 
 
-def run_all(
-    cluster: Cluster, only: dict[Cell, list[dict[str, Any]]] | None = None
-) -> dict[Cell, Found]:
-    found = {}
+def run_cell(cell: Cell, cluster: Cluster, settings: list[dict[str, Any]]) -> SimulatedCell:
+    """At the best of these settings."""
+    tries = []
+    for setting in settings:
+        plan = plan_of(cell, json.dumps(setting))
+        timeline = simulate(plan, cluster, cell.direction, kernel="authors")
+        tries.append(SimulatedCell(cell, setting, timeline.mfu_percent))
+    return max(tries, key=lambda result: result.mfu)
+
+
+def run_all(cluster: Cluster, only: dict[Cell, list[dict[str, Any]]] | None = None) -> Results:
+    results = {}
     chosen = only or {cell: METHODS[cell.method] for cell in cells()}
     for done, (cell, settings) in enumerate(chosen.items(), start=1):
         if sys.stderr.isatty():
             print(f"\r{done}/{len(chosen)} cells", end="", file=sys.stderr, flush=True)
-        found[cell] = run_cell(cell, cluster, settings)
-    return found
+        results[cell] = run_cell(cell, cluster, settings)
+    return results
 
 
-def table(found: dict[Cell, Found]) -> str:
+def table(results: Results) -> str:
     lines = ["row                      " + "".join(f"{m:>24}" for m in METHODS)]
     for row, values in PUBLISHED.items():
         direction, causal, tokens = row
-        name = f"{direction.value} {'causal' if causal else 'full'} {tokens}"
-        parts = []
+        texts = []
         for method in METHODS:
-            one = found.get(Cell(*row, method))
+            result = results.get(Cell(*row, method))
             text = "-"
-            if one is not None:
-                text = f"{one.mfu:.1f} / {values[method]} ({math.exp(one.error):.2f})"
-            parts.append(f"{text:>24}")
-        lines.append(f"{name:<25}" + "".join(parts))
+            if result is not None:
+                text = f"{result.mfu:.1f} / {values[method]} ({math.exp(result.error):.2f})"
+            texts.append(f"{text:>24}")
+        name = f"{direction.value} {'causal' if causal else 'full'} {tokens}"
+        lines.append(f"{name:<25}" + "".join(texts))
     return "\n".join(lines)
 
 
-def summary(found: dict[Cell, Found]) -> dict[str, Any]:
-    errors = [abs(one.error) for one in found.values()]
-    worst = max(found.values(), key=lambda one: abs(one.error))
-    orders = {}
-    for row, values in PUBLISHED.items():
-        simulated = {m: found[Cell(*row, m)].mfu for m in values}
-        same = sorted(values, key=values.__getitem__) == sorted(
-            simulated, key=simulated.__getitem__
-        )
-        orders[" ".join(map(str, row))] = same
+def summary(results: Results) -> dict[str, Any]:
+    errors = [abs(result.error) for result in results.values()]
+    worst = max(results.values(), key=lambda result: abs(result.error))
+    same_order = []
+    for row, published in PUBLISHED.items():
+        simulated = {method: results[Cell(*row, method)].mfu for method in published}
+        orders = [sorted(mfu, key=mfu.__getitem__) for mfu in (published, simulated)]
+        same_order.append(orders[0] == orders[1])
     return {
         "geometric_mean_ratio_error": math.exp(sum(errors) / len(errors)),
         "worst_ratio_error": math.exp(abs(worst.error)),
         "worst_cell": f"{worst.cell.method} {worst.cell.direction.value} "
         f"{'causal' if worst.cell.causal else 'full'} {worst.cell.tokens}",
-        "same_order_of_methods_in_every_row": all(orders.values()),
+        "same_order_of_methods_in_every_row": all(same_order),
     }

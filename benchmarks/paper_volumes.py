@@ -9,11 +9,11 @@ rank there, so it begins with the next team's block here; its backward figures a
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from script import script_parser
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cli.output import table
@@ -45,8 +45,8 @@ class CountedCell:
 
     @property
     def agrees(self) -> bool:
-        found = (f"{self.total_gib:.1f}", f"{self.inter_node_gib:.1f}")
-        return found == (self.cell.total, self.cell.inter_node)
+        counted = (f"{self.total_gib:.1f}", f"{self.inter_node_gib:.1f}")
+        return counted == (self.cell.total, self.cell.inter_node)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,79 +64,58 @@ _USP_NOTE = (
     "ours swaps Q, K, V and O again, since only the caller's shards are kept for the backward "
     "pass; the paper's count keeps the swapped tensors"
 )
-
-
-def _cells() -> tuple[Cell, ...]:
-    forward, backward = Direction.FORWARD, Direction.BACKWARD
-    # Chunks cut what moves and change no volume; one is counted in a fifth of the time.
-    mesh = {"method": "mesh", "tile": (16, 16), "alpha": 4, "chunks": (1, 1)}
-    wide = mesh | {"tile": (32, 8)}
-    star = {"method": "startrail", "first_block": "next", "combine": "reduce-scatter"}
-    ring = {"method": "ring", "gradients": "travel"}
-    usp = {"method": "usp", "ulysses": 8}
-    return (
-        Cell("forward", "mesh 16x16", forward, False, mesh, "1.9", "0.6"),
-        Cell("forward", "ring", forward, False, ring, "15.9", "2.0"),
-        Cell("forward", "usp U=8", forward, False, usp, "2.0", "1.9"),
-        Cell("forward", "startrail C=8", forward, False, star | {"team": 8}, "2.9", "2.0"),
-        Cell("backward", "mesh 16x16", backward, False, mesh, "3.8", "1.3"),
-        Cell("backward", "ring", backward, False, ring, "31.9", "4.0"),
-        Cell("backward", "usp U=8", backward, False, usp, "4.0", "3.9", _USP_NOTE),
-        Cell("backward", "startrail C=16", backward, False, star | {"team": 16}, "5.8", "2.3"),
-        Cell("causal forward", "mesh 32x8", forward, True, wide, "2.4", "0.6"),
-        Cell("causal forward", "ring", forward, True, ring, "15.9", "2.0"),
-        Cell("causal forward", "usp U=8", forward, True, usp, "2.0", "1.9"),
-    )
-
-
-CELLS = _cells()
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+# Chunks cut what moves and change no volume; one is counted in a fifth of the time.
+_MESH = {"method": "mesh", "tile": (16, 16), "alpha": 4, "chunks": (1, 1)}
+_WIDE = _MESH | {"tile": (32, 8)}
+_STAR = {"method": "startrail", "first_block": "next", "combine": "reduce-scatter"}
+_RING = {"method": "ring", "gradients": "travel"}
+_USP = {"method": "usp", "ulysses": 8}
+CELLS = (
+    Cell("forward", "mesh 16x16", _FORWARD, False, _MESH, "1.9", "0.6"),
+    Cell("forward", "ring", _FORWARD, False, _RING, "15.9", "2.0"),
+    Cell("forward", "usp U=8", _FORWARD, False, _USP, "2.0", "1.9"),
+    Cell("forward", "startrail C=8", _FORWARD, False, _STAR | {"team": 8}, "2.9", "2.0"),
+    Cell("backward", "mesh 16x16", _BACKWARD, False, _MESH, "3.8", "1.3"),
+    Cell("backward", "ring", _BACKWARD, False, _RING, "31.9", "4.0"),
+    Cell("backward", "usp U=8", _BACKWARD, False, _USP, "4.0", "3.9", _USP_NOTE),
+    Cell("backward", "startrail C=16", _BACKWARD, False, _STAR | {"team": 16}, "5.8", "2.3"),
+    Cell("causal forward", "mesh 32x8", _FORWARD, True, _WIDE, "2.4", "0.6"),
+    Cell("causal forward", "ring", _FORWARD, True, _RING, "15.9", "2.0"),
+    Cell("causal forward", "usp U=8", _FORWARD, True, _USP, "2.0", "1.9"),
+)
 
 
 def count_cell(cell: Cell) -> CountedCell:
     problem = Problem(q_tokens=1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=cell.causal))
-    plan = make_plan(
-        problem,
-        256,
-        directions=(cell.direction,),
-        ranks_per_node=8,
-        gather_out=True,
-        **cell.options,
-    )
+    options = cell.options | {"ranks_per_node": 8, "gather_out": True}
+    plan = make_plan(problem, 256, directions=(cell.direction,), **options)
     numbers = count(plan)[cell.direction].to_json()
-    return CountedCell(
-        cell,
-        numbers["bytes_per_rank"]["max"] / GIB,
-        numbers["inter_node_bytes_per_rank"]["max"] / GIB,
+    total, inter_node = (
+        numbers[name]["max"] / GIB for name in ("bytes_per_rank", "inter_node_bytes_per_rank")
     )
+    return CountedCell(cell, total, inter_node)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = script_parser(__doc__, result=False)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead")
-    given = parser.parse_args()
-    cells = [count_cell(cell) for cell in CELLS]
-    print(json.dumps([cell.to_json() for cell in cells]) if given.json else text_of(cells))
-
-
-def text_of(cells: Sequence[CountedCell]) -> str:
+    args = parser.parse_args()
+    counted = [count_cell(cell) for cell in CELLS]
+    if args.json:
+        print(json.dumps([cell.to_json() for cell in counted]))
+        return
     lines = [["", "", "counted", "paper", ""]]
-    for cell in cells:
-        counted = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
-        paper = f"{cell.cell.total} / {cell.cell.inter_node}"
+    notes = []
+    for cell, printed in zip(counted, CELLS, strict=True):
+        ours = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
+        theirs = f"{printed.total} / {printed.inter_node}"
         verdict = "agrees" if cell.agrees else "differs"
-        lines.append([cell.cell.row, cell.cell.column, counted, paper, verdict])
-    return "\n".join(
-        [
-            "256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, "
-            "total / inter-node",
-            table(lines),
-            *(
-                f"{cell.cell.row}, {cell.cell.column}: {cell.cell.note}"
-                for cell in cells
-                if not cell.agrees and cell.cell.note
-            ),
-        ]
-    )
+        lines.append([printed.row, printed.column, ours, theirs, verdict])
+        if printed.note and not cell.agrees:
+            notes.append(f"{printed.row}, {printed.column}: {printed.note}")
+    print("256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16: GiB per GPU, total / inter-node")
+    print("\n".join([table(lines), *notes]))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 Eight gloo ranks as two nodes of four (or sixteen as four, `--nodes 4`), each in a network namespace
 with a link of its own, and one link between the nodes and the rest (`namespaces.py`). First
 `mesh-attention profile` measures that network and these cores, and writes a cluster file. By that
-file alone each method gets its setting, what defines it given and the rest searched for each pass,
-`auto` is searched over all methods (`method_ways.py`), and all are simulated. Then they run,
-forward and backward, causal, in float32: nothing is timed after a failed comparison with float64,
-and the ways take turns (`method_steps.py`). Times are of the slowest rank, medians over rounds.
+file alone each method gets its setting: the options that define it are fixed, and the rest is
+searched for each pass. `auto` is searched over all methods (`method_ways.py`), and all are
+simulated. Then they run, forward and backward, causal, in float32: nothing is timed after a failed
+comparison with float64, and the ways take turns (`method_steps.py`). Times are of the slowest rank,
+medians over rounds.
 
 Rates are such that links take much longer than computing does, since ranks share few cores: "CPU"
 is what all ranks took for a step, on all cores together. The last line says how near it was.
@@ -18,13 +19,15 @@ is what all ranks took for a step, on all cores together. The last line says how
 does the same with eight NCCL ranks that share one GPU and talk through sockets (`sockets.py`), in
 bfloat16, without root, for the order only: times on a shared GPU say little about a cluster. Each
 method also runs uncut, as cuts may cost more there than they hide. `--sockets gloo` tries that on
-CPUs, in float32. What was measured is written after every round.
+CPUs, in float32. The result is written after every round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -32,27 +35,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from documents_over_links import load, machine
+import torch
 from method_steps import say
 from method_ways import Way, ways, with_uncut
-from namespaces import Links, NamespaceError, Namespaces
+from namespaces import Links, Namespaces
 from prediction_report import (
     REFERENCE,
     VERDICTS,
+    Row,
     at_best,
     make_rows,
     of_all_ranks,
     order,
     reports_of,
-    rows_of,
     table,
     title_of,
     uncut,
     verdict,
     words,
 )
-from provenance import taken
-from rank_processes import RankProcesses
+from rank_processes import LaunchError, RankProcesses
+from script import host, provenance, save, script_parser
 from sockets import Sockets
 
 from mesh_attention.cost import load_cluster
@@ -61,14 +64,12 @@ from mesh_attention.plan.language.text import plan_text
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
-HERE = Path(__file__).parent
+STEPS = Path(__file__).with_name("method_steps.py")
 RANKS_OVER_SOCKETS = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=2, choices=(2, 4), help="of four ranks")
     parser.add_argument(
         "--sockets",
@@ -86,88 +87,89 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, help="then the ranks are ended: 900, or over sockets 200 for all"
     )
-    parser.add_argument("--json", type=Path, help="write all that was measured here")
-    given = parser.parse_args()
-    given.tokens = given.tokens or (32768 if given.sockets == "nccl" else 512)
-    given.seconds = given.seconds or (200 if given.sockets else 900)
+    args = parser.parse_args()
+    args.tokens = args.tokens or (32768 if args.sockets == "nccl" else 512)
+    args.seconds = args.seconds or (200 if args.sockets else 900)
     try:
-        result = _Run(given).run()
-    except (MeshAttentionError, NamespaceError, KeyboardInterrupt) as error:
+        result = _Run(args).run()
+    except (MeshAttentionError, LaunchError, KeyboardInterrupt) as error:
         raise SystemExit(f"error: {str(error) or 'ended by Ctrl-C'}") from None
     if "broken_off" in result:
         raise SystemExit(f"error: {result['broken_off']}")
 
 
 class _Run:
-    def __init__(self, given: argparse.Namespace) -> None:
-        self._given, self._begun = given, time.monotonic()
-        self._links = Links(given.nodes, 4, given.between, given.inside)
+    """Profile, plan, run and report; the result is a file that grows meanwhile."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._begun = args, time.monotonic()
+        self._links = Links(args.nodes, 4, args.between, args.inside)
         self._problem = Problem(
-            *(given.tokens, given.heads, given.dim),
-            num_kv_heads=given.kv_heads,
-            element_bytes=2 if given.sockets == "nccl" else 4,
+            args.tokens,
+            args.heads,
+            args.dim,
+            num_kv_heads=args.kv_heads,
+            element_bytes=2 if args.sockets == "nccl" else 4,
             mask=Mask(causal=True),
         )
-        self._found: list[Way] = []
-        files = {str(file) for file in (given.json, given.cluster) if file is not None}
-        told = ["FILE" if word in files else word for word in sys.argv[1:]]
-        self._result: dict[str, Any] = {
-            **taken(),
-            "machine": machine(),
-            "command": f"python benchmarks/{Path(__file__).name} {' '.join(told)}",
+        self._ways: list[Way] = []
+        self._rows: list[Row] = []
+        files = {str(file) for file in (args.json, args.cluster) if file is not None}
+        argv = ["FILE" if word in files else word for word in sys.argv[1:]]
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        self._result = provenance() | {
+            "machine": f"{host()}, Linux {platform.release()}, {versions}",
+            "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
+            "load_average": os.getloadavg(),  # of other programs: no rank runs yet
             "links": asdict(self._links),
             "problem": {**asdict(self._problem), "mask": "causal"},
         }
-        if given.sockets:
+        if args.sockets:
             nodes = {"num_nodes": RANKS_OVER_SOCKETS, "ranks_per_node": 1}
-            self._result["links"] = nodes | {"backend": given.sockets}
-        else:
-            self._result["before"] = load()
+            self._result["links"] = nodes | {"backend": args.sockets}
 
     def run(self) -> dict[str, Any]:
-        given, result = self._given, self._result
+        args, result = self._args, self._result
         network: RankProcesses = Namespaces(self._links)
         num_ranks = self._links.num_ranks
-        if given.sockets:
+        if args.sockets:
             num_ranks = RANKS_OVER_SOCKETS
-            network = Sockets(num_ranks, given.sockets)
+            network = Sockets(num_ranks, args.sockets)
         with tempfile.TemporaryDirectory() as name, network:
             folder = Path(name)
-            file = given.cluster or self._profiled(network, folder)
+            file = args.cluster or self._profiled(network, folder)
             result["cluster"], cluster = file.read_text(), load_cluster(file)
             if isinstance(network, Sockets):
                 result["machine"] += f", {cluster.gpu.name}: {network.shares_gpu}"
-            self._write()
-            self._found = ways(self._problem, num_ranks, cluster)
-            if given.sockets:
-                self._found = with_uncut(self._found, self._problem, num_ranks, cluster)
-            say(f"{len(self._found)} plans after {time.monotonic() - self._begun:.0f} s")
-            plans = {way.name: plan_text(way.question.plan()) for way in self._found}
+            save(args.json, result)
+            self._ways = ways(self._problem, num_ranks, cluster)
+            if args.sockets:
+                self._ways = with_uncut(self._ways, self._problem, num_ranks, cluster)
+            say(f"{len(self._ways)} plans after {time.monotonic() - self._begun:.0f} s")
+            plans = {way.name: plan_text(way.question.plan()) for way in self._ways}
             (folder / "plans.json").write_text(json.dumps(plans))
-            command = (sys.executable, str(HERE / "method_steps.py"), name, str(given.rounds))
+            command = (sys.executable, str(STEPS), name, str(args.rounds))
             try:
                 network.run(command, seconds=self._left(), heard=self._heard)
-            except NamespaceError as error:
+            except LaunchError as error:
                 if not result.get("rows"):
                     raise
                 result["broken_off"] = str(error).splitlines()[0]
-        if not given.sockets:
-            result["after"] = load()
-        self._write()
-        self._tell()
+        save(args.json, result)
+        self._print()
         return result
 
     def _left(self) -> float:
-        """Seconds of the next thing that ranks do: over sockets all of them share the time."""
-        if not self._given.sockets:
-            return float(self._given.seconds)
-        return max(float(self._given.seconds) - (time.monotonic() - self._begun), 1.0)
+        """Seconds for the next step of the ranks: over sockets all steps share the time."""
+        if not self._args.sockets:
+            return float(self._args.seconds)
+        return max(float(self._args.seconds) - (time.monotonic() - self._begun), 1.0)
 
     def _profiled(self, network: RankProcesses, folder: Path) -> Path:
         """The file that `mesh-attention profile` writes of this network and these processors."""
         file, problem, seconds = folder / "links.toml", self._problem, self._left()
         options = ["--heads", str(problem.num_heads), "--head-dim", str(problem.head_dim)]
-        if self._given.sockets:
+        if self._args.sockets:
             options.append("--quick")
             seconds /= 2  # so that time is left for the rest
         command = (sys.executable, "-m", "mesh_attention", "profile", *options)
@@ -176,36 +178,30 @@ class _Run:
         return file
 
     def _heard(self, outputs: list[str]) -> None:
-        """What ranks have measured so far."""
+        """Adds what ranks have measured so far to the result."""
         reports = reports_of(outputs)
         if not reports:
             return
-        result, rows = self._result, make_rows(self._found, reports)
+        result, rows = self._result, make_rows(self._ways, reports)
+        self._rows = rows
         result |= {"errors": reports[0]["errors"], "rows": [asdict(row) for row in rows]}
-        if rows and len(rows) == len(self._found):
-            if self._given.sockets:
-                found = (order(at_best(rows)), order(uncut(rows)))
-                result |= dict(zip(VERDICTS, found, strict=True))
+        if rows and len(rows) == len(self._ways):
+            if self._args.sockets:
+                orders = (order(at_best(rows)), order(uncut(rows)))
+                result |= dict(zip(VERDICTS, orders, strict=True))
             else:
                 result["verdict"] = verdict(rows)
         result["steps"] = of_all_ranks(reports)
-        self._write()
+        save(self._args.json, result)
 
-    def _write(self) -> None:
-        if self._given.json is not None:
-            self._given.json.write_text(json.dumps(self._result, indent=1) + "\n")
-
-    def _tell(self) -> None:
-        result, problem = self._result, self._problem
-        rows = rows_of(result)
+    def _print(self) -> None:
+        result, problem, rows = self._result, self._problem, self._rows
         print(f"{title_of(result['links'])}; {result['machine']}")
         print(
             f"{problem.q_tokens} tokens, {problem.num_heads}:{problem.kv_heads} heads of "
             f"{problem.head_dim}, {problem.element_bytes} bytes"
         )
-        if not self._given.sockets:
-            busy = [result[when]["busy_cores"] for when in ("before", "after")]
-            print(f"others keep {busy[0]} and {busy[1]} cores busy, before and after")
+        print(f"load average of the machine before: {result['load_average'][0]:.2f}")
         if any(row.name == REFERENCE for row in rows):
             print("\n".join(table(rows)))
         for name in VERDICTS:

@@ -1,22 +1,13 @@
-"""What came of `predicted_against_measured.py`: rows, verdict, table and picture, from its numbers.
-
-    python benchmarks/prediction_report.py RESULT.json ... --picture docs/pictures/predicted.png
-
-prints the tables of results again and draws them side by side.
-"""
+"""What `predicted_against_measured.py` makes of its numbers: rows, a verdict and a table."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
-
-from mesh_attention.plots import pyplot
 
 AUTO, REFERENCE = "auto", "mesh"
 UNCUT = " uncut"  # at the end of a name: one slice and one chunk
@@ -37,7 +28,7 @@ class Predicted:
 @dataclass(frozen=True)
 class Row:
     """Seconds of both passes, measured (median of the slowest rank) and predicted, and of all
-    rounds the least and the most of both together. CPU: of all ranks. Wire: MiB of a rank."""
+    rounds the least and the most of both together. CPU seconds: of all ranks."""
 
     name: str
     settings: tuple[str, ...]
@@ -46,7 +37,6 @@ class Row:
     least: float
     most: float
     cpu: float
-    wire_mib: float
 
     @property
     def step(self) -> float:
@@ -60,17 +50,17 @@ class Row:
 def reports_of(outputs: Sequence[str]) -> list[dict[str, Any]]:
     """What each rank printed so far, as far as all ranks have come: errors, and then steps."""
     whole = [output[: output.rfind("\n") + 1].splitlines() for output in outputs]
-    lines = [[json.loads(line) for line in one if line.startswith("{")] for one in whole]
-    num_lines = min(map(len, lines), default=0)
+    by_rank = [[json.loads(x) for x in lines if x.startswith("{")] for lines in whole]
+    num_lines = min(map(len, by_rank), default=0)
     if num_lines == 0:
         return []
-    return [{**one[0], "steps": one[1:num_lines]} for one in lines]
+    return [{**lines[0], "steps": lines[1:num_lines]} for lines in by_rank]
 
 
-def make_rows(found: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
+def make_rows(ways: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) -> list[Row]:
     """`reports` of all ranks, as they printed them; ways that have not run yet have no row."""
     rows = []
-    for way in found:
+    for way in ways:
         by_rank = [[s for s in report["steps"] if s["way"] == way.name] for report in reports]
         rounds = [*zip(*by_rank, strict=True)]
         if not rounds:
@@ -79,16 +69,16 @@ def make_rows(found: Sequence[Predicted], reports: Sequence[Mapping[str, Any]]) 
             [max(rank[name] for rank in ranks) for ranks in rounds]
             for name in ("forward", "backward")
         ]
-        both = [sum(one) for one in zip(*passes, strict=True)]
+        both = [sum(seconds) for seconds in zip(*passes, strict=True)]
         rows.append(
             Row(
-                *(way.name, way.settings),
+                way.name,
+                way.settings,
                 measured=tuple(map(statistics.median, passes)),
                 predicted=way.predicted,
                 least=min(both),
                 most=max(both),
                 cpu=statistics.median(sum(rank["cpu"] for rank in ranks) for ranks in rounds),
-                wire_mib=statistics.mean(s["wire_sent"] for ranks in rounds for s in ranks) / 2**20,
             )
         )
     return rows
@@ -113,18 +103,14 @@ def ratios(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
 
 
 def turned_round(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Pairs whose measured order is not the predicted one, but for those predicted alike."""
-    return [(one.name, other.name) for one, other in _apart(rows) if other.step < one.step]
+    """Pairs whose measured order is not the predicted order; pairs predicted alike have none."""
+    return [(row.name, other.name) for row, other in _apart(rows) if other.step < row.step]
 
 
 def _apart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Pairs that are not predicted alike, the faster one first."""
+    """Pairs that are not predicted alike, the faster row first."""
     pairs = combinations(sorted(rows, key=lambda row: row.predicted_step), 2)
-    return [
-        (one, other)
-        for one, other in pairs
-        if other.predicted_step > (1 + ALIKE) * one.predicted_step
-    ]
+    return [(a, b) for a, b in pairs if b.predicted_step > (1 + ALIKE) * a.predicted_step]
 
 
 def order(rows: Sequence[Row]) -> dict[str, Any]:
@@ -164,18 +150,18 @@ def at_best(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if not row.name.endswith(UNCUT)]
 
 
-def words(found: Mapping[str, Any]) -> str:
-    turned = ", ".join(f"{a} before {b}" for a, b in found["turned_round"])
-    behind, fastest = found["auto_behind"], found["fastest"]
+def words(verdict: Mapping[str, Any]) -> str:
+    turned = ", ".join(f"{a} before {b}" for a, b in verdict["turned_round"])
+    behind, fastest = verdict["auto_behind"], verdict["fastest"]
     parts = [f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}"]
-    if "worst_ratio" in found:
-        name, off = found["worst_ratio"]
+    if "worst_ratio" in verdict:
+        name, off = verdict["worst_ratio"]
         parts.append(f"ratios to {REFERENCE}: {name} is off most, {off:+.1%}")
     else:
-        right = found["pairs"] - len(found["turned_round"])
-        parts.append(f"{right} of {found['pairs']} pairs, Kendall's tau {found['agreement']}")
-        parts.append(f"measured {' < '.join(found['measured_order'])}")
-        parts.append(f"predicted {' < '.join(found['predicted_order'])}")
+        right = verdict["pairs"] - len(verdict["turned_round"])
+        parts.append(f"{right} of {verdict['pairs']} pairs, Kendall's tau {verdict['agreement']}")
+        parts.append(f"measured {' < '.join(verdict['measured_order'])}")
+        parts.append(f"predicted {' < '.join(verdict['predicted_order'])}")
     if behind is not None:
         parts.append(f"auto: {f'{behind:.1%} behind {fastest}' if behind else 'the fastest'}")
     return "; ".join(parts)
@@ -184,8 +170,8 @@ def words(found: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         "| | forward, s | backward, s | both (least, most) | predicted | to mesh: measured, "
-        "predicted | CPU s | MiB sent a rank | setting |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "predicted | CPU s | setting |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     to_mesh = ratios(rows)
     for row in sorted(rows, key=lambda row: row.step):
@@ -198,46 +184,10 @@ def table(rows: Sequence[Row]) -> list[str]:
             f"{row.predicted_step:.3g}",
             f"{real:.2f}, {predicted:.2f} ({predicted / real - 1:+.0%})",
             f"{row.cpu:.1f}",
-            f"{row.wire_mib:.1f}",
             " / ".join(dict.fromkeys(row.settings)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-# Picture.
-
-
-def draw(results: Mapping[str, Sequence[Row]], file: Path) -> None:
-    """Measured seconds against predicted ones, a panel for each result."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(results), figsize=(6.2 * len(results), 5.6), squeeze=False)
-    for axis, (title, rows) in zip(axes[0], results.items(), strict=True):
-        most = 1.12 * max(max(row.step, row.most, row.predicted_step) for row in rows)
-        axis.plot([0, most], [0, most], color="gray", lw=1)
-        within = [(1 - NEAR) * most, (1 + NEAR) * most]
-        axis.fill_between([0, most], [0, within[0]], [0, within[1]], color="gray", alpha=0.12)
-        names = sorted(row.name for row in rows)
-        for row in sorted(rows, key=lambda row: row.step):
-            colour = plt.get_cmap("tab10").colors[names.index(row.name)]
-            spread = [[row.step - min(row.least, row.step)], [max(row.most, row.step) - row.step]]
-            axis.errorbar(row.predicted_step, row.step, yerr=spread, fmt="o", color=colour)
-            axis.plot([], [], "o", color=colour, label=f"{row.name}: {row.step:.2f} s")
-        axis.set(xlim=(0, most), ylim=(0, most), xlabel="predicted, s", ylabel="measured, s")
-        axis.set_title(title, fontsize=11)
-        axis.legend(loc="lower right", fontsize=9)
-    figure.suptitle("Forward and backward; on the line: as predicted; shaded: within 15 %")
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
-
-
-def rows_of(result: Mapping[str, Any]) -> list[Row]:
-    """From the JSON that was written, in which tuples are lists."""
-    return [
-        Row(**row | {n: tuple(row[n]) for n in ("settings", "measured", "predicted")})
-        for row in result["rows"]
-    ]
 
 
 def title_of(links: Mapping[str, Any]) -> str:
@@ -246,26 +196,3 @@ def title_of(links: Mapping[str, Any]) -> str:
     if "between" in links:
         return f"{nodes}, {links['between']:g} Mbit/s a node"
     return f"{nodes} over {links['backend']} and sockets of one machine"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", nargs="+", type=Path, help="what the benchmark wrote")
-    parser.add_argument("--picture", type=Path, help="draw it here")
-    given = parser.parse_args()
-    found = {}
-    for file in given.results:
-        result = json.loads(file.read_text())
-        rows = rows_of(result)
-        title = title_of(result["links"])
-        found[title] = rows
-        told = [words(result[name]) for name in VERDICTS if name in result]
-        print("\n".join([f"{title}, {result['date'][:10]}", *table(rows), *told]))
-    if given.picture is not None:
-        draw(found, given.picture)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Ranks as processes of this machine: started together, heard while they run, ended together.
 
-`namespaces.py` gives each a network of its own; in `sockets.py` they share a GPU.
+`namespaces.py` gives each rank a network of its own; in `sockets.py` they share a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,33 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TextIO
 
-from links import Command, NamespaceError
-
-SAY_AFTER = 15.0  # seconds without a word from rank 0
+Command = tuple[str, ...]
 Heard = Callable[[list[str]], None]
+SAY_AFTER = 15.0  # seconds without a word from rank 0
+
+
+class LaunchError(RuntimeError):
+    """The machine cannot run the ranks, or a rank failed; the message says which."""
+
+
+def torchrun_environment(
+    rank: int, num_ranks: int, *, ranks_per_node: int, address: str, port: int, interface: str
+) -> dict[str, str]:
+    """What torchrun sets, and what gloo needs to find its interface."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",  # ranks share the cores of one machine
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that addresses have no names
+    }
 
 
 class RankProcesses:
@@ -50,22 +70,17 @@ class RankProcesses:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._close()
 
     def run(
         self, command: Sequence[str], *, seconds: float, heard: Heard | None = None
     ) -> list[str]:
-        """A process for each rank, with torchrun's environment; what each wrote to stdout.
+        """Runs a process for each rank, and returns what each wrote to stdout.
 
-        What rank 0 writes to stderr is shown meanwhile. Whenever it does, and at the end, `heard`
-        is told what all ranks wrote to stdout until then. If a rank fails, or after so many
-        seconds, all are killed, and the error has the last words of the one that failed first.
+        Lines that rank 0 writes to stderr are shown at once. With each of them, and at the end,
+        `heard` gets what all ranks wrote to stdout until then. If a rank fails, or after so many
+        seconds, all are killed, and the error has the last words of the rank that failed first.
         """
         with tempfile.TemporaryDirectory() as folder:
             files = [(Path(folder) / f"{r}.out", Path(folder) / f"{r}.err") for r in self._ranks]
@@ -76,8 +91,8 @@ class RankProcesses:
             try:
                 for rank, (out, err) in zip(self._ranks, files, strict=True):
                     self._processes.append(self._start(command, rank, out, err))
-                with files[0][1].open() as told:
-                    for _ in self._wait(told, [err for _, err in files], seconds):
+                with files[0][1].open() as spoken:
+                    for _ in self._wait(spoken, [err for _, err in files], seconds):
                         if heard is not None:
                             heard(outputs())
             finally:
@@ -103,18 +118,18 @@ class RankProcesses:
                 text=True,
             )
 
-    def _wait(self, told: TextIO, errors: list[Path], seconds: float) -> Iterator[None]:
-        """Until all are done; it comes back whenever rank 0 has said something."""
+    def _wait(self, spoken: TextIO, errors: list[Path], seconds: float) -> Iterator[None]:
+        """Waits until all are done; yields whenever rank 0 has written a line to stderr."""
         begun = last = time.monotonic()
         while True:
             states = [process.poll() for process in self._processes]
-            lines = told.readlines()
+            lines = spoken.readlines()
             for line in lines:
                 self._say(line.rstrip("\n"))
             for rank, state in enumerate(states):
                 if state:
                     words = _last(errors[rank], 20) if rank else []  # 0 was shown
-                    raise NamespaceError("\n".join([f"rank {rank} ended with {state}", *words]))
+                    raise LaunchError("\n".join([f"rank {rank} ended with {state}", *words]))
             if all(state == 0 for state in states):
                 return
             now = time.monotonic()
@@ -122,7 +137,7 @@ class RankProcesses:
             if now - begun > seconds:
                 words = [f"rank {r}: {x}" for r in self._ranks[1:] for x in _last(errors[r], 2)]
                 late = f"not done after {seconds:.0f} s; still running: ranks {running}"
-                raise NamespaceError("\n".join([late, *words]))
+                raise LaunchError("\n".join([late, *words]))
             if lines:
                 last = now
                 yield

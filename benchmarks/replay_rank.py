@@ -12,12 +12,12 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from replay.rank import SLOWEST, RankToReplay, Replayed, rank_to_replay
+from replay.rank import SLOWEST, Replayed, rank_to_replay
 
 from mesh_attention.cli.command import Command, Flag, exit_code, run_command
 from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import show, table
-from mesh_attention.cli.simulate import CLUSTER_FLAGS, Simulated, simulated
+from mesh_attention.cli.simulate import CLUSTER_FLAGS, simulated
 from mesh_attention.cli.values import count, size
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.problem.arguments import bytes_text
@@ -38,35 +38,33 @@ def run(args: argparse.Namespace) -> int:
 
     check_device(args.sms)  # before minutes of planning
     cluster = with_kernels_here(load_cluster(args.cluster))
-    ranks = [_to_replay(one, args.rank) for one in simulated(args, cluster)]
-    found = [
+    parts = []
+    for simulation in simulated(args, cluster):
+        part = rank_to_replay(simulation.timeline, args.rank)
+        part.predicted["setting"] = simulation.setting
+        parts.append(part)
+    replays = [
         measure(
-            given,
+            part,
             sms=args.sms,
             repeats=args.repeats,
             high_priority=not args.same_priority,
             kernel=args.kernel,
         )
-        for given in ranks
+        for part in parts
     ]
-    by_pass = {one.given.one.direction.value: one.to_json() for one in found}
+    by_pass = {replay.part.pass_.direction.value: replay.to_json() for replay in replays}
     return show(
         args,
-        lambda: by_pass if len(by_pass) > 1 else found[0].to_json(),
-        lambda: _for_people(found),
+        lambda: by_pass if len(by_pass) > 1 else replays[0].to_json(),
+        lambda: _for_people(replays),
     )
 
 
-def _to_replay(one: Simulated, rank: int | str) -> RankToReplay:
-    given = rank_to_replay(one.timeline, rank)
-    given.predicted["setting"] = one.setting
-    return given
-
-
-def _for_people(found: Sequence[Replayed]) -> str:
-    first = found[0]
-    given = first.given
-    numbers = [one.to_json() for one in found]
+def _for_people(replays: Sequence[Replayed]) -> str:
+    first = replays[0]
+    part = first.part
+    numbers = [replay.to_json() for replay in replays]
 
     def milliseconds(name: str) -> list[str]:
         return [f"{n[name] * 1e3:.2f} ms" for n in numbers]
@@ -77,35 +75,36 @@ def _for_people(found: Sequence[Replayed]) -> str:
         ["time", *milliseconds("seconds")],
         ["  bound: compute alone", *milliseconds("compute_seconds")],
         ["  predicted by simulate", *milliseconds("predicted_seconds")],
-        ["exposed communication", *map(_exposed, found)],
+        ["exposed communication", *map(_exposed, replays)],
         ["  predicted by simulate", *milliseconds("predicted_exposed_seconds")],
-        ["MFU", *(f"{one.mfu_percent:.1f} %" for one in found)],
-        ["  bound: compute alone", *(f"{one.compute_mfu_percent:.1f} %" for one in found)],
+        ["MFU", *(f"{r.mfu_percent:.1f} %" for r in replays)],
+        ["  bound: compute alone", *(f"{r.compute_mfu_percent:.1f} %" for r in replays)],
         ["  predicted by simulate", *(f"{n['predicted_mfu_percent']:.1f} %" for n in numbers)],
-        ["peak memory", *(bytes_text(one.peak_bytes) for one in found)],
-        ["  by the plan", *(bytes_text(one.planned_bytes) for one in found)],
+        ["peak memory", *(bytes_text(r.peak_bytes) for r in replays)],
+        ["  by the plan", *(bytes_text(r.planned_bytes) for r in replays)],
     ]
     lines = [
-        f"{given.plan.method} on {given.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
+        f"{part.plan.method} on {part.plan.num_ranks} ranks of {numbers[0]['cluster']}, "
         f"one of them replayed on {first.machine}",
-        problem_text(given.plan.problem),
+        problem_text(part.plan.problem),
         table(rows),
     ]
-    for one, number in zip(found, numbers, strict=True):
+    for number in numbers:
         words = ", ".join(f"{key} {value}" for key, value in number["setting"].items())
-        lines.append(f"{number['direction']}: {words}; kernels {', '.join(one.kernels)}")
+        lines.append(f"{number['direction']}: {words}; kernels {', '.join(number['kernels'])}")
     takes = f"take {first.sms} SMs" if first.sms else "take no SM but one warp, as copy engines do"
     lines += [
         f"Compute measured, network modelled: communications {takes} and last as simulated.",
         f"Time: median of {len(first.all_seconds)}; "
-        f"MFU of {given.peak_tflops:g} TFLOP/s by mask area. Peak memory "
+        f"MFU of {part.peak_tflops:g} TFLOP/s by mask area. Peak memory "
         "holds shards, results, workspace, kernel results and some MiB of the stand-ins.",
     ]
     return "\n".join(lines)
 
 
-def _exposed(one: Replayed) -> str:
-    return f"{one.exposed_seconds * 1e3:.2f} ms ({one.exposed_seconds / one.seconds:.0%})"
+def _exposed(replay: Replayed) -> str:
+    seconds = replay.exposed_seconds
+    return f"{seconds * 1e3:.2f} ms ({seconds / replay.seconds:.0%})"
 
 
 def _rank(text: str) -> int | str:
@@ -125,18 +124,24 @@ COMMAND = Command(
         Flag(
             "--rank",
             "whose program (default: of the rank that is predicted to end last)",
-            *(_rank, f"R|{SLOWEST}", SLOWEST),
+            _rank,
+            f"R|{SLOWEST}",
+            SLOWEST,
         ),
         Flag(
             "--sms",
             f"SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy engines",
-            *(count, "N", DEFAULT_SMS),
+            count,
+            "N",
+            DEFAULT_SMS,
         ),
         Flag("--same-priority", "communication on a stream of ordinary priority (default: high)"),
         Flag(
             "--repeats",
             f"timed runs, of which the median counts (default {DEFAULT_REPEATS})",
-            *(size, "N", DEFAULT_REPEATS),
+            size,
+            "N",
+            DEFAULT_REPEATS,
         ),
     ),
     more_flags=add_plan_flags,

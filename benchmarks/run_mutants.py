@@ -7,8 +7,8 @@ The sample (`mutations.py`) is always the same for a seed. Each mutant meets the
 folder that run the changed statement (`touched.py`), the closest first, until one fails. All of it
 happens in copies of the tree, in a folder from which a run that was ended goes on.
 
-A mutant that ends by a time limit counts as killed. One that survives may be equivalent: its diff
-is printed, to be judged by a person.
+A mutant that ends by a time limit counts as killed. A survivor may be equivalent to the original:
+its diff is printed, to be judged by a person.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import contextlib
 import difflib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -30,13 +29,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mutations import Mutant, sample
-from provenance import taken
+from script import host, provenance, save, script_parser
 from touched import PACKAGE, InOrder, Statement, Touch, recorded, start
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "plan": ("plan", "methods"),
     "cost": ("cluster",),
+    "machine": ("cluster",),
     "runtime": ("runtime", "distributed"),
 }
 SURVIVED = ("survived", "not reached")
@@ -56,9 +56,9 @@ class Result:
 
 
 def main() -> None:
-    given = arguments()
+    args = arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
-    work: Path = given.folder
+    work: Path = args.folder
     work.mkdir(parents=True, exist_ok=True)
     tree = work / "tree"
     if not tree.exists():
@@ -70,29 +70,29 @@ def main() -> None:
     )
     import torch  # noqa: F401  (here, so that the processes that run tests have it already)
 
+    tests = sorted({name for names in FOLDERS.values() for name in names})
     statements, touched = recorded(
-        work, tree, files, [name for names in FOLDERS.values() for name in names],
-        given.workers, given.record_seconds, given.again,
-    )  # fmt: skip
-    drawn = work / f"sample-{given.seed}-{given.count}{given.only.replace('/', '-')}.json"
+        work, tree, files, tests, args.workers, args.record_seconds, args.again
+    )
+    drawn = work / f"sample-{args.seed}-{args.count}{args.only.replace('/', '-')}.json"
     if not drawn.exists():
-        found = sample(tree, files, given.seed, given.count, given.only)
-        drawn.write_text(json.dumps([asdict(mutant) for mutant in found]))
-    mutants = [Mutant(**each) for each in json.loads(drawn.read_text())]
-    results = {each.mutant: each for each in read_results(work / "results.jsonl")}
+        mutants = sample(tree, files, args.seed, args.count, args.only)
+        drawn.write_text(json.dumps([asdict(mutant) for mutant in mutants]))
+    mutants = [Mutant(**stored) for stored in json.loads(drawn.read_text())]
+    results = {result.mutant: result for result in read_results(work / "results.jsonl")}
     todo = [
         mutant
         for mutant in mutants
-        if mutant not in results or (given.again and results[mutant].outcome in SURVIVED)
+        if mutant not in results or (args.again and results[mutant].outcome in SURVIVED)
     ]
     try:
-        for result in run_all(work, tree, todo, statements, touched, given):
+        for result in run_all(work, tree, todo, statements, touched, args):
             results[result.mutant] = result
             with (work / "results.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             progress([results[m] for m in mutants if m in results], len(mutants))
     finally:
-        report([results[m] for m in mutants if m in results], given)
+        report([results[m] for m in mutants if m in results], args)
 
 
 def choose_tests(
@@ -103,17 +103,17 @@ def choose_tests(
     anything of the file can see it, and those that run hardly anything and look at classes."""
     folders = tuple(f"tests/{name}/" for name in FOLDERS[mutant.folder])
     at = (mutant.line, mutant.column)
-    around = [each for each in statements if each.start <= at < each.stop]
-    wanted = {max(around, key=lambda each: each.start).number} if around else {
-        each.number for each in statements
-    }  # fmt: skip
+    around = [statement for statement in statements if statement.start <= at < statement.stop]
+    wanted = {statement.number for statement in statements}
+    if around:
+        wanted = {max(around, key=lambda statement: statement.start).number}
     seeing = {
-        name: float(each["seconds"])
-        for name, each in touched.items()
+        name: float(test["seconds"])
+        for name, test in touched.items()
         if name.startswith(folders)
         and (
-            not wanted.isdisjoint(each["touched"])
-            or (not around and len(each["touched"]) < HARDLY_ANY)
+            not wanted.isdisjoint(test["touched"])
+            or (not around and len(test["touched"]) < HARDLY_ANY)
         )
         and not any(no in name for no in NOT_RUN)
     }
@@ -127,9 +127,7 @@ def choose_tests(
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--count", type=int, default=300, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, help="another sample")
     parser.add_argument("--only", default="", help="in files whose path has this in it")
@@ -146,10 +144,11 @@ def arguments() -> argparse.Namespace:
         help="record more of the test files that took longer, and try survivors again",
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "mesh-attention-mutants",
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "mesh-attention-mutants",
         help="of the copies; a run goes on from what it finds here, remove it to begin again",
-    )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write what was found here")
+    )
     return parser.parse_args()
 
 
@@ -179,12 +178,12 @@ def run_all(
     mutants: list[Mutant],
     statements: dict[str, list[Statement]],
     touched: Touch,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
 ) -> Iterator[Result]:
-    trees = [work / f"mutant-{worker}" for worker in range(given.workers)]
-    for each in trees:
-        shutil.rmtree(each, ignore_errors=True)
-        shutil.copytree(tree, each)
+    trees = [work / f"mutant-{worker}" for worker in range(args.workers)]
+    for copy in trees:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(tree, copy)
     running: dict[int, Running] = {}
     try:
         for number, mutant in enumerate(mutants):
@@ -194,13 +193,13 @@ def run_all(
             changed = mutant.apply(source) or ""
             before, after = source.splitlines(True), changed.splitlines(True)
             diff = "".join(difflib.unified_diff(before, after, mutant.file, mutant.file, n=1))
-            tests = choose_tests(mutant, statements[mutant.file], touched, given.max_seconds)
+            tests = choose_tests(mutant, statements[mutant.file], touched, args.max_seconds)
             if not tests:
                 yield Result(mutant, "not reached", "", 0.0, 0, diff)
                 continue
             place = trees.pop()
             (place / mutant.file).write_text(changed)
-            # Compiled files are found out of date by the second of the change.
+            # Python notices that a compiled file is out of date by the second of the change.
             os.utime(place / mutant.file, (number + 1, number + 1))
             (place / "failed").unlink(missing_ok=True)
             files = list(dict.fromkeys(name.split("::")[0] for name in tests))
@@ -216,66 +215,59 @@ def run_all(
 
 
 def ended(running: dict[int, Running], trees: list[Path], tree: Path) -> Iterator[Result]:
-    """Waits until at least one mutant is through with its tests."""
+    """Results of the mutants that are through with their tests by now; their trees are free."""
     time.sleep(0.1)
-    for pid, one in list(running.items()):
-        late = time.monotonic() > one.deadline
+    for pid, run in list(running.items()):
+        late = time.monotonic() > run.deadline
         if late:
             os.killpg(pid, signal.SIGKILL)
-        found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-        if not found:
+        is_over, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+        if not is_over:
             continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # processes that its tests have left behind
-        shutil.copy2(tree / one.mutant.file, one.tree / one.mutant.file)
-        trees.append(one.tree)
+        shutil.copy2(tree / run.mutant.file, run.tree / run.mutant.file)
+        trees.append(run.tree)
         del running[pid]
         code = os.waitstatus_to_exitcode(status)
-        by = one.tree / "failed"
         outcome = "survived" if code == 0 else "timeout" if code < 0 else "killed"
-        yield Result(
-            one.mutant,
-            outcome,
-            by.read_text() if by.exists() else "",
-            round(time.monotonic() - one.started, 1),
-            one.tests,
-            one.diff,
-        )
+        failed = run.tree / "failed"
+        by = failed.read_text() if failed.exists() else ""
+        seconds = round(time.monotonic() - run.started, 1)
+        yield Result(run.mutant, outcome, by, seconds, run.tests, run.diff)
 
 
 def read_results(path: Path) -> list[Result]:
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return [Result(**(each | {"mutant": Mutant(**each["mutant"])})) for each in found]
+    stored = [json.loads(line) for line in lines]
+    return [Result(**(result | {"mutant": Mutant(**result["mutant"])})) for result in stored]
 
 
 def progress(results: list[Result], total: int) -> None:
-    counts = Counter(each.outcome for each in results)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    print(f"\r{len(results)} of {total}: {told}    ", end="", flush=True)
+    counts = Counter(result.outcome for result in results)
+    text = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    print(f"\r{len(results)} of {total}: {text}    ", end="", flush=True)
 
 
-def report(results: list[Result], given: argparse.Namespace) -> None:
+def report(results: list[Result], args: argparse.Namespace) -> None:
     print()
-    survivors = [each for each in results if each.outcome in SURVIVED]
-    for each in survivors:
-        print(f"\n{each.outcome} ({each.tests} tests, {each.mutant.operator})\n{each.diff}")
+    survivors = [result for result in results if result.outcome in SURVIVED]
+    for result in survivors:
+        print(f"\n{result.outcome} ({result.tests} tests, {result.mutant.operator})\n{result.diff}")
     by_folder = {
         folder: dict(Counter(r.outcome for r in results if r.mutant.folder == folder))
         for folder in FOLDERS
     }
     killed = len(results) - len(survivors)
     print(f"\n{killed} of {len(results)} killed; by folder: {by_folder}")
-    if given.json is not None:
-        found = {
-            **taken(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "sample": {"count": given.count, "seed": given.seed, "run": len(results)},
-            "killed": killed,
-            "by_folder": by_folder,
-            "survivors": [asdict(each) for each in survivors],
-        }
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    summary = provenance() | {
+        "machine": host(),
+        "sample": {"count": args.count, "seed": args.seed, "run": len(results)},
+        "killed": killed,
+        "by_folder": by_folder,
+        "survivors": [asdict(survivor) for survivor in survivors],
+    }
+    save(args.json, summary)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Which tests run which statements, so that a mutant meets only the tests that can see it.
 
-In a copy of the tree every statement inside a function is preceded by one that marks a byte of a
-file mapped into memory, where processes and threads that a test starts leave their marks as well.
-A plugin of pytest reads and clears the marks around each test. coverage.py with a context for each
-test would do the same, but makes planning three times slower on Python 3.11.
+In a copy of the tree, every statement inside a function gets a statement before it that marks a
+byte of a file mapped into memory; processes and threads that a test starts mark bytes there too. A
+plugin of pytest reads and clears the marks around each test. coverage.py with a context for each
+test would do the same, but makes planning three times slower on Python 3.11. `run_mutants.py` uses
+it, in copies of the tree only.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class Statement:
 
 
 def mark_statements(tree: Path, files: list[str]) -> dict[str, list[Statement]]:
-    """Changes the files of the copy `tree` so that they mark what runs; says which mark is what."""
-    found: dict[str, list[Statement]] = {}
+    """Changes the files of the copy `tree` so that they mark what runs; returns the marks."""
+    marked: dict[str, list[Statement]] = {}
     count = 0
     for name in files:
         module = ast.parse((tree / name).read_text())
-        found[name] = []
+        marked[name] = []
         for child, block in list(_statements(module, False)):
             stop = (child.end_lineno or child.lineno, child.end_col_offset or 0)
-            found[name].append(Statement(count, (child.lineno, child.col_offset), stop))
+            marked[name].append(Statement(count, (child.lineno, child.col_offset), stop))
             mark = ast.parse(f"_MARK[{count}] = 1").body[0]
             block.insert(next(at for at, each in enumerate(block) if each is child), mark)
             count += 1
@@ -69,11 +70,11 @@ def mark_statements(tree: Path, files: list[str]) -> dict[str, list[Statement]]:
         (tree / name).write_text(ast.unparse(ast.fix_missing_locations(module)))
     (tree / PACKAGE / "_marks.py").write_text(MARKS)
     (tree / PACKAGE / "_marks.bin").write_bytes(bytes(max(count, 1)))
-    return found
+    return marked
 
 
 def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[ast.stmt, list[ast.stmt]]]:
-    """Every statement inside a function but docstrings, with the block that it is in."""
+    """Every statement inside a function except docstrings, with the block that it is in."""
     inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         block = getattr(node, name, [])
@@ -88,23 +89,24 @@ def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[ast.stmt, list[as
 
 
 class Recorder:
-    """A plugin of pytest that writes what each test of a file takes and touches.
+    """A plugin of pytest that writes which statements each test of a file runs, and its seconds.
 
     Tests run in a random order and recording ends after `max_seconds`: a file of many long tests
-    is represented by some of them, and by more when it is recorded again. What fails is left out.
+    is represented by some of them, and by more when it is recorded again. Tests that fail are left
+    out.
     """
 
     def __init__(self, tree: Path, output: Path, max_seconds: float) -> None:
         self._output, self._max_seconds = output, max_seconds
         with (tree / PACKAGE / "_marks.bin").open("r+b") as file:
             self._marks = mmap.mmap(file.fileno(), 0)
-        self._found = read_record(output)["tests"]
+        self._tests = read_record(output)["tests"]
         self._complete = True
         self._failed: set[str] = set()
         self._started = time.monotonic()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self._found]
+        items[:] = [item for item in items if item.nodeid not in self._tests]
         random.Random(0).shuffle(items)
 
     @pytest.hookimpl(wrapper=True)
@@ -115,7 +117,7 @@ class Recorder:
         seconds = time.monotonic() - started
         if item.nodeid not in self._failed:
             touched = [at for at, mark in enumerate(self._marks[:]) if mark]
-            self._found[item.nodeid] = {"seconds": round(seconds, 4), "touched": touched}
+            self._tests[item.nodeid] = {"seconds": round(seconds, 4), "touched": touched}
         if time.monotonic() - self._started > self._max_seconds:
             item.session.shouldstop = "enough was recorded"
             self._complete = False
@@ -126,8 +128,8 @@ class Recorder:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        found = {"complete": self._complete, "tests": self._found}
-        self._output.write_text(json.dumps(found))
+        record = {"complete": self._complete, "tests": self._tests}
+        self._output.write_text(json.dumps(record))
 
 
 def read_record(path: Path) -> dict[str, Any]:

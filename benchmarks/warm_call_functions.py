@@ -11,7 +11,6 @@ with `--cold` it is the first one on a new batch of documents, after calls on ot
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import taken
+from script import provenance, save, script_parser
 from torch.multiprocessing.spawn import spawn
 
 import mesh_attention
@@ -42,9 +41,15 @@ def run(rank: int, folder: str, backward: bool, cold: bool) -> None:
         "gloo", init_method=f"file://{where / 'meeting'}", rank=rank, world_size=RANKS
     )
     cp = ContextParallel(
-        None, seq_len=256, num_heads=4, head_dim=16, causal=False, method="mesh", tile=(2, 2),
+        None,
+        seq_len=256,
+        num_heads=4,
+        head_dim=16,
+        causal=False,
+        method="mesh",
+        tile=(2, 2),
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     q, k, v = (torch.randn(1, 256 // RANKS, 4, 16, requires_grad=backward) for _ in range(3))
 
     starts = iter(range(16, 256, 16))
@@ -63,14 +68,12 @@ def run(rank: int, folder: str, backward: bool, cold: bool) -> None:
     for _ in range(WARM_CALLS):
         call()
         documents = batch()
-    entered = functions_entered(call)
+    functions = functions_entered(call)
     if rank == 0:
         operations = cp.plan.forward.programs[0].operations
-        found = {
-            "operations": [op.name for op in operations if not isinstance(op, Free)],
-            "functions": entered,
-        }
-        (where / "found.json").write_text(json.dumps(found))
+        names = [op.name for op in operations if not isinstance(op, Free)]
+        seen = {"operations": names, "functions": functions}
+        (where / "seen.json").write_text(json.dumps(seen))
     cp.close()
     dist.destroy_process_group()
 
@@ -98,41 +101,33 @@ def functions_entered(call: Any) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--cold", action="store_true", help="the first call on a new batch")
     parser.add_argument("--list", action="store_true", help="name them all")
-    parser.add_argument("--json", type=Path, help="write what was found here")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run, (folder, given.backward, given.cold), nprocs=RANKS)  # type: ignore[no-untyped-call]
-        found = json.loads((Path(folder) / "found.json").read_text())
-    functions: list[str] = found["functions"]
+        spawn(run, (folder, args.backward, args.cold), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        seen = json.loads((Path(folder) / "seen.json").read_text())
+    functions: list[str] = seen["functions"]
     files = Counter(name.split(":")[0] for name in functions)
     for file, count in files.most_common():
         print(f"{count:4} {file}")
-        if given.list:
-            for name in functions:
-                if name.startswith(f"{file}:"):
-                    print(f"       {name.split(':')[1]}")
-    what = "forward and backward" if given.backward else "forward"
-    what += ", first on a new batch" if given.cold else ""
-    print(
-        f"{what}, {len(found['operations'])} operations forward: "
-        f"{len(functions)} functions in {len(files)} files"
-    )
-    if given.json is not None:
-        report = {
-            **taken(),
-            "pass": what,
-            "operations": found["operations"],
-            "num_functions": len(functions),
-            "num_files": len(files),
-            "functions": functions,
-        }
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        for name in functions if args.list else ():
+            if name.startswith(f"{file}:"):
+                print(f"       {name.split(':')[1]}")
+    what = "forward and backward" if args.backward else "forward"
+    what += ", first on a new batch" if args.cold else ""
+    total = f"{len(functions)} functions in {len(files)} files"
+    print(f"{what}, {len(seen['operations'])} operations forward: {total}")
+    result = provenance() | {
+        "pass": what,
+        "operations": seen["operations"],
+        "num_functions": len(functions),
+        "num_files": len(files),
+        "functions": functions,
+    }
+    save(args.json, result)
 
 
 if __name__ == "__main__":

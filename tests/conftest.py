@@ -136,9 +136,8 @@ def report_facts(report_cluster: Path) -> ReportFacts:
 
 @pytest.fixture(autouse=True)
 def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nothing skips in silence: without a CUDA device tests marked gpu fail. Those marked alone
-    measure times, so while one of them runs no other test, of whatever process, has the GPU. Ranks
-    that share it wait for each other, so there is one test of a group of them at a time."""
+    """Nothing skips in silence: without a CUDA device tests marked gpu fail. Ranks that share the
+    GPU wait for each other, so there is one test of a group of them at a time."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -146,16 +145,13 @@ def _the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
     if not torch.cuda.is_available():
         pytest.fail("tests marked gpu need a CUDA device; deselect them with -m 'not gpu'")
-    alone = request.node.get_closest_marker("alone") is not None
     pools = [pool for pool in RANKS_ON_A_GPU if pool in request.fixturenames]
     file = request.path.stem
     assert pools in ([], [_pool_of(file)]), f"RANKS_ON_A_GPU does not have {file} under {pools}"
-    locks = [(pool, fcntl.LOCK_EX) for pool in pools]
-    locks.append(("tests", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
     with ExitStack() as held:
-        for name, kind in locks:
+        for name in pools:
             path = Path(tempfile.gettempdir(), f"mesh_attention-{name}.lock")
-            fcntl.flock(held.enter_context(open(path, "w")), kind)
+            fcntl.flock(held.enter_context(open(path, "w")), fcntl.LOCK_EX)
         yield
 
 
@@ -164,7 +160,7 @@ def gpu_pool() -> Iterator[WorkerPool]:
     """Processes that share one GPU: PyTorch lets them share its symmetric memory, and NCCL takes
     them for nodes on a network, see `support.worker`. Where there is CUDA's multi-process service
     their kernels run at once, several times faster than in turns."""
-    from mps import MpsDaemon
+    from sockets import MpsDaemon
 
     mps = MpsDaemon()
     workers = _ranks_on_a_gpu(mps.environment)

@@ -25,12 +25,12 @@ from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start
 from replay.stand_in_data import (
     STOCK_BYTES,
+    Landing,
     Stock,
     WriteTable,
     memory_runs,
     write_tables,
 )
-from replay.transport import Landing
 
 WARPS = 32
 # Launching and draining a stand-in, taken off its time (found on an H200: 1.9 to 2.2 us).
@@ -79,15 +79,19 @@ class CudaHolder:
 
     def _filling(self, landings: Sequence[Landing]) -> Callable[[int], object]:
         pieces = [memory_runs(x, self._stock.of(buffer, x.dtype)) for buffer, x in landings]
-        found = write_tables(pieces)
-        tokens, statistics = map(self._on_device, found)
-        options: dict[str, Any] = {"TOKENS": _shape(found[0]), "STATISTICS": _shape(found[1])}
-        counts = [len(table.numbers) for table in found]
+        tables = write_tables(pieces)
+        tokens, statistics = map(self._on_device, tables)
+        num_tokens, num_statistics = (len(table.numbers) for table in tables)
+        shapes: dict[str, Any] = {"TOKENS": _shape(tables[0]), "STATISTICS": _shape(tables[1])}
 
         def work(nanoseconds: int) -> None:
             hold_kernel[(self._sms,)](
-                *(tokens, counts[0], statistics, counts[1], nanoseconds),
-                **options,
+                tokens,
+                num_tokens,
+                statistics,
+                num_statistics,
+                nanoseconds,
+                **shapes,
                 num_warps=WARPS,
             )
 
@@ -122,19 +126,15 @@ def _shape(table: WriteTable) -> tuple[Any, ...]:
     return _WORDS[word], STOCK_BYTES // word, table.rows, table.columns, table.aligned
 
 
-class _Held:
+class _Held(Handle):
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
-
-    ready = True
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class _Skipped:
-    ready = True
-
+class _Skipped(Handle):
     def wait(self) -> None: ...
 
 

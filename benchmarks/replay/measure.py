@@ -1,9 +1,9 @@
 """Runs one rank of a plan on the GPU at hand and measures it.
 
 The program runs in turns with stand-ins in place of its communications, and alone: the same
-kernels in the same order with silent communications, which no network could beat. A run that is
-timed is queued behind one that is not: the host is ahead of it, and the clock is that of a busy
-GPU, as where layers follow each other.
+kernels in the same order with silent communications, which no network could beat. Each timed run is
+queued behind a run that is not timed: the host is ahead of it, and the clock is that of a busy GPU,
+as where layers follow each other. `replay_rank.py` and `replay_tables.py` use it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,46 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import torch
+from one_rank import timing_events
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Communication, Program, writes
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.transport.interface import Start, View
 from replay.rank import RankToReplay, Replayed
-from replay.stand_in_data import inputs_of
-from replay.transport import ReplayTransport
+from replay.stand_in_data import Holder, inputs_of
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class ReplayTransport:
+    """Keeps time in place of a network: every communication begins after its marks, on a stream of
+    its own, and what it would receive is written into its target pieces."""
+
+    in_order = True
+    own_stream = True
+    shows_workspace = False
+
+    def __init__(self, program: Program, seconds: Sequence[float], holder: Holder) -> None:
+        self._seconds = dict(zip(program.operations, seconds, strict=True))
+        self._table = program.buffer_table()
+        self._holder = holder
+
+    def prepare(self, op: Communication, view: View) -> Start:
+        landings = [(self._table[piece.buffer], view(piece)) for piece in writes(op)]
+        return self._holder.prepare(landings, self._seconds[op])
 
 
 def check_device(sms: int) -> torch.device:
@@ -49,23 +70,21 @@ def check_device(sms: int) -> torch.device:
 
 
 def with_kernels_here(cluster: Cluster) -> Cluster:
-    """The cluster as if its ranks had the kernels of this GPU, and no others: what is simulated is
-    what can be replayed."""
+    """The cluster with the kernels of this GPU only, so that what is simulated can be replayed."""
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     here = set()
-    for direction in Direction:
-        for kind in MaskKind:
-            sizes = torch.bfloat16, 128, 128, 64, 64
-            with suppress(KernelRefusedError):
-                asked = Request(direction, device.type, capability, *sizes, kind)
-                here.add(choose(asked).kernel.name)
+    for direction, kind in product(Direction, MaskKind):
+        sizes = torch.bfloat16, 128, 128, 64, 64
+        with suppress(KernelRefusedError):
+            request = Request(direction, device.type, capability, *sizes, kind)
+            here.add(choose(request).kernel.name)
     kernels = {name: rates for name, rates in cluster.kernels.items() if name in here}
     return replace(cluster, kernels=kernels)
 
 
 def measure(
-    given: RankToReplay,
+    part: RankToReplay,
     *,
     sms: int,
     repeats: int,
@@ -73,31 +92,38 @@ def measure(
     limit_seconds: float | None = None,
     kernel: str | None = None,
 ) -> Replayed:
-    """`kernel` forces one by name; `limit_seconds` ends repetitions early, after at least one."""
+    """`kernel` forces a kernel; `limit_seconds` ends repetitions early, after at least one."""
     device = check_device(sms)
     from replay.hold import CudaHolder, Mode  # Triton comes with CUDA builds only
 
     gc.collect()
     torch.cuda.empty_cache()
     there_before = torch.cuda.memory_allocated(device)  # libraries keep workspaces of their own
-    call_shape = CallShape(1, _DTYPES[given.plan.problem.element_bytes], device)
+    call_shape = CallShape(1, _DTYPES[part.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    inputs = inputs_of(given.program, given.plan, call_shape)
+    inputs = inputs_of(part.program, part.plan, call_shape)
     executor = make_executor(
-        given.plan,
-        given.one,
+        part.plan,
+        part.pass_,
         0,  # there is one program, whatever its rank is
-        ReplayTransport(given.program, given.seconds, holder),
+        ReplayTransport(part.program, part.seconds, holder),
         Workspace(),
         call_shape,
-        softmax_scale=float(given.plan.problem.head_dim) ** -0.5,
+        softmax_scale=float(part.plan.problem.head_dim) ** -0.5,
         kernel=kernel,
-        links=load_cluster(given.predicted["cluster"]).links,
+        links=load_cluster(part.predicted["cluster"]).links,
     )
 
     def seconds(mode: Mode) -> float:
         holder.mode = mode
-        return _seconds(lambda: run_to_end(executor.run(inputs)), device)
+        begin, end = timing_events()
+        torch.cuda.synchronize(device)
+        run_to_end(executor.run(inputs))
+        begin.record()
+        run_to_end(executor.run(inputs))
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end)) * 1e-3
 
     seconds(Mode.HURRY)  # compiles kernels, and leaves random data in the workspace
     seconds(Mode.SILENT)
@@ -114,7 +140,7 @@ def measure(
             break
     return Replayed(
         machine=torch.cuda.get_device_name(device),
-        given=given,
+        part=part,
         sms=sms,
         high_priority=high_priority,
         seconds=statistics.median(replayed),
@@ -127,14 +153,3 @@ def measure(
         stand_in_bytes=holder.num_bytes,
         kernels=tuple(sorted({choice.kernel.name for choice in executor.choices.values()})),
     )
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize(device)
-    work()
-    events[0].record()
-    work()
-    events[1].record()
-    torch.cuda.synchronize(device)
-    return float(events[0].elapsed_time(events[1])) * 1e-3

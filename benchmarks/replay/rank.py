@@ -1,4 +1,4 @@
-"""One rank of a simulated plan, ready for a replay, and what the replay found.
+"""One rank of a simulated plan, ready for a replay, and what the replay measured.
 
 Nothing of the other ranks, no torch and no GPU: it is small and can be stored.
 """
@@ -18,15 +18,17 @@ from mesh_attention.plan.language.workspace import workspace_map
 
 SLOWEST = "slowest"
 _NUMBERS = ("rank", "flops", "peak_tflops", "predicted")
+_NEARLY_LAST = 0.03
+_MOST_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RankToReplay:
-    """`one` holds the program of this rank alone. `seconds` goes by operation: the simulated
+    """`pass_` holds the program of this rank alone. `seconds` goes by operation: the simulated
     duration of communications, 0 for everything else. `flops` is 1/n of the whole by mask area."""
 
     plan: Plan
-    one: Pass
+    pass_: Pass
     rank: int
     seconds: tuple[float, ...]
     flops: float
@@ -35,7 +37,7 @@ class RankToReplay:
 
     @property
     def program(self) -> Program:
-        return self.one.programs[0]
+        return self.pass_.programs[0]
 
     def to_json(self) -> dict[str, Any]:
         numbers = {name: getattr(self, name) for name in _NUMBERS}
@@ -61,9 +63,9 @@ def rank_of(timeline: Timeline, asked: int | str) -> int:
 
 
 def may_be_slowest(timeline: Timeline) -> list[int]:
-    """Ranks that the simulator lets end nearly last, those with the most work first: which of them
-    is the slowest on a GPU is for a replay to say. Ranks that wait for others end as late as those
-    do, with less to compute. One of those whose computations last as long."""
+    """Ranks that end nearly last in the simulation, the most work first. A replay says which of
+    them is the slowest on a GPU. Ranks that wait for others end as late as those do, with less to
+    compute. Of ranks whose computations last equally long only the first is listed."""
     ends = {rank: _end(timeline, rank) for rank in range(timeline.plan.num_ranks)}
     near = max(ends.values()) * (1 - _NEARLY_LAST)
     last = [rank for rank, end in ends.items() if end >= near]
@@ -84,23 +86,18 @@ def _computing(timeline: Timeline, rank: int) -> tuple[float, ...]:
     )
 
 
-_NEARLY_LAST = 0.03
-_MOST_RANKS = 4
-
-
 def rank_to_replay(timeline: Timeline, asked: int | str = SLOWEST) -> RankToReplay:
     rank = rank_of(timeline, asked)
-    one, times = timeline.pass_, timeline.ranks[rank]
-    program = one.programs[rank]
+    times, program = timeline.ranks[rank], timeline.pass_.programs[rank]
     seconds = tuple(
         end - start if isinstance(op, Communication) else 0.0
         for op, start, end in zip(program.operations, times.start, times.end, strict=True)
     )
-    own = {name: members for name, members in one.groups.items() if rank in members}
-    alone = replace(one, programs=(program,), groups=own)
+    groups = {name: members for name, members in timeline.pass_.groups.items() if rank in members}
+    alone = replace(timeline.pass_, programs=(program,), groups=groups)
     return RankToReplay(
         plan=replace(timeline.plan, passes=(alone,), target=timeline.target),
-        one=alone,
+        pass_=alone,
         rank=rank,
         seconds=seconds,
         flops=timeline.flops / timeline.plan.num_ranks,
@@ -123,7 +120,7 @@ class Replayed:
     """
 
     machine: str
-    given: RankToReplay
+    part: RankToReplay
     sms: int
     high_priority: bool
     seconds: float
@@ -147,13 +144,13 @@ class Replayed:
 
     def _mfu(self, seconds: float) -> float:
         """Of the mean work of a rank: more than the peak shows that another has more of it."""
-        found = 100.0 * self.given.flops / (self.given.peak_tflops * 1e12 * seconds)
-        if found > 100.0:
+        mfu = 100.0 * self.part.flops / (self.part.peak_tflops * 1e12 * seconds)
+        if mfu > 100.0:
             raise MeshAttentionError(
-                f"rank {self.given.rank} would run at {found:.0f} % of the peak: it has less work "
+                f"rank {self.part.rank} would run at {mfu:.0f} % of the peak: it has less work "
                 "than others, and is not the slowest; replay one of those"
             )
-        return found
+        return mfu
 
     @property
     def exposed_seconds(self) -> float:
@@ -162,30 +159,30 @@ class Replayed:
     @property
     def planned_bytes(self) -> int:
         """Workspace, shards and results by the plan, what kernel calls return at most, masks."""
-        workspace = workspace_map(self.given.program, self.given.plan.problem).total_bytes
+        workspace = workspace_map(self.part.program, self.part.plan.problem).total_bytes
         return workspace + self._other_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """The same with the workspace of the executor, who leaves out copies where it can."""
+        """The same with the workspace of the executor, which leaves out copies where it can."""
         return self.workspace_bytes + self._other_bytes
 
     @property
     def _other_bytes(self) -> int:
-        problem, buffers = self.given.plan.problem, self.given.program.buffers
+        problem, buffers = self.part.plan.problem, self.part.program.buffers
         kept = sum(b.num_bytes(problem) for b in buffers if b.role is not Role.WORKSPACE)
         return kept + self.planned_scratch_bytes + self.mask_bytes
 
     def to_json(self) -> dict[str, Any]:
-        given, predicted = self.given, self.given.predicted
+        part, predicted = self.part, self.part.predicted
         return {
             "compute": "measured",
             "network": "modelled",
             "machine": self.machine,
-            "method": given.plan.method,
-            "direction": given.one.direction.value,
-            "ranks": given.plan.num_ranks,
-            "rank": given.rank,
+            "method": part.plan.method,
+            "direction": part.pass_.direction.value,
+            "ranks": part.plan.num_ranks,
+            "rank": part.rank,
             "cluster": predicted["cluster"],
             "setting": predicted["setting"],
             "sms": self.sms,
@@ -193,11 +190,11 @@ class Replayed:
             "seconds": self.seconds,
             "all_seconds": list(self.all_seconds),
             "mfu_percent": self.mfu_percent,
-            "peak_tflops": given.peak_tflops,
+            "peak_tflops": part.peak_tflops,
             "compute_seconds": self.compute_seconds,
             "compute_mfu_percent": self.compute_mfu_percent,
             "exposed_seconds": self.exposed_seconds,
-            "communication_seconds": sum(given.seconds),
+            "communication_seconds": sum(part.seconds),
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,
             "needed_bytes": self.needed_bytes,

@@ -5,14 +5,15 @@ zeros: matrix units draw less power on them and run faster, and merging zeros te
 stand-in reads from a small stock of such numbers, over and over.
 
 A message is written to rows of whole heads, which lie in one stretch of memory, or to some heads of
-every row, which lie in equal runs one stride apart. The stand-in's kernel is told so in words, of 4
-bytes where everything is a multiple of that, 2 otherwise.
+every row, which lie in equal runs one stride apart. The kernel of a stand-in counts in words: of 4
+bytes where everything is a multiple of that, of 2 otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,21 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Program
 from mesh_attention.runtime.execute.binding import CallShape
+from mesh_attention.runtime.transport.interface import Start
 
+Landing = tuple[Buffer, Tensor]  # where a message lands: (rows, batch, heads, width)
 STOCK_BYTES = 1 << 20  # of each kind of number; small enough to stay in the L2 cache
 BLOCK_WORDS = 16384  # written by a program at a time; 16 words for each of its threads
 SHORT_BYTES = 64  # a run that is shorter is of statistics
 _VECTOR_BYTES = 16
+
+
+class Holder(Protocol):
+    """Keeps time in place of a network; `hold.py` has it for CUDA."""
+
+    def prepare(self, landings: Sequence[Landing], seconds: float) -> Start:
+        """A stand-in that lasts so long on the communication stream and fills these tensors."""
+        ...
 
 
 def fill(kind: Kind, tensor: Tensor) -> None:
@@ -36,26 +47,26 @@ def fill(kind: Kind, tensor: Tensor) -> None:
 
 
 def inputs_of(program: Program, plan: Plan, call_shape: CallShape) -> dict[str, Tensor]:
-    """The caller's shards of one rank."""
-    given = {}
+    """Random shards of one rank, as a caller would give them."""
+    inputs = {}
     for buffer in program.buffers:
         if buffer.role is Role.INPUT:
             width = buffer.kind.width(plan.problem)
             shape = (buffer.num_rows, call_shape.batch, buffer.num_heads, width)
             tensor = torch.empty(shape, dtype=call_shape.dtype_of(buffer), device=call_shape.device)
             fill(buffer.kind, tensor)
-            given[buffer.name] = tensor
-    return given
+            inputs[buffer.name] = tensor
+    return inputs
 
 
 class Stock:
-    """Random numbers by kind and dtype, made when first asked for, at least so many. They are read
-    on streams of others, so they are there when they are given out."""
+    """Random numbers by kind and dtype, made when first asked for. Other streams read them, so they
+    are complete when `of` returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[object, torch.dtype], Tensor] = {}
-        self.num_bytes = 0  # of all: who was given fewer before still holds them
+        self.num_bytes = 0  # of all tensors ever made: shorter ones from before are still in use
 
     def of(self, buffer: Buffer, dtype: torch.dtype, count: int = 0) -> Tensor:
         kind = buffer.kind if buffer.kind.is_statistic else Kind.Q
@@ -111,15 +122,15 @@ class WriteTable:
 
 
 def write_tables(pieces: Sequence[MemoryRuns]) -> tuple[WriteTable, WriteTable]:
-    """Of tokens, and of statistics: an LSE of two heads is 8 bytes of every row, and blocks that
-    are cut for such runs write tokens at a quarter of the speed."""
+    """A table of tokens and a table of statistics: an LSE of two heads is 8 bytes of every row, and
+    blocks cut for such runs write tokens at a quarter of the speed."""
     long = [piece for piece in pieces if piece.length >= SHORT_BYTES]
     short = [piece for piece in pieces if piece.length < SHORT_BYTES]
     return write_table(long), write_table(short)
 
 
 def write_table(pieces: Sequence[MemoryRuns]) -> WriteTable:
-    """One for all these pieces, in the largest words that fit all of them."""
+    """A table of all these pieces, in the largest words that fit all of them."""
     sizes = [size for p in pieces for size in (p.address, p.total, p.length, p.stride)]
     word = 4 if all(size % 4 == 0 for size in sizes) else 2
     assert all(size % word == 0 for size in sizes)

@@ -21,12 +21,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RankToReplay, dict[str,
     """A GPU that takes twice as long as the simulator says, half of it for computation."""
     calls: list[tuple[RankToReplay, dict[str, Any]]] = []
 
-    def pretend(given: RankToReplay, **options: Any) -> Replayed:
-        calls.append((given, options))
-        lasts = 2 * given.predicted["runtime_seconds"]
+    def pretend(part: RankToReplay, **options: Any) -> Replayed:
+        calls.append((part, options))
+        lasts = 2 * part.predicted["runtime_seconds"]
         return Replayed(
             machine="a GPU",
-            given=given,
+            part=part,
             sms=options["sms"],
             high_priority=options["high_priority"],
             seconds=lasts,
@@ -64,9 +64,9 @@ def test_options_reach_the_measurement(
     line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json"
     assert main([*line.split(), "--kernel", "cudnn"]) == 0
     found = json.loads(capsys.readouterr().out)
-    ((given, options),) = asked
-    assert given.rank == found["rank"] == 3
-    assert given.one.direction is Direction.FORWARD
+    ((part, options),) = asked
+    assert part.rank == found["rank"] == 3
+    assert part.pass_.direction is Direction.FORWARD
     assert options == {"sms": 24, "repeats": 2, "high_priority": False, "kernel": "cudnn"}
     assert found["predicted_kernels"] == ["cudnn"]
     assert (found["compute"], found["network"]) == ("measured", "modelled")

@@ -28,35 +28,35 @@ def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:
 @pytest.mark.parametrize("method", METHODS)
 def test_communications_last_as_simulated(method: str, direction: Direction) -> None:
     found = timeline(method, direction)
-    given = rank_to_replay(found, 5)
+    part = rank_to_replay(found, 5)
     events = {event.name: event for event in found.events(5)}
     talked = 0.0
-    for op, seconds in zip(given.program.operations, given.seconds, strict=True):
+    for op, seconds in zip(part.program.operations, part.seconds, strict=True):
         if isinstance(op, Communication):
             assert seconds == events[op.name].end - events[op.name].start
             talked += seconds
         else:
             assert seconds == 0.0
     assert talked > 0.0
-    assert given.program == found.pass_.programs[5]
-    assert given.rank == 5
+    assert part.program == found.pass_.programs[5]
+    assert part.rank == 5
 
 
 def test_flops_of_the_whole_are_shared_equally() -> None:
     found = timeline("mesh")
-    given = rank_to_replay(found, 0)
-    assert given.flops * 16 == pytest.approx(found.flops)
-    assert given.peak_tflops == 989
-    assert given.predicted["runtime_seconds"] == found.runtime_seconds
+    part = rank_to_replay(found, 0)
+    assert part.flops * 16 == pytest.approx(found.flops)
+    assert part.peak_tflops == 989
+    assert part.predicted["runtime_seconds"] == found.runtime_seconds
 
 
 def test_nothing_of_other_ranks_is_kept_and_it_can_be_stored() -> None:
-    given = rank_to_replay(timeline("mesh"), 7)
-    assert len(given.one.programs) == len(given.plan.passes[0].programs) == 1
-    assert all(7 in members for members in given.one.groups.values())
-    again = RankToReplay.from_json(json.loads(json.dumps(given.to_json())))
-    assert again == given
-    assert again.one.schedule == given.one.schedule
+    part = rank_to_replay(timeline("mesh"), 7)
+    assert len(part.pass_.programs) == len(part.plan.passes[0].programs) == 1
+    assert all(7 in members for members in part.pass_.groups.values())
+    again = RankToReplay.from_json(json.loads(json.dumps(part.to_json())))
+    assert again == part
+    assert again.pass_.schedule == part.pass_.schedule
 
 
 def test_nothing_is_pickled() -> None:
@@ -91,13 +91,13 @@ def test_under_a_window_the_first_rank_has_less_work_and_is_not_replayed() -> No
 
 
 def test_a_rank_above_the_peak_of_the_gpu_is_an_error() -> None:
-    given = rank_to_replay(timeline("ring"))
+    part = rank_to_replay(timeline("ring"))
     sizes = dict.fromkeys(
         ("peak_bytes", "workspace_bytes", "planned_scratch_bytes", "mask_bytes", "stand_in_bytes"),
         0,
     )
-    lasts = given.flops / (given.peak_tflops * 1e12) / 2
-    found = Replayed("a GPU", given, 16, True, lasts, (lasts,), lasts, **sizes, kernels=())
+    lasts = part.flops / (part.peak_tflops * 1e12) / 2
+    found = Replayed("a GPU", part, 16, True, lasts, (lasts,), lasts, **sizes, kernels=())
     with pytest.raises(MeshAttentionError, match="at 200 % of the peak: it has less work than oth"):
         _ = found.mfu_percent
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from replay.measure import ReplayTransport
 from replay.rank import rank_to_replay
-from replay.stand_in_data import fill, inputs_of
-from replay.transport import Landing, ReplayTransport
+from replay.stand_in_data import Landing, fill, inputs_of
 
 from mesh_attention import Mask, Problem
 from mesh_attention.cost import load_cluster, simulate
@@ -25,9 +25,7 @@ from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start
 
 
-class Done:
-    ready = True
-
+class Done(Handle):
     def wait(self) -> None: ...
 
 
@@ -55,24 +53,24 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
     cluster = replace(load_cluster("paper"), kernels=library_kernels("CPU"))
     problem = Problem(1024, 16, 16, element_bytes=4, mask=Mask(causal=True))
     plan = plan_on(cluster, problem, 16, method=method, directions=(direction,))
-    given = rank_to_replay(simulate(plan, cluster, direction), 3)
+    part = rank_to_replay(simulate(plan, cluster, direction), 3)
     call_shape = CallShape(1, torch.float32, torch.device("cpu"))
     holder = NotingHolder()
     executor = make_executor(
-        given.plan,
-        given.one,
+        part.plan,
+        part.pass_,
         0,
-        ReplayTransport(given.program, given.seconds, holder),
+        ReplayTransport(part.program, part.seconds, holder),
         Workspace(poison=True),
         call_shape,
         softmax_scale=0.25,
     )
     for _ in range(2):
         holder.held.clear()
-        outputs = run_to_end(executor.run(inputs_of(given.program, given.plan, call_shape)))
+        outputs = run_to_end(executor.run(inputs_of(part.program, part.plan, call_shape)))
         communications = [
             seconds
-            for op, seconds in zip(given.program.operations, given.seconds, strict=True)
+            for op, seconds in zip(part.program.operations, part.seconds, strict=True)
             if isinstance(op, Communication)
         ]
         assert holder.held == communications

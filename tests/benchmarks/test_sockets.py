@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import method_steps
-import mps
 import pytest
 import sockets
 import torch
-from links import NamespaceError
-from prediction_report import rows_of
+from rank_processes import LaunchError
 from sockets import Sockets, socket_environment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,11 +48,11 @@ def test_what_ranks_write_is_heard_also_if_one_fails() -> None:
         outputs = ranks.run(command, seconds=60, heard=heard.append)
         assert outputs == heard[-1] == ["rank 0\n", "rank 1\n"]
         assert "said" in said
-        with pytest.raises(NamespaceError, match=r"rank 1 ended with 1[\s\S]*no memory"):
+        with pytest.raises(LaunchError, match=r"rank 1 ended with 1[\s\S]*no memory"):
             ranks.run((sys.executable, "-c", FAILS), seconds=60, heard=heard.append)
         assert heard[-1][1] == "rank 1\n"
         waits = (sys.executable, "-c", "import time; time.sleep(600)")
-        with pytest.raises(NamespaceError, match="not done after 0 s; still running: ranks 0 1"):
+        with pytest.raises(LaunchError, match="not done after 0 s; still running: ranks 0 1"):
             ranks.run(waits, seconds=0.2)
 
 
@@ -66,10 +64,7 @@ def test_mps_is_started_where_it_is_there_and_ended(
     program.write_text(f'#!/bin/sh\necho "$1 $(cat) $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for module in (mps, sockets):
-        monkeypatch.setattr(
-            module, "probe_gpu", lambda given: "no MPS here" if fails and given else ""
-        )
+    monkeypatch.setattr(sockets, "probe_gpu", lambda env: "no MPS here" if fails and env else "")
     with Sockets(2, "nccl", lambda line: None) as ranks:
         environment = ranks._started(0, ("true",))[1]
         pipe = Path(log.read_text().split()[1])
@@ -85,7 +80,7 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "probe_gpu", lambda mps: "no NVIDIA driver")
     monkeypatch.setenv("PATH", "")
     ranks = Sockets(2, "nccl", lambda line: None)
-    with pytest.raises(NamespaceError, match="need a CUDA GPU: no NVIDIA driver"):
+    with pytest.raises(LaunchError, match="need a CUDA GPU: no NVIDIA driver"):
         ranks.__enter__()
 
 
@@ -115,7 +110,7 @@ def test_all_methods_run_over_sockets_of_gloo(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
-    names = {row.name for row in rows_of(result)}
+    names = {row["name"] for row in result["rows"]}
     wanted = {"ring", "usp", "ulysses", "startrail", "mesh", "mesh-usp", "allgather-kv", "auto"}
     assert wanted <= names == set(result["errors"])
     assert set(result["verdict"]["measured_order"]) == wanted

@@ -24,7 +24,7 @@ PASSES = ["backward_keys", "forward", "backward_queries"]  # the first is the on
 def code(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     paths = os.pathsep.join(str(ROOT / name) for name in ("src", "benchmarks"))
     environment = os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "triton_code.py"), "--json"]
+    command = [sys.executable, str(Path(__file__).with_name("triton_code.py"))]
     command += ["--pass", *request.param]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -202,3 +202,11 @@ def test_progress_grows_to_the_end() -> None:
     find_best(problem_of(4096), 2, PAPER, progress=lambda *now: told.append(now))
     assert [done for done, _ in told] == list(range(1, len(told) + 1))
     assert all(done <= total for done, total in told)
+
+
+def test_a_row_of_the_table_is_all_that_a_search_needs_to_know_a_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METHODS, "mesh again", replace(METHODS["mesh"], name="mesh again"))
+    choice = find_best(Problem(4096, 4, 64), 4, "hgx-h100")
+    assert "mesh again" in choice.methods

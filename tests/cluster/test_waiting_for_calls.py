@@ -97,7 +97,7 @@ def test_strict_steps_begin_together_and_nothing_waits() -> None:
 
 
 def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
-    """As measured on an H200 (docs/measured.md): with twice as many gathers, each of which waits
+    """As measured on an H200 (benchmarks/NOTES.md): with twice as many gathers, each of which waits
     for a call, causal forward took 39 in place of 33 ms."""
     problem = Problem(1 << 18, 64, 128, mask=Mask(causal=True))
 

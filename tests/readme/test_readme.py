@@ -90,14 +90,14 @@ def test_the_planning_example_runs_without_torch() -> None:
     assert "mean" in run.stdout
 
 
-@pytest.mark.parametrize("name", ["slices", "tiles", "waiting"])
+@pytest.mark.parametrize("name", ["11-15-replay-waiting", "11-18-replay-search-and-default"])
 def test_tables_of_stored_replays_can_be_printed_again(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show = runpy.run_path(str(ROOT / "benchmarks" / "replay_show.py"))["show"]
-    results = ROOT / "benchmarks" / "results" / f"2026-11-15-replay-{name}-h200.json"
+    show = runpy.run_path(str(ROOT / "benchmarks" / "replay_tables.py"))["show"]
+    results = ROOT / "benchmarks" / "results" / f"2026-{name}-h200.json"
     show(json.loads(results.read_text()))
-    assert "2x8" in capsys.readouterr().out
+    assert "chunks 2x2" in capsys.readouterr().out
 
 
 def test_the_demonstration_is_exact_and_counts_what_the_paper_predicts(tmp_path: Path) -> None:

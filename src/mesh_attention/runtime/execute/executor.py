@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
 from typing import Any
@@ -160,9 +160,12 @@ class Executor:
         views, outputs = self._bindings.call(bound, inputs)
         streams = self._streams
         in_flight: dict[int, Handle] = {}
-        with block.in_use(), nullcontext() if streams is None else streams:
-            if self._workspace.poisons:
+        with ExitStack() as stack:
+            stack.enter_context(block.in_use())
+            if self._workspace.poisons:  # before the call begins: communications wait for that
                 self._workspace.poison(block.memory, outputs.values())
+            if streams is not None:
+                stack.enter_context(streams)
             for step, work in zip(self._steps, works, strict=True):
                 for before in step.waits:
                     if before in in_flight:
