@@ -3,12 +3,14 @@ been told of: a correct program is never refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesh_attention import ContextParallel, Mask
+from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.runtime.agreement.handshake import DisagreementError
 from support.cases import Case
 from support.gloo_case import context
@@ -71,3 +73,55 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
 
 def test_a_mistake_that_was_told_leaves_the_same_kinds_known_on_all_ranks(pool: WorkerPool) -> None:
     assert pool.run(kinds_that_come_and_go, RANKS) == [[True] * 13] * RANKS
+
+
+def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:
+    """What a cold call refuses, after calls that were right: a warm call skips their checks."""
+    with context(CASE) as cp:
+        q, k, v = (cp.shard(x, 1) for x in CASE.tensors()[:3])
+        cp.attention(q, k, v)
+        cp.attention(q, k, v)
+        calls: dict[str, Callable[[], Any]] = {
+            "documents of a list": lambda: cp.attention(q, k, v, documents=[0, 4, 12]),  # type: ignore[arg-type]
+            "meta": lambda: cp.attention(q.to("meta"), k.to("meta"), v.to("meta")),
+            "sparse": lambda: cp.attention(q.to_sparse(), k, v),
+            "another dtype": lambda: cp.attention(q, k.float(), v),
+            "another length": lambda: cp.attention(q[:, 1:], k, v),
+            "no tensor": lambda: cp.attention(None, k, v),  # type: ignore[arg-type]
+            "label": lambda: cp.attention(q, k, v, label=1.5),  # type: ignore[arg-type]
+            "dropout": lambda: cp.attention(q, k, v, dropout_p=0.1),
+            "sinks": lambda: cp.attention(q, k, v, sinks=torch.zeros(3)),
+            "vmap": lambda: torch.vmap(lambda x: cp.attention(x, k, v))(q[None]),
+        }
+        told = {}
+        for name, call in calls.items():
+            try:
+                told[name] = str(type(call()))
+            except MeshAttentionError as error:
+                told[name] = str(error)
+        assert is_right(cp, CASE)
+    try:
+        cp.attention(q, k, v)
+    except MeshAttentionError as error:
+        told["closed"] = str(error)
+    return told
+
+
+def test_a_warm_call_hides_no_mistake(pool: WorkerPool) -> None:
+    words = {
+        "documents of a list": "give what documents(cu_seqlens) returned",
+        "meta": "on the meta device",
+        "sparse": "must be a dense torch.Tensor",
+        "another dtype": "but q is torch.float64",
+        "another length": "q has shape",
+        "no tensor": "q is NoneType",
+        "label": "must be a str or an int",
+        "dropout": "dropout of attention weights is not supported",
+        "sinks": "one floating-point number for each query head",
+        "vmap": "torch.func",
+        "closed": "is closed",
+    }
+    for told in pool.run(wrong_after_a_right_call, RANKS):
+        assert {name: words[name] in text for name, text in told.items()} == dict.fromkeys(
+            words, True
+        ), told
