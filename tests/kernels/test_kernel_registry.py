@@ -33,6 +33,7 @@ from mesh_attention.kernels import (
 from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.flash_attn import FlashAttn3
 from mesh_attention.kernels.torch_ops import CpuFlash, CudaFlash, Cudnn
+from mesh_attention.machine.kernel_facts import library_facts
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.testing import run_local
 
@@ -316,3 +317,8 @@ def test_an_answer_that_is_neither_none_nor_a_reason_is_an_error(answer: Any) ->
             choose(ON_CPU)
     finally:
         unregister("mine")
+
+
+def test_every_kernel_of_the_library_has_its_facts_beside_it() -> None:
+    """Without them a kernel counts as fast as the fastest, and simulations are wrong in silence."""
+    assert set(kernel_names()) <= set(library_facts())

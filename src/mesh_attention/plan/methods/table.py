@@ -36,7 +36,7 @@ class Method:
     build: Builder
     candidates: Candidates
     reads_mask: bool = True  # False: programs are the same under every mask
-    rotates: bool = False  # whether keys go round in rings
+    rotates: bool = False  # keys go round in rings of all units: estimates count their steps
     all_exchange: bool = False  # whether all ranks exchange tokens for heads with each other
     by_stretches: bool = False  # only the ranges of tokens that the mask shows travel
     is_plain_box: bool = False  # bytes follow from its degree and its tile
@@ -132,83 +132,107 @@ def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> S
 
 AUTO = "auto"  # not in the table: a search chooses a method of the table
 DEFAULT_METHOD = AUTO
-_ANY_MASK = _ALL_EXCHANGE = ("ulysses",)
-_ROTATE = ("ring", "double-ring", "usp")
-_BY_STRETCHES = ("seen",)
-_PLAIN_BOXES = ("mesh", "allgather-kv", "ulysses", "usp", "mesh-usp", "ring")
 USUAL = ("ulysses", "usp", "ring")  # the methods that people use without this library
 HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # the choices for batches of documents
-_ROWS: dict[str, tuple[str, type[Setting], Builder, Candidates]] = {
-    "mesh": ("2-D tiles a x b of the query-key matrix", box.MeshSetting, box.plan_mesh, _tiles),
-    "ring": ("KV rotates in a ring (Ring-Attention)", box.RingSetting, box.plan_ring, _no_choice),
-    "ring-q": (
+_METHODS = (
+    Method(
+        "mesh",
+        "2-D tiles a x b of the query-key matrix",
+        box.MeshSetting,
+        box.plan_mesh,
+        _tiles,
+        is_plain_box=True,
+    ),
+    Method(
+        "ring",
+        "KV rotates in a ring (Ring-Attention)",
+        box.RingSetting,
+        box.plan_ring,
+        _no_choice,
+        rotates=True,
+        is_plain_box=True,
+    ),
+    Method(
+        "ring-q",
         "Q rotates in a ring, outputs are reduced last",
         box.RingQSetting,
         box.plan_ring_q,
         _no_choice,
     ),
-    "double-ring": (
+    Method(
+        "double-ring",
         "KV rotates in rings inside nodes and in one between them (LoongTrain)",
         box.DoubleRingSetting,
         box.plan_double_ring,
         _inner_rings,
+        rotates=True,
     ),
-    "allgather-kv": (
+    Method(
+        "allgather-kv",
         "every rank gathers all KV (Llama 3 training)",
         box.AllGatherKvSetting,
         box.plan_all_gather_kv,
         _no_choice,
+        is_plain_box=True,
     ),
-    "ulysses": (
+    Method(
+        "ulysses",
         "ranks exchange tokens for heads",
         box.UlyssesSetting,
         box.plan_ulysses,
         _no_choice,
+        reads_mask=False,
+        all_exchange=True,
+        is_plain_box=True,
     ),
-    "usp": ("Ulysses inside, a ring outside", box.UspSetting, box.plan_usp, _rings_of_units),
-    "startrail": (
+    Method(
+        "usp",
+        "Ulysses inside, a ring outside",
+        box.UspSetting,
+        box.plan_usp,
+        _rings_of_units,
+        rotates=True,
+        is_plain_box=True,
+    ),
+    Method(
+        "startrail",
         "teams gather Q and KV, team blocks rotate in sub-rings",
         startrail.StarTrailSetting,
         startrail.plan_startrail,
         _teams,
     ),
-    "mesh-usp": (
+    Method(
+        "mesh-usp",
         "Ulysses inside, mesh outside",
         box.MeshUspSetting,
         box.plan_mesh_usp,
         _unit_tiles,
+        is_plain_box=True,
     ),
-    "agq-ringkv": (
+    Method(
+        "agq-ringkv",
         "a mesh that gathers Q while KV rotates",
         box.AgqRingKvSetting,
         box.plan_agq_ringkv,
         _tiles,
     ),
-    "agkv-ringqo": (
+    Method(
+        "agkv-ringqo",
         "a mesh that gathers KV while Q and its output rotate",
         box.AgkvRingQoSetting,
         box.plan_agkv_ringqo,
         _tiles,
     ),
-    "seen": (
+    Method(
+        "seen",
         "rows travel only to ranks whose queries see them",
         needed_rows.NeededRowsSetting,
         needed_rows.plan_needed_rows,
         _row_or_tiles,
+        by_stretches=True,
     ),
-}
-METHODS: Mapping[str, Method] = {
-    name: Method(
-        name,
-        *row,
-        reads_mask=name not in _ANY_MASK,
-        rotates=name in _ROTATE,
-        all_exchange=name in _ALL_EXCHANGE,
-        by_stretches=name in _BY_STRETCHES,
-        is_plain_box=name in _PLAIN_BOXES,
-    )
-    for name, row in _ROWS.items()
-}
+)
+METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
 
 
 def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:
