@@ -15,12 +15,12 @@ demo: $(STAMP)
 
 # Three workers: each starts processes for ranks of its own, and on two cores four take longer.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same, a fifth slower: SlipCover writes which lines ran, and then says which did not and
 # whether they are too many.
 coverage: $(STAMP)
-	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 4 --dist worksteal
 	$(BIN)/python -m slipcover --merge coverage.json --out /dev/null --skip-covered --fail-under 89
 
 test-slow: $(STAMP)

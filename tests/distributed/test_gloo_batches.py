@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mesh_attention import ContextParallel, Mask
+from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.train.losses import TokenMean
 from support.pool import WorkerPool
 from support.tiny_gpt import HEAD_DIM, HEADS, VOCABULARY, WholeCase, make_model
@@ -299,3 +299,26 @@ def test_shards_that_were_copied_are_found_since_ranks_differ(pool: WorkerPool) 
     """Need 12."""
     for told in pool.run(sharded_and_copied, 2):
         assert "disagrees: the whole batch is" in told
+
+
+def other_contents(rank: int, world_size: int) -> list[str]:
+    """The same documents with another batch: what differs between ranks is found anew."""
+    told = []
+    with ContextParallel(None, causal=True, num_heads=2, head_dim=4, seq_len=16) as cp:
+        documents = cp.documents([0, 6, 16])
+        for odd in (0, 0, rank):
+            ids = torch.arange(16)[None] + odd
+            batch = cp.shard_batch(input_ids=ids, documents=documents, check=True)
+            q = torch.zeros(1, batch.position_ids.shape[1], 2, 4)
+            try:
+                cp.attention(q, q, q, documents=batch.documents)
+                told.append("")
+            except MeshAttentionError as error:
+                told.append(str(error))
+    return told
+
+
+def test_documents_that_are_used_again_compare_the_contents_of_each_batch(pool: WorkerPool) -> None:
+    for first, second, third in pool.run(other_contents, 2):
+        assert first == second == ""
+        assert "the whole batch" in third

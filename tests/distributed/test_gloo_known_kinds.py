@@ -91,6 +91,7 @@ def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:
             "label": lambda: cp.attention(q, k, v, label=1.5),  # type: ignore[arg-type]
             "dropout": lambda: cp.attention(q, k, v, dropout_p=0.1),
             "sinks": lambda: cp.attention(q, k, v, sinks=torch.zeros(3)),
+            "sinks of a list": lambda: cp.attention(q, k, v, sinks=[0.0, 0.0]),  # type: ignore[arg-type]
             "vmap": lambda: torch.vmap(lambda x: cp.attention(x, k, v))(q[None]),
         }
         told = {}
@@ -99,6 +100,8 @@ def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:
                 told[name] = str(type(call()))
             except MeshAttentionError as error:
                 told[name] = str(error)
+        with torch.device("meta"):  # the library's own tensors are where they belong
+            cp.attention(q, k, v)
         assert is_right(cp, CASE)
     try:
         cp.attention(q, k, v)
@@ -118,6 +121,7 @@ def test_a_warm_call_hides_no_mistake(pool: WorkerPool) -> None:
         "label": "must be a str or an int",
         "dropout": "dropout of attention weights is not supported",
         "sinks": "one floating-point number for each query head",
+        "sinks of a list": "sinks is list; it must be a torch.Tensor",
         "vmap": "torch.func",
         "closed": "is closed",
     }

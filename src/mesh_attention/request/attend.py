@@ -57,13 +57,10 @@ def attend(
         return spread.whole(out), spread.whole(lse, 1)
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         q, k, v = as_under_autocast(q, k, v)
-    known = calls.warm
-    if isinstance(documents, Documents):
-        known = documents.plans.warm
-    elif documents is not None:
-        known = None  # refused by the checks
-    key = None if fault or known is None else _key(q, k, v, sinks, softmax_scale, is_causal)
-    if key is None or known is None:
+    key = None
+    if fault is None and (documents is None or isinstance(documents, Documents)):
+        key = _key(q, k, v, sinks, softmax_scale, is_causal)
+    if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         how["sinks"], fault = sinks, fault or spread.fault
         needs_grad = fault is None and _needs_grad(q, k, v, sinks)
@@ -71,6 +68,7 @@ def attend(
         out, lse = attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
         return spread.whole(out), spread.whole(lse, 1)
     needs_grad = key[0]
+    known = calls.warm if documents is None else documents.plans.warm
     warm = known.get((calls.name, key))
     if warm is not None and warm.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
@@ -115,8 +113,8 @@ def _key(
     )
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    requires = any(x is not None and x.requires_grad for x in tensors)
+def _needs_grad(*tensors: object) -> bool:
+    requires = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return requires and torch.is_grad_enabled()
 
 

@@ -100,7 +100,7 @@ class HostComparison:
 
     def agrees(self, number: int, look_around: Callable[[float], None]) -> bool:
         """`look_around` is asked whenever a turn is over, and raises if waiting is in vain."""
-        pair = torch.tensor([number, -number])
+        pair = torch.tensor([number, -number], device="cpu")  # whatever the default device is
         work = dist.all_reduce(pair, dist.ReduceOp.MAX, self._group, async_op=True)
         begun = monotonic()
         while True:

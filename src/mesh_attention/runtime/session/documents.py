@@ -65,6 +65,13 @@ class BatchPlans:
             for kind in list(source.kinds):
                 self._session.calls.make_ready(source_here, *kind)
 
+    def forget_agreed_calls(self) -> None:
+        """Ranks agreed on them for other contents. Calls that were only made ready ahead stay."""
+        for layer, source in list(self._sources.items()):
+            if source.calls is not None and any(c.kind.agreed for c in source.calls.values()):
+                del self._sources[layer]
+        self.warm.clear()
+
     def calls(self) -> list[PreparedCall]:
         """Those made ready so far."""
         kept = [source.calls for source in self._sources.values() if source.calls is not None]
@@ -119,6 +126,8 @@ class Documents:
 
     def hold(self, contents: str) -> None:
         """What the tensors of the batch hold, in words: calls compare them too."""
+        if contents != self.plans.contents:
+            self.plans.forget_agreed_calls()
         self.plans.contents = contents
         self.shards = replace(self.shards, words=f"{self.pack.words}, {contents}")
 
