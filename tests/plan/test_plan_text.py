@@ -12,15 +12,10 @@ from plan_cases import random_plan
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import MeshAttentionError, PlanTextError
+from mesh_attention.plan.language.operation_text import operation_text, parse_operation
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Free, Operation, SendRecv, Task
-from mesh_attention.plan.language.text import (
-    digest,
-    operation_text,
-    parse_operation,
-    parse_plan,
-    plan_text,
-)
+from mesh_attention.plan.language.text import digest, parse_plan, plan_text
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify

@@ -16,8 +16,9 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.draw import visible_cells
+from mesh_attention.report.assignment import assignment_facts
 from mesh_attention.report.estimates import Scaling, points_of_scaling, scaling_lines, shape_times
-from mesh_attention.report.facts import CHOSEN, ReportFacts, assignment_facts
+from mesh_attention.report.facts import CHOSEN, ReportFacts
 from support.report_case import PROBLEM, RANKS
 
 
@@ -81,7 +82,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
 def test_of_many_partitions_some_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_on("hgx-h100", Problem(64, 2, 16), 8, method="mesh", tile=(2, 4))
     whole = assignment_facts(plan).matrices[0].ranks
-    monkeypatch.setattr("mesh_attention.report.facts.MOST_PARTITIONS", 3)
+    monkeypatch.setattr("mesh_attention.report.assignment.MOST_PARTITIONS", 3)
     found = assignment_facts(plan)
     assert found.partitions == (0, 3, 6)
     assert found.matrices[0].ranks == tuple(row[::3] for row in whole[::3])

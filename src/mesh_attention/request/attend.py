@@ -141,8 +141,7 @@ def _traced_attention(
     is_causal: bool | None = None,
     block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as it stands in a graph. What is wrong already is told when the
-    graph runs, by all ranks."""
+    """`attend` as it stands in a graph. All ranks raise what is wrong when the graph runs."""
     load_ops()
     refusal = None if fault is None else fault.args[0]
     if not isinstance(documents, Documents | None):
