@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
+from mesh_attention.request.attend import need_grad
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_label,
@@ -103,9 +103,7 @@ def mesh_attention(
         )
     except Exception as raised:  # whatever it is, the others must not wait for us
         error = raised
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
-    needs_grad = error is None and torch.is_grad_enabled()
-    needs_grad = needs_grad and any(x.requires_grad for x in tensors)
+    needs_grad = error is None and need_grad(q, k, v, sinks)
     call = user.prepare(source, calls, q, needs_grad, error)
     out, lse = attention(user, call, needs_grad, label, (q, k, v), sinks)
     out, lse = spread.whole(out), spread.whole(lse, 1)

@@ -63,7 +63,7 @@ def attend(
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         how["sinks"], fault = sinks, fault or spread.fault
-        needs_grad = fault is None and _needs_grad(q, k, v, sinks)
+        needs_grad = fault is None and need_grad(q, k, v, sinks)
         call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
         out, lse = attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
         return spread.whole(out), spread.whole(lse, 1)
@@ -113,7 +113,7 @@ def _key(
     )
 
 
-def _needs_grad(*tensors: object) -> bool:
+def need_grad(*tensors: object) -> bool:
     requires = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return requires and torch.is_grad_enabled()
 
