@@ -118,11 +118,21 @@ class Precision(StrEnum):
 
 
 class Role(StrEnum):
+    """Whose memory a buffer is. A kept buffer is a tensor of its own that a forward program leaves
+    to the backward program of its rank, where the buffer of the same name is recalled."""
+
     INPUT = "input"
     OUTPUT = "output"
     WORKSPACE = "workspace"
+    KEPT = "kept"
+    RECALLED = "recalled"
 
     __hash__ = str.__hash__
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it has its values before the program begins."""
+        return self is Role.INPUT or self is Role.RECALLED
 
 
 class _Sized(Value):

@@ -28,9 +28,10 @@ from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
-from mesh_attention.plan.methods.parts.assignment import tile_for
+from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
-from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
+from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.key_ring import KeyRings
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.query_ring import QueryRing
@@ -94,10 +95,19 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
     if is_even and not is_cut(box):
         box = _cut_by_size(problem, num_ranks, box, directions)
 
+    cuts = {
+        direction: cut_of(box, direction, problem, box.ulysses)._replace(
+            even=box.even_chunks, short_start=box.short_start
+        )
+        for direction in Direction
+    }
+    keep = _kept(box, cuts, tiles)
+    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+
     def build(direction: Direction) -> Pass:
-        cut = cut_of(box, direction, problem, box.ulysses)
-        cut = cut._replace(even=box.even_chunks, short_start=box.short_start)
-        passes = planner.tile_passes(direction, tiles[direction], cut)
+        passes = planner.tile_passes(
+            direction, tiles[direction], cuts[direction], keep=keep, rotates=rotates
+        )
         order = _order_of(box, passes[0]) if is_even else None
 
         def builder(index: int) -> BoxBuilder:
@@ -107,6 +117,22 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
         return with_exchanges(OnDemand(len(passes), builder))
 
     return planner.plan(map(build, directions))
+
+
+def _kept(box: Box, cuts: dict[Direction, PassCut], tiles: dict[Direction, Tile]) -> Keep:
+    """What is kept: the backward pass reads rows as the forward pass has cut them."""
+    forward, backward = Direction
+    if cuts[forward] != cuts[backward] and (box.ulysses > 1 or box.keep is Keep.GATHERED):
+        if box.keep not in (Keep.AUTO, Keep.SHARDS):
+            raise PlanError(
+                f"keep={box.keep}: the backward pass reads the chunks that the forward pass leaves, "
+                "so both must be cut alike; leave 'backward_chunks' and 'backward_head_slices' "
+                "out, or say keep=shards"
+            )
+        return Keep.SHARDS
+    if box.keep is Keep.GATHERED and tiles[forward] != tiles[backward]:
+        raise PlanError("keep=gathered needs one tile for both passes; leave 'backward_tile' out")
+    return box.keep
 
 
 def _order_of(box: Box, mesh: TilePass) -> Order:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.buffers import Piece, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
@@ -25,6 +26,7 @@ from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
+from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
@@ -61,7 +63,8 @@ def plan_needed_rows(
     layouts = planner.layouts
     what = f"layout={layouts[1].kind}: the keys lie in"
     check_ranges(layouts[1], what, "zigzag or contiguous")
-    head_group = HeadGroup(problem, *layouts, shards=planner.shards)
+    kept = kept_kinds(shared.keep, problem, 1)
+    head_group = HeadGroup(problem, *layouts, shards=planner.shards, kept=kept)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
     travels = [side.travels for side in needed]
@@ -71,12 +74,28 @@ def plan_needed_rows(
         for side, layout in zip(needed, layouts, strict=True)
     ]
     gathers: dict[object, AllToAll] = {}
+    slices_of = {
+        direction: _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
+        for direction in Direction
+    }
+    keeps_gathered = shared.keep is Keep.GATHERED
+    if keeps_gathered and len({*slices_of.values()}) > 1:
+        raise PlanError("keep=gathered needs equal slices; leave 'backward_head_slices' out")
 
     def build(direction: Direction) -> Pass:
-        slices = _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
+        slices = slices_of[direction]
         kinds = kinds_of_sides(direction, gather_out=setting.gather_out)
+        role = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
         q, kv = (
-            NeededSide(head_group, rows_of[i], slices, kinds[i], travels=travels[i]) for i in (0, 1)
+            NeededSide(
+                head_group,
+                rows_of[i],
+                slices,
+                kinds[i],
+                travels=travels[i],
+                gathered_as=role if keeps_gathered else Role.WORKSPACE,
+            )
+            for i in (0, 1)
         )
         builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
         return with_exchanges([builder])
@@ -154,7 +173,8 @@ class NeededRowsBuilder:
         return {ALL_UNITS: tuple(range(self.head_group.num_units))} if self._gathers else {}
 
     def _of_slice(self, part: int) -> Schedule:
-        steps = [Step(Task(GATHER_KV, (part,)), ())] if self._gathers else []
+        fetches = any(side.travels and side.moved for side in (self._q, self._kv))
+        steps = [Step(Task(GATHER_KV, (part,)), ())] if fetches else []
         steps.append(Step(None, (Task(COMPUTE, (part, part)),)))
         if self._reduced:
             steps.append(Step(Task(self._reduce_kind, (part,)), ()))
@@ -188,7 +208,7 @@ class NeededRowsBuilder:
 
     def _gather(self, task: Task, unit: int, part: int) -> AllToAll:
         sides = (self._q, self._kv)
-        inputs = [side.inputs for side in sides if side.travels]
+        inputs = [side.moved for side in sides if side.travels]
         key = (task, unit, self._slices, *inputs)  # both passes gather the same keys
         gather = self._known_gathers.get(key)
         if gather is None:

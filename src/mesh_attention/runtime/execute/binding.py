@@ -108,14 +108,16 @@ class Bindings:
         return Views(tensors)
 
     def call(self, views: Views, inputs: Mapping[str, Tensor]) -> tuple[Views, dict[str, Tensor]]:
-        """(`views` with the tensors of one call, its outputs)"""
+        """(`views` with the tensors of one call, its outputs and what is kept)"""
         device = self._call_shape.device
         outputs = {
             name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self._shapes[Role.OUTPUT].items()
+            for role in (Role.OUTPUT, Role.KEPT)
+            for name, (shape, dtype) in self._shapes[role].items()
         }
         passed = dict(outputs)
-        for name, (shape, dtype) in self._shapes[Role.INPUT].items():
+        filled = (*self._shapes[Role.INPUT].items(), *self._shapes[Role.RECALLED].items())
+        for name, (shape, dtype) in filled:
             x = passed[name] = inputs[name]
             assert x.shape == shape, (name, x.shape, shape)
             assert x.dtype == dtype, (name, x.dtype, dtype)

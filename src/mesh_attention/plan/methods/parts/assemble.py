@@ -20,6 +20,7 @@ from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.exchange import TO_HEADS, TO_TOKENS, exchange_of
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 
+_CALLER = (Role.INPUT, Role.OUTPUT)
 # Which buffers a program uses, and what it frees before which operation.
 _Ends = tuple[Set[str], list[tuple[int, Free]]]
 
@@ -120,8 +121,8 @@ class Assembler:
             program.append(free)
             start = stop
         program += operations[start:]
-        # Inputs and outputs always, workspace only where this rank uses it.
-        held = (b for b in buffers.values() if b.name in used or b.role is not Role.WORKSPACE)
+        # Inputs and outputs always, others only where this rank uses them.
+        held = (b for b in buffers.values() if b.name in used or b.role in _CALLER)
         return Program(rank, tuple(held), tuple(program))
 
     def _find_ends(

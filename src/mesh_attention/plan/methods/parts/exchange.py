@@ -43,12 +43,9 @@ _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
 # Operations that are kept for the next mask: in training those of one rank.
 _KEPT, _KEPT_CHUNKS = 48, 1024
 _INPUTS = (Kind.Q, Kind.K, Kind.V)
-_CALLER_KINDS = {  # inputs and outputs of a pass
-    Direction.FORWARD: (_INPUTS, (Kind.OUT, Kind.LSE)),
-    Direction.BACKWARD: (
-        (*_INPUTS, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
-        (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
-    ),
+_OUTPUTS = {
+    Direction.FORWARD: (Kind.OUT, Kind.LSE),
+    Direction.BACKWARD: (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
 }
 Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
 
@@ -86,8 +83,17 @@ class HeadExchange:
     ) -> None:
         first = self._first = head_groups[0]
         self._head_groups = head_groups
+        self._outputs = _OUTPUTS[direction]
+        self._inputs: tuple[Kind, ...] = _INPUTS
+        kept, role = first.kept if first.is_exchanged else (), Role.KEPT
+        # The tensors of which a unit has rows of its own.
+        self._held = dict.fromkeys((*needs, *self._outputs), Role.WORKSPACE)
+        if direction is Direction.BACKWARD:
+            needs, role = tuple(kind for kind in needs if kind not in kept), Role.RECALLED
+            taken = tuple(kind for kind in (*_INPUTS, Kind.LSE) if kind in needs)
+            self._inputs = (*taken, Kind.OUT, Kind.GRAD_OUT)
+        self._held |= {kind: role for kind in kept if kind in self._held}
         self._needs = needs
-        self._inputs, self._outputs = _CALLER_KINDS[direction]
         self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
         self._shards = first.shards or (first.q_layout, first.kv_layout)
         self.groups = self._rows.groups
@@ -123,8 +129,8 @@ class HeadExchange:
             roles[Kind.DELTA] = Role.WORKSPACE
         made = {kind.value: self._caller_buffer(rank, kind, role) for kind, role in roles.items()}
         if self._first.is_exchanged:
-            for kind in (*self._needs, *self._outputs):
-                local = head_group.local_buffers(kind, unit, Role.WORKSPACE)
+            for kind, role in self._held.items():
+                local = head_group.local_buffers(kind, unit, role)
                 made.update((buffer.name, buffer) for buffer in local)
             for kind in self._outputs:
                 rows = made[kind.value].rows
@@ -169,6 +175,8 @@ class HeadExchange:
         """The exchange of this name, or (stage `sum`) the sums of replicas that it brought."""
         if task.stage:
             return list(self._sums(task))
+        if not self._kinds[task.kind]:
+            return []  # all that it would bring was kept
         caller = self._caller_pieces(task, self._rows.sent(unit, index))
         # Head groups with equally many heads name their rows alike.
         held = self._unit_pieces(task, unit, 0 if self._first.cut is not None else index)

@@ -148,6 +148,7 @@ class HeadGroup:
     index: int = 0
     shards: tuple[Layout, Layout] | None = None  # the caller's layouts, where they are others
     cut: PassCut | None = None  # None: all is exchanged at once
+    kept: tuple[Kind, ...] = ()  # whose exchanged rows stay for the backward pass
 
     @property
     def has_alike(self) -> bool:
@@ -284,19 +285,26 @@ class HeadGroup:
         """The buffer of this unit's own rows of a tensor, or one for each chunk exchanged."""
         name, rows = self.local(kind), self.rows(kind, unit)
         if self.cut is None:
-            held = Role.WORKSPACE if self.is_exchanged else role
-            return [Buffer(name, kind, rows, self.heads(kind), kind.precision, held)]
+            return [Buffer(name, kind, rows, self.heads(kind), kind.precision, role)]
         return [
-            self.buffer(chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop), chunk)
+            self.buffer(
+                chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop), chunk, role=role
+            )
             for chunk in self.exchanged(kind)
         ]
 
     def buffer(
-        self, name: str, kind: Kind, rows: Spans, chunk: Chunk, precision: Precision | None = None
+        self,
+        name: str,
+        kind: Kind,
+        rows: Spans,
+        chunk: Chunk,
+        precision: Precision | None = None,
+        role: Role = Role.WORKSPACE,
     ) -> Buffer:
-        """A workspace buffer with the heads of a chunk."""
+        """A buffer with the heads of a chunk."""
         heads = self.heads_of(chunk, kind)
-        return Buffer(name, kind, rows, heads, precision or kind.precision)
+        return Buffer(name, kind, rows, heads, precision or kind.precision, role)
 
     def heads_of(self, chunk: Chunk, kind: Kind) -> tuple[int, int]:
         heads = self._heads[kind.is_key_side]

@@ -19,9 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
+from mesh_attention.plan.methods.parts.keep import GATHERED
 from mesh_attention.plan.methods.parts.needed_rows import NeededRows, Rows
 from mesh_attention.plan.methods.parts.tile_side import SideKinds
 from mesh_attention.plan.problem.layout import Layout
@@ -132,11 +133,16 @@ class NeededSide:
         kinds: SideKinds,
         *,
         travels: bool,
+        gathered_as: Role,
     ) -> None:
+        """`gathered_as`: the role of queries, keys and values that come from other ranks."""
         self.head_group = head_group
         self.rows_of = rows_of  # of a rank
         self.travels = travels  # whether some rank works on rows of another
-        self.inputs, self.partials, self.rule = kinds
+        self.inputs, self.partials, self.rule, _ = kinds
+        self._roles = dict.fromkeys(GATHERED, gathered_as)
+        recalled = GATHERED if gathered_as is Role.RECALLED else ()
+        self.moved = tuple(kind for kind in self.inputs if kind not in recalled)
         self.chunks = head_group.chunks(self.inputs[0], 1, slices)
         # Ranks exchange many rows alike, and share the pieces of them.
         self._pieces, self._piece = cache(_pieces), cache(Piece)
@@ -154,11 +160,11 @@ class NeededSide:
     # What is exchanged, by member of the group.
 
     def sent(self, own: RankRows, part: int) -> ByMember:
-        names = tuple(self.head_group.local(kind) for kind in self.inputs)
+        names = tuple(self.head_group.local(kind) for kind in self.moved)
         return self._by_member(own.sent, names, self.chunks[part].heads)
 
     def gathered(self, own: RankRows, part: int) -> ByMember:
-        return self._by_member(own.gathered, tuple(f"{kind}.{part}" for kind in self.inputs))
+        return self._by_member(own.gathered, tuple(f"{kind}.{part}" for kind in self.moved))
 
     def partials_sent(self, own: RankRows, part: int) -> ByMember:
         """Partial results of rows of others."""
@@ -215,7 +221,8 @@ class NeededSide:
         buffer = self.head_group.buffer
         for part, chunk in enumerate(self.chunks):
             for kind in self.inputs if not own.local else ():
-                yield buffer(f"{kind}.{part}", kind, own.rows, chunk)
+                role = self._roles.get(kind, Role.WORKSPACE)
+                yield buffer(f"{kind}.{part}", kind, own.rows, chunk, role=role)
             for kind in self.partials:
                 name = f"{kind}.{part}"
                 yield buffer(name, kind, own.rows, chunk, Precision.ACCUMULATE)

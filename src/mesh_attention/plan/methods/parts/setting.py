@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.methods.parts.chunks import HeadSlices
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
 from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
@@ -65,7 +66,8 @@ class Option:
 def options_of(setting: type[Setting]) -> Iterator[Option]:
     """
     >>> [option.name for option in options_of(Setting)]
-    ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'ranks_per_node']
+    ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'keep', \
+'ranks_per_node']
     """
     kinds = get_type_hints(setting)
     for f in fields(setting):
@@ -100,6 +102,13 @@ class Setting:
         "at the mask, and some methods' serve any",
     )
     gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
+    keep: Keep = option(
+        Keep.AUTO,
+        "the rows of q, k and v that stay for the backward pass, at most: the caller's `shards`; "
+        "rows `exchanged` for heads or layout; rows `gathered`. auto: `exchanged` where that needs "
+        "no memory",
+        "NAME",
+    )
     ranks_per_node: int | None = option(
         None, "ranks that share a node: for the mapping, and for choices that depend on nodes"
     )

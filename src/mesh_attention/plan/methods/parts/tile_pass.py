@@ -14,7 +14,7 @@ rings and orders that these are made of.
 
 from __future__ import annotations
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import (
     AllGather,
@@ -66,8 +66,10 @@ class TilePass:
         *,
         gather_out: bool,
         per_node: tuple[int, int],
+        keeps_gathered: tuple[bool, bool] = (False, False),
     ) -> None:
-        """`per_node`: members of a Q group and of a KV group that follow each other in a node."""
+        """`per_node`: members of a Q group and of a KV group that follow each other in a node;
+        `keeps_gathered`: whether what they gather stays for the backward pass."""
         self.head_group = head_group
         self.direction = direction
         self.problem = head_group.problem
@@ -77,10 +79,22 @@ class TilePass:
         self.q_reduce_kind = "RS-Q" if forward else "RS-dQ"  # kinds of tasks
         self.kv_reduce_kind = None if forward else "RS-dKV"
         q, kv = kinds_of_sides(direction, gather_out=gather_out)
-        self.q = TileSide(head_group, tile, q, cut, reduce_by, per_node[0], keys=False)
-        self.kv = TileSide(head_group, tile, kv, cut, reduce_by, per_node[1], keys=True)
+        kept = Role.KEPT if forward else Role.RECALLED
+        self.q, self.kv = (
+            TileSide(
+                head_group,
+                tile,
+                (q, kv)[keys],
+                cut,
+                reduce_by,
+                per_node[keys],
+                keys=keys,
+                gathered_as=kept if keeps_gathered[keys] else Role.WORKSPACE,
+            )
+            for keys in (False, True)
+        )
         self.merge_rule = self.q.merge_rule
-        self.needs = (*self.q.inputs, *self.kv.inputs)  # the tensors that it reads
+        self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
 
     @property
@@ -144,7 +158,7 @@ class TilePass:
         if task.kind == GATHER_Q:
             return [self.gather_q(self.tile.row(unit), index)] if self.tile.a > 1 else []
         if task.kind == GATHER_KV:
-            return [self._gather_kv(unit, index)] if self.tile.b > 1 else []
+            return [self._gather_kv(unit, index)] if self.tile.b > 1 and self.kv.gathered else []
         if task.kind == self.q_reduce_kind:
             return self.reduce_q(unit, index)
         assert task.kind == self.kv_reduce_kind
@@ -152,7 +166,8 @@ class TilePass:
         return reduce_sum(task, self.kv.reduction(unit, index), tensors)
 
     def gather_q(self, row: int, i: int) -> AllGather:
-        moves = self.moves(self.q.chunks[i], self.queries(i))
+        queries = self.queries(i)
+        moves = self.moves(self.q.chunks[i], {kind: queries[kind] for kind in self.q.gathered})
         return AllGather(Task(GATHER_Q, (i,)), self.q.group(row), moves)
 
     def moves(self, chunk: Chunk, wholes: Queries) -> tuple[Move, ...]:

@@ -15,6 +15,7 @@ from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, patch_widths
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
+from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import members_per_node
@@ -180,9 +181,16 @@ class TilePlanner:
         return all(layout.kind is LayoutKind.ZIGZAG for layout in self.layouts)
 
     def tile_passes(
-        self, direction: Direction, tile: Tile, cut: PassCut = UNCUT
+        self,
+        direction: Direction,
+        tile: Tile,
+        cut: PassCut = UNCUT,
+        *,
+        keep: Keep | None = None,
+        rotates: tuple[bool, bool] = (True, True),
     ) -> OnDemand[TilePass]:
-        """One pass on each head group."""
+        """One pass on each head group. `keep`: another than asked for; `rotates`: whether queries,
+        and keys, go round and are not gathered."""
         shared, nodes = self._shared, self.nodes
         by = reduce_by(self._problem, shared, tile, nodes)
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
@@ -191,10 +199,25 @@ class TilePlanner:
         # Rows that change their layout on the way are exchanged at once.
         at_once = degree == 1 or self.shards is not None or cut.is_whole
         exchanged = None if at_once else cut
+        keep = keep or shared.keep
+        kept = kept_kinds(keep, self._problem, degree)
+        gathered = keep is Keep.GATHERED
+        keeps_gathered = (gathered and not rotates[0], gathered and not rotates[1])
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(self._problem, *self.layouts, degree, index, self.shards, exchanged)
-            return TilePass(group, direction, tile, cut, by, gather_out=out, per_node=per_node)
+            group = HeadGroup(
+                self._problem, *self.layouts, degree, index, self.shards, exchanged, kept
+            )
+            return TilePass(
+                group,
+                direction,
+                tile,
+                cut,
+                by,
+                gather_out=out,
+                per_node=per_node,
+                keeps_gathered=keeps_gathered,
+            )
 
         return OnDemand(degree, on_group)
 

@@ -11,12 +11,13 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import whole_rows
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
+from mesh_attention.plan.methods.parts.keep import GATHERED
 from mesh_attention.plan.methods.parts.reduce import ReduceBy, Reduction, stacks
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
@@ -31,6 +32,7 @@ class SideKinds(NamedTuple):
     inputs: tuple[Kind, ...]  # what is gathered
     partials: tuple[Kind, ...]  # the partial results of a chunk
     merge_rule: MergeRule  # of partials
+    backward: bool
 
 
 def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds, SideKinds]:
@@ -38,12 +40,12 @@ def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds
     each row and head instead of a whole output (algorithm.md, section 4)."""
     keys = (Kind.K, Kind.V)
     if direction is Direction.FORWARD:
-        q = SideKinds((Kind.Q,), (Kind.OUT, Kind.LSE), MergeRule.SOFTMAX)
-        return q, SideKinds(keys, (), MergeRule.SUM)
+        q = SideKinds((Kind.Q,), (Kind.OUT, Kind.LSE), MergeRule.SOFTMAX, False)
+        return q, SideKinds(keys, (), MergeRule.SUM, False)
     statistic = Kind.OUT if gather_out else Kind.DELTA
     queries = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, statistic)
-    q = SideKinds(queries, (Kind.GRAD_Q,), MergeRule.SUM)
-    return q, SideKinds(keys, (Kind.GRAD_K, Kind.GRAD_V), MergeRule.SUM)
+    q = SideKinds(queries, (Kind.GRAD_Q,), MergeRule.SUM, True)
+    return q, SideKinds(keys, (Kind.GRAD_K, Kind.GRAD_V), MergeRule.SUM, True)
 
 
 class TileSide:
@@ -57,14 +59,23 @@ class TileSide:
         per_node: int,
         *,
         keys: bool,
+        gathered_as: Role,
     ) -> None:
         """`wanted`: how partials are to be reduced; `per_node`: units of a line that follow each
-        other in a node."""
+        other in a node; `gathered_as`: the role of queries, keys and values that are gathered."""
         self.head_group = head_group
-        self.inputs, self.partials, self.merge_rule = kinds
+        self.inputs, self.partials, self.merge_rule, _ = kinds
         self.kind = kinds.inputs[0]  # whose rows they are
         self.name = "KV" if keys else "Q"  # with the number of a line it names a group
         self.size = tile.b if keys else tile.a  # units of a line
+        self._roles = dict.fromkeys(GATHERED, gathered_as) if self.size > 1 else {}
+        # What the units of a line gather, and of it what is exchanged before.
+        self.gathered, self.exchanged = self.inputs, self.inputs
+        if kinds.backward:
+            recalled = [kind for kind, role in self._roles.items() if role is Role.RECALLED]
+            self.gathered = tuple(kind for kind in self.inputs if kind not in recalled)
+            kept = head_group.kept if head_group.is_exchanged else ()
+            self.exchanged = tuple(kind for kind in self.gathered if kind not in kept)
         self.line = tile.column if keys else tile.row  # of a unit
         self.members = tile.kv_group if keys else tile.q_group  # of a line
         self.partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
@@ -88,7 +99,9 @@ class TileSide:
     @property
     def is_fetched(self) -> bool:
         """Whether chunks come one after the other: from the units of a line, or to this unit."""
-        return self.size > 1 or self.head_group.cut is not None
+        return bool(
+            (self.size > 1 and self.gathered) or (self.head_group.cut is not None and self.exchanged)
+        )
 
     @property
     def in_node(self) -> int | None:
@@ -172,7 +185,8 @@ class TileSide:
         for chunk in self.chunks:
             rows = self.spans(line, chunk.index)
             for kind in self.inputs if self.size > 1 else ():
-                made.append(self.head_group.buffer(f"{kind}.{chunk.index}", kind, rows, chunk))
+                role, name = self._roles.get(kind, Role.WORKSPACE), f"{kind}.{chunk.index}"
+                made.append(self.head_group.buffer(name, kind, rows, chunk, role=role))
             for kind in self.partials:
                 name = f"{kind}.{chunk.index}"
                 made.append(self.head_group.buffer(name, kind, rows, chunk, Precision.ACCUMULATE))

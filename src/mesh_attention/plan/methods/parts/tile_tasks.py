@@ -223,7 +223,7 @@ def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
     if mesh.head_group.cut is None:
         return 0.0
     side = mesh.q if task.kind in (GATHER_Q, mesh.q_reduce_kind) else mesh.kv
-    kinds = side.inputs if task.kind in (GATHER_Q, GATHER_KV) else side.partials
+    kinds = side.exchanged if task.kind in (GATHER_Q, GATHER_KV) else side.partials
     local, degree = _local_buffers(mesh, 0), mesh.head_group.degree
     (index,) = task.index
     names = [side.chunks[index].name(mesh.head_group.local(kind)) for kind in kinds]
@@ -266,7 +266,8 @@ def _buffers(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
 def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     """The unit's own rows, for what must be measured before the programs exist. Delta is no input:
     it is computed first, and held until its last chunk is gathered."""
-    roles = dict.fromkeys(Kind, Role.INPUT) | {Kind.DELTA: Role.WORKSPACE}
+    own = Role.WORKSPACE if mesh.head_group.is_exchanged else Role.INPUT
+    roles = dict.fromkeys(Kind, own) | {Kind.DELTA: Role.WORKSPACE}
     return {
         buffer.name: buffer
         for kind, role in roles.items()

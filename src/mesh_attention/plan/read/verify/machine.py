@@ -28,7 +28,7 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.read.verify.atoms import Atoms
 from mesh_attention.plan.read.verify.communicate import communicate
 from mesh_attention.plan.read.verify.compute import SymbolicCompute
-from mesh_attention.plan.read.verify.memory import Broken, Content, Memory, Partial
+from mesh_attention.plan.read.verify.memory import DATA, Broken, Content, Memory, Partial
 from mesh_attention.plan.read.verify.structure import Finding, structure_findings
 
 Progress = Callable[[int, int], None]
@@ -172,8 +172,12 @@ class _Machine:
                     break
 
     def _wrong_end(self, kind: Kind, atom: int, head: int, value: Content | None) -> str | None:
+        if value is None:
+            return "is never written"
+        if kind in (Kind.Q, Kind.K, Kind.V):
+            return None if value is DATA else "is kept and holds something else"
         if not isinstance(value, Partial):
-            return "is never written" if value is None else "holds something else"
+            return "holds something else"
         if kind.is_key_side:
             required = self.atoms.required_by_key[atom] & self.head_bits[head]
         else:

@@ -69,7 +69,7 @@ class Memory:
         for program in pass_.programs:
             entries = {b.name: Entry(b, atoms.cells(b)) for b in program.buffers}
             for entry in entries.values():
-                if entry.buffer.role is Role.INPUT:
+                if entry.buffer.role.is_filled:
                     entry.values = [DATA] * len(entry.cells)
             self._entries.append(entries)
 
@@ -124,7 +124,7 @@ class Memory:
     def free(self, rank: int, name: str) -> None:
         entry = self._entries[rank][name]
         if entry.buffer.role is not Role.WORKSPACE:
-            raise Broken(rank, f"frees {name}, which belongs to the caller")
+            raise Broken(rank, f"frees {name}, which is not of the workspace")
         if entry.values is None:
             raise Broken(rank, f"frees {name}, which holds nothing")
         entry.values = None
@@ -138,9 +138,10 @@ class Memory:
         ]
 
     def outputs(self, rank: int) -> Iterator[tuple[Buffer, tuple[int, int], Content | None]]:
-        """Every cell of every output: the buffer, what it should hold, and what it holds."""
+        """Every cell of every buffer that outlives the program: the buffer, what it should hold,
+        and what it holds."""
         for entry in self._entries[rank].values():
-            if entry.buffer.role is Role.OUTPUT:
+            if entry.buffer.role in (Role.OUTPUT, Role.KEPT):
                 values = entry.values or [None] * len(entry.cells)
                 for label, value in zip(entry.cells.labels, values, strict=True):
                     yield entry.buffer, label, value
@@ -174,8 +175,8 @@ class Memory:
         self, rank: int, entry: Entry, where: Where, values: list[Content], accumulates: bool
     ) -> None:
         name, role = entry.buffer.name, entry.buffer.role
-        if role is Role.INPUT:
-            raise Broken(rank, f"writes to the input {name}")
+        if role.is_filled:
+            raise Broken(rank, f"writes to {name}, which is {role}")
         if entry.freed:
             raise Broken(rank, f"writes to {name} after it was freed")
         if entry.values is None:

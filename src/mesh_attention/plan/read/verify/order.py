@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_attention.plan.language.buffers import Buffer, Piece, Role
+from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.program import Free, Program, reads, writes
 from mesh_attention.plan.language.workspace import Area, Heads, together
 
@@ -47,8 +47,7 @@ def order_fault(program: Program) -> str | None:
 
 def _inside(pieces: Sequence[Piece], table: dict[str, Buffer]) -> list[Area]:
     """The pieces of buffers that the program itself has to fill, as areas."""
-    inputs = Role.INPUT
-    return together([p for p in pieces if p.stop > p.start and table[p.buffer].role is not inputs])
+    return together([p for p in pieces if p.stop > p.start and not table[p.buffer].role.is_filled])
 
 
 def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:

@@ -7,7 +7,7 @@ follow the order of the schedule. `machine.py` calls `structure_findings` first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.language.buffers import Kind, Piece, Precision, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import (
     AllGather,
@@ -90,10 +90,13 @@ CALLER = {
         (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
     ),
 }
+_MAY_BE_KEPT = (Kind.Q, Kind.K, Kind.V, Kind.LSE)
+_BETWEEN_PASSES = {Direction.FORWARD: Role.KEPT, Direction.BACKWARD: Role.RECALLED}
 
 
 def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
-    """The caller's tensors: each exactly once, the whole own partition, all heads."""
+    """The caller's tensors: each exactly once, the whole own partition, all heads. Tensors of
+    which rows are kept need not come again, and what is recalled was kept."""
     wanted = {
         (role, kind): _caller_buffer(plan, program.rank, kind)
         for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[pass_.direction], strict=True)
@@ -101,6 +104,11 @@ def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] 
     }
     for buffer in program.buffers:
         if buffer.role is Role.WORKSPACE:
+            continue
+        if buffer.role is _BETWEEN_PASSES[pass_.direction]:
+            fault = _kept_fault(plan, pass_, program.rank, buffer)
+            if fault:
+                return buffer.name, fault
             continue
         want = wanted.pop((buffer.role, buffer.kind), None)
         if want is None:
@@ -112,10 +120,28 @@ def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] 
             return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
         if (buffer.rows, buffer.heads, buffer.precision) != want:
             return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
-    if wanted:
-        role, kind = next(iter(wanted))
+    missing = [
+        (role, kind)
+        for role, kind in wanted
+        if role is Role.OUTPUT or kind not in _MAY_BE_KEPT or pass_.direction is Direction.FORWARD
+    ]
+    if missing:
+        role, kind = missing[0]
         return str(kind), f"the {role} is missing"
     return None
+
+
+def _kept_fault(plan: Plan, pass_: Pass, rank: int, buffer: Buffer) -> str | None:
+    if buffer.kind not in _MAY_BE_KEPT:
+        return f"is {buffer.role} and holds {buffer.kind}, which no backward pass takes"
+    if pass_.direction is Direction.FORWARD:
+        return None
+    if Direction.FORWARD not in [other.direction for other in plan.passes]:
+        return "is recalled, and the plan has no forward pass that keeps it"
+    kept = plan.program(rank, Direction.FORWARD).buffer_table().get(buffer.name)
+    if kept is None or replace(kept, role=buffer.role, offset=buffer.offset) != buffer:
+        return "is recalled, and the forward pass does not keep a buffer of its rows and heads"
+    return None if kept.role is Role.KEPT else "is recalled, and the forward pass does not keep it"
 
 
 def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
