@@ -94,7 +94,8 @@ class Judge:
         for direction in Direction:
             best = self.question["all"]["chosen"][direction.value]
             lists = {k: tuple(x) for k, x in best["options"].items() if isinstance(x, list)}
-            lasts, stay = self.simulate(direction, best["method"], best["options"] | lists)
+            options = best["options"] | lists | {"keep": "shards"}
+            lasts, stay = self.simulate(direction, best["method"], options)
             seconds[direction.value] = lasts
             stays = stays and stay
         return {"seconds": sum(seconds.values()), "passes": seconds, "stays": stays}

@@ -21,7 +21,11 @@ from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.execute.sinks import add_sinks, gradient_of_sinks
+from mesh_attention.runtime.execute.sinks import (
+    add_sinks,
+    add_sinks_to_kept,
+    gradient_of_sinks,
+)
 from mesh_attention.runtime.session.autograd import rows_first
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
@@ -87,8 +91,9 @@ def run_local(
     forward = run.all_ranks(Direction.FORWARD, inputs)
     traffic = {"forward": run.counters}
     if sinks is not None:
-        for result in forward:
+        for rank, result in enumerate(forward):
             add_sinks(result["out"].transpose(0, 1), _statistics(result["lse"]), sinks)
+            add_sinks_to_kept(plan.program(rank, Direction.FORWARD).buffers, result, sinks)
     out, lse = run.join("out", forward), run.join("lse", forward).squeeze(-1).transpose(1, 2)
     if grad_out is None:
         return LocalResult(out, lse, traffic=traffic)

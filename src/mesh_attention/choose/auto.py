@@ -31,6 +31,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.question import BOTH, Question, joined
 from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import choice, number
@@ -258,7 +259,7 @@ def _in_one_place(passes: Sequence[_Pass], *, stays: bool = False) -> list[Score
 
     firsts = [scored for pass_ in passes for scored in best(pass_, candidates(pass_))]
     if len({scored.place for scored in firsts}) <= 1:
-        return firsts
+        return _of_one_setting(passes, firsts)
     for pass_, other in zip(passes, reversed(firsts), strict=True):
         # The setting of one pass may do for the other.
         pass_.searches[0].attempt(other.name, dict(other.options))
@@ -273,7 +274,34 @@ def _in_one_place(passes: Sequence[_Pass], *, stays: bool = False) -> list[Score
         ]
         for place in common[:_PLACES]
     ]
-    return min(pairs, key=_sum)
+    return min([_of_one_setting(passes, pair) for pair in pairs], key=_sum)
+
+
+def _of_one_setting(
+    passes: Sequence[_Pass], pair: list[Scored], *, simulates: bool = True
+) -> list[Scored]:
+    """The pair, where the backward pass recalls nothing or what this forward pass keeps. Otherwise
+    the best of three: either setting for both passes, or both as they are and nothing kept."""
+    by_direction = {scored.direction: scored for scored in pair}
+    if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
+        return pair
+    searches = {pass_.direction: pass_.searches[0] for pass_ in passes}
+    forward, backward = (by_direction[direction] for direction in Direction)
+    if (forward.name, forward.options) == (backward.name, backward.options):
+        return pair
+    apart = {**backward.options, "keep": Keep.SHARDS.value}
+    pairs = [
+        (searches[Direction.FORWARD].attempt(backward.name, dict(backward.options)), backward),
+        (forward, searches[Direction.BACKWARD].attempt(forward.name, dict(forward.options))),
+        (forward, searches[Direction.BACKWARD].attempt(backward.name, apart)),
+    ]
+    tried = [
+        [(simulates and searches[x.direction].best_of([x])) or x for x in both if x is not None]
+        for both in pairs
+        if all(x is not None and x.place == forward.place for x in both)
+    ]
+    best = min(tried, key=_sum)
+    return best if pair[0].direction is Direction.FORWARD else best[::-1]
 
 
 def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
@@ -295,7 +323,7 @@ def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
             if all(place in places for places in by_place)
         ]
         if pairs:
-            rows[name] = min(pairs, key=_sum)
+            rows[name] = _of_one_setting(passes, min(pairs, key=_sum), simulates=False)
     order = sorted(rows, key=lambda name: _sum(rows[name]))
     return {name: {setting.direction: setting for setting in rows[name]} for name in order}
 

@@ -31,6 +31,7 @@ from mesh_attention.choose.shapes import (
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -204,6 +205,7 @@ class PassSearch:
             ranks=sorted(ranks),
         )
         chunks = setting.get("chunks") or (1, 1)
+        buffers = plan.program(min(ranks), self._direction).buffers
         # Rings across nodes are simulated with all ranks, other passes with one of their copies.
         across = METHODS[method].rotates and plan.num_nodes > 1
         copies = 1 if across else plan.direction(self._direction).copies
@@ -218,6 +220,7 @@ class PassSearch:
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
             may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
+            recalls=any(buffer.role is Role.RECALLED for buffer in buffers),
         )
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:

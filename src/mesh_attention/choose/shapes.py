@@ -21,9 +21,11 @@ import numpy as np
 
 from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.needed_rows import usual_layout
+from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -191,7 +193,10 @@ class _Bounds:
         if degree == 1:
             return 0.0
         q, out, kv = self._sides(degree)
-        each = q + out + kv + (q + kv if self._backward else 0)
+        each = q + out + kv
+        if self._backward:
+            kept = kept_kinds(Keep(setting.get("keep") or Keep.AUTO), self._problem, degree)
+            each += (Kind.Q not in kept) * q + (Kind.K not in kept) * kv
         node = self._cluster.node
         units = setting.get("units_per_node")
         here = node.ranks // units if units else min(degree, node.ranks)
@@ -207,7 +212,8 @@ class _Bounds:
         """Queries and keys of other units, and partial results back."""
         (a, b), node, network = tile, self._cluster.node, self._cluster.network
         q, out, kv = self._sides(degree)
-        grads = 2 if self._backward else 1
+        again = self._backward and setting.get("keep") != Keep.GATHERED
+        grads = 2 if again or (self._backward and rotates) else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
         if rotates:
             link = network.peer if self._ranks > node.ranks else node.peer

@@ -227,7 +227,7 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
             ready = [task for task in waiting if done.issuperset(needs[task])]
             waiting = [task for task in waiting if task not in ready]
             steps += [(task, []) for task in ready]
-            if not steps:
+            if not steps or steps[-1][0] in needs[compute]:  # it does not hide what it waits for
                 steps.append((None, []))
             steps[-1][1].append(compute)
             done.add(compute)

@@ -13,6 +13,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.setting import Setting
 from mesh_attention.plan.methods.table import AUTO, METHODS, renamed
 from mesh_attention.plan.problem.arguments import flag, number
@@ -77,9 +78,14 @@ class Question:
 
 
 def joined(forward: Question, backward: Question) -> Question:
-    """One question for both passes, from a question for each."""
+    """One question for both passes, from a question for each. A backward pass finds what the forward
+    pass keeps only where both have one setting."""
     if replace(forward, directions=backward.directions) == backward:
         return replace(forward, directions=BOTH)
+    forward, backward = (
+        replace(asked, setting=replace(asked.setting, keep=Keep.SHARDS))
+        for asked in (forward, backward)
+    )
     return replace(forward, backward=backward)
 
 

@@ -155,10 +155,13 @@ class _Side:
     own_rows: float
 
 
-def least_bytes(problem: Problem, num_ranks: int, direction: Direction) -> float:
+def least_bytes(
+    problem: Problem, num_ranks: int, direction: Direction, *, keeps: bool = True
+) -> float:
     """The least bytes that a rank receives, as the mean over ranks with equal shares of the tokens
-    and of the work. Statistics (LSE, delta) are left out."""
-    queries, keys = _sides(problem, num_ranks, direction)
+    and of the work. Statistics (LSE, delta) are left out. `keeps`: a backward pass may find all
+    rows of q, k and v that the forward pass received; otherwise nothing but shards."""
+    queries, keys = _sides(problem, num_ranks, once=keeps or direction is Direction.FORWARD)
     size = problem.element_bytes
     own = queries.own_rows * keys.own_rows
     everything = [Run(0, tokens, tokens) for tokens in (problem.q_tokens, problem.keys)]
@@ -185,12 +188,11 @@ def unit_bytes(problem: Problem, num_ranks: int) -> float:
     return tokens * problem.num_heads * problem.head_dim * problem.element_bytes
 
 
-def _sides(problem: Problem, num_ranks: int, direction: Direction) -> tuple[_Side, _Side]:
+def _sides(problem: Problem, num_ranks: int, *, once: bool) -> tuple[_Side, _Side]:
     qk, v, group = problem.head_dim, problem.v_dim, problem.heads_per_kv_head
-    # Forward Q comes and O leaves, K and V come. Backward Q and dO come and dQ leaves, K and V come
-    # and dK and dV leave.
-    forward = direction is Direction.FORWARD
-    of_query, of_key = (qk + v, qk + v) if forward else (2 * qk + v, 2 * (qk + v))
+    # Forward Q comes and O leaves, K and V come. Backward dO comes and dQ leaves, dK and dV leave;
+    # and Q, K and V come once more, unless they were kept.
+    of_query, of_key = (qk + v, qk + v) if once else (2 * qk + v, 2 * (qk + v))
     q_rows, k_rows = group * problem.q_tokens, problem.keys
     return (
         _Side(of_query, q_rows, q_rows / num_ranks),

@@ -12,14 +12,16 @@ zero: p * (0 - delta), with delta = rowsum(out' * grad_out), less what a loss on
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels import choose_rows
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 
-__all__ = ["add_sinks", "gradient_of_sinks"]
+__all__ = ["add_sinks", "add_sinks_to_kept", "gradient_of_sinks"]
 
 
 def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
@@ -29,6 +31,15 @@ def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
     weight = torch.sigmoid(lse_BHS - sink).masked_fill_(lse_BHS == -torch.inf, 0.0)
     out_BSHE.mul_(weight.transpose(1, 2).unsqueeze(-1))
     lse_BHS.copy_(torch.logaddexp(lse_BHS, sink))
+
+
+def add_sinks_to_kept(buffers: Iterable[Buffer], kept: Mapping[str, Tensor], sinks: Tensor) -> None:
+    """In place, to the lse that stays for the backward pass: (rows, batch, heads of a buffer, 1).
+    """
+    for buffer in buffers:
+        if buffer.kind is Kind.LSE and buffer.role is Role.KEPT:
+            lse = kept[buffer.name]
+            lse.copy_(torch.logaddexp(lse, sinks[slice(*buffer.heads), None].to(lse.dtype)))
 
 
 def gradient_of_sinks(
