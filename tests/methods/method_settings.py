@@ -85,6 +85,8 @@ def _choices(option: Option) -> list[Any]:
         return [False, True]
     if isinstance(option.type, type) and issubclass(option.type, StrEnum):
         return [choice.value for choice in option.type if choice.value != "auto"]
+    if option.name == "layers":  # memory alone depends on it
+        return [1]
     raise AssertionError(f"say in {__name__} what the option {option.name} may be")
 
 

@@ -22,6 +22,7 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.methods.table import METHODS
@@ -95,7 +96,7 @@ def test_ranks_that_share_an_answer_have_the_peak_that_each_has_by_definition(me
 
 COMBINE = (Combine.EXCHANGE, Combine.REDUCE_SCATTER)
 CASES = [  # either way to combine with every tile and with every number of chunks
-    MeshSetting(tile=tile, chunks=chunks, combine=COMBINE[(at + turn) % 2])
+    MeshSetting(tile=tile, chunks=chunks, combine=COMBINE[(at + turn) % 2], keep=Keep.SHARDS)
     for turn, tile in enumerate(((2, 3), (6, 1), (1, 6)))
     for at, chunks in enumerate(((1, 1), (2, 2), (3, 2), (4, 4) if tile == (2, 3) else (1, 4)))
 ]
@@ -206,6 +207,7 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
         n = rng.randint(1, 9)
         problem = random_problem(rng, n)
         drawn = random_setting(rng, problem, n)
+        drawn = replace(drawn, keep=Keep.SHARDS)
         setting = replace(drawn, scheduler=Scheduler.GREEDY, max_memory_bytes=cap)
         for one in plan_mesh(problem, n, setting).passes:
             assert live_at_end(one) == set()

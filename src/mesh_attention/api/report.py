@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.read.count import PassCount, count
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.object_calls import ObjectCalls
@@ -65,12 +68,13 @@ class Reports:
             for kind, reasons in report.kernels.items()
         }
 
-    def memory(self) -> dict[str, PassMemory]:
+    def memory(self, *, layers: int = 1) -> dict[str, PassMemory]:
         """Of the latest call of each pass, with documents or without: bytes that it takes on this
-        rank's device besides the caller's tensors, masks as far as they have been made."""
-        return {
-            str(direction): report.memory for direction, report in self._calls.user.reports.items()
-        }
+        rank's device besides the caller's tensors, masks as far as they have been made. `layers`:
+        so many keep their rows for the backward pass at the same time."""
+        number("layers", layers)
+        memory = {str(d): report.memory for d, report in self._calls.user.reports.items()}
+        return {name: replace(x, kept_bytes=layers * x.kept_bytes) for name, x in memory.items()}
 
     def transports(self) -> dict[str, tuple[str, str]]:
         """Of the latest call of each pass: for each group of ranks its transport, and why that

@@ -96,6 +96,7 @@ class Scored:
     operations: int  # of the ranks that a simulation goes through, about
     may_wait: bool  # ranks have unlike work before they meet, which one rank does not see
     recalls: bool = False  # it needs what a forward pass of the same setting keeps
+    others_bytes: int = 0  # that the other layers keep meanwhile
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -169,11 +170,12 @@ class SearchQuestion:
         if scored.timeline is not None:
             return scored
         timeline = self.timeline(scored)
+        peak_bytes = timeline.peak_bytes + scored.others_bytes
         return replace(
             scored,
             seconds=timeline.runtime_seconds,
-            peak_bytes=timeline.peak_bytes,
-            fits=timeline.peak_bytes <= gpu_bytes(self.cluster),
+            peak_bytes=peak_bytes,
+            fits=peak_bytes <= gpu_bytes(self.cluster),
             may_wait=False,
             timeline=timeline,
         )

@@ -206,6 +206,10 @@ class PassSearch:
         )
         chunks = setting.get("chunks") or (1, 1)
         buffers = plan.program(min(ranks), self._direction).buffers
+        between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
+        others = (asked.options.get("layers") or 1) - 1
+        others_bytes = others * sum(buffer.num_bytes(asked.problem) for buffer in between)
+        peak_bytes = seen.peak_bytes + others_bytes
         # Rings across nodes are simulated with all ranks, other passes with one of their copies.
         across = METHODS[method].rotates and plan.num_nodes > 1
         copies = 1 if across else plan.direction(self._direction).copies
@@ -214,13 +218,14 @@ class PassSearch:
             method,
             setting,
             seen.seconds,
-            seen.peak_bytes,
-            fits=seen.peak_bytes <= gpu_bytes(asked.cluster),
+            peak_bytes,
+            fits=peak_bytes <= gpu_bytes(asked.cluster),
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
             may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
-            recalls=any(buffer.role is Role.RECALLED for buffer in buffers),
+            recalls=self._is_backward and bool(between),
+            others_bytes=others_bytes,
         )
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:

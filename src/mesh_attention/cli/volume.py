@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
@@ -16,6 +17,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare
 from mesh_attention.plan.read.count import PassCount, count
+from mesh_attention.plan.read.kept import KeptBytes, kept_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,14 +25,18 @@ def run(args: argparse.Namespace) -> int:
         return _show_comparison(args)
     plan = plan_of(args)
     counts = count(plan)
-    return show(
-        args,
-        lambda: {str(direction): counted.to_json() for direction, counted in counts.items()},
-        lambda: _to_text(plan, counts),
-    )
+    kept = kept_bytes(plan).of_layers(args.layers or 1) if len(plan.passes) > 1 else None
+
+    def to_json() -> dict[str, Any]:
+        between = {} if kept is None else {"between_passes": kept.to_json()}
+        return {str(direction): c.to_json() for direction, c in counts.items()} | between
+
+    return show(args, to_json, lambda: _to_text(plan, counts, kept, args.layers or 1))
 
 
-def _to_text(plan: Plan, counts: dict[Direction, PassCount]) -> str:
+def _to_text(
+    plan: Plan, counts: dict[Direction, PassCount], kept: KeptBytes | None, layers: int
+) -> str:
     passes = [counted.to_json() for counted in counts.values()]
 
     def row(name: str, key: str, statistic: str) -> list[str]:
@@ -55,7 +61,20 @@ def _to_text(plan: Plan, counts: dict[Direction, PassCount]) -> str:
     unit = next(iter(counts.values())).unit_bytes
     tiles = {f"tile {pass_.setting['tile']}" for pass_ in plan.passes if "tile" in pass_.setting}
     head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)])
-    return f"{head}\n{table(rows)}\n1 unit is one Q partition, {bytes_text(unit)}"
+    between = "" if kept is None else f"\n{_between(kept, layers)}"
+    return f"{head}\n{table(rows)}{between}\n1 unit is one Q partition, {bytes_text(unit)}"
+
+
+def _between(kept: KeptBytes, layers: int) -> str:
+    who = "a layer holds" if layers == 1 else f"{layers} layers hold"
+    held = f"between the passes {who} {bytes_text(kept.held_bytes)}"
+    if not kept.kept_bytes:
+        return f"{held}: the caller's tensors"
+    return (
+        f"{held}, {bytes_text(kept.kept_bytes)} of it kept rows ({bytes_text(kept.extra_bytes)} "
+        f"more than the caller's tensors);\n"
+        f"so the backward pass receives {bytes_text(kept.saved_bytes)} less"
+    )
 
 
 def _show_comparison(args: argparse.Namespace) -> int:

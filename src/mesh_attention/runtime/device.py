@@ -209,7 +209,8 @@ class PassMemory:
     workspace_bytes: int  # one for all passes and calls, as large as the largest needs it
     kernel_bytes: int  # at most, while a kernel call runs: its results, and its library's own
     mask_bytes: int = 0  # tables of the masks, which both passes may share, as far as they are made
+    kept_bytes: int = 0  # rows that a forward pass leaves to the backward pass, of all layers
 
     @property
     def total_bytes(self) -> int:
-        return self.workspace_bytes + self.kernel_bytes + self.mask_bytes
+        return self.workspace_bytes + self.kernel_bytes + self.mask_bytes + self.kept_bytes

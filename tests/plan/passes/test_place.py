@@ -62,7 +62,9 @@ def test_what_travels_is_written_in_the_precision_in_which_it_travels(direction:
 def test_where_nobody_knows_the_places_heads_first_copies_nothing(direction: Direction) -> None:
     case = Case(
         4, 512, 512, heads=(4, 4), mask=Mask(causal=True), dtype=torch.bfloat16,
-        options={"method": "ulysses", "layout": "contiguous", "chunks": (1, 1)},
+        options={
+            "method": "ulysses", "layout": "contiguous", "chunks": (1, 1), "keep": "shards",
+        },
     )  # fmt: skip
     before, as_placed = fused(case, 1, direction)
     after = without_copies(before)

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
-from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.buffers import Buffer, Role
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.tasks import Schedule
@@ -46,6 +46,7 @@ from mesh_attention.plan.methods.parts.task_orders import (
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner, cut_of, is_cut
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
+from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
@@ -84,6 +85,12 @@ class Box(SharedOptions, CutSetting):
 def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
     _check_cap(box)
+    if box.max_memory_bytes is not None and box.keep in (Keep.AUTO, Keep.GATHERED):
+        return _plan_within_cap(problem, num_ranks, box, directions, box.max_memory_bytes)
+    return _plan(problem, num_ranks, box, directions)
+
+
+def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
     units = num_ranks // box.ulysses
     tile = tile_for(box.tile, units, rotation=box.rotation)
     tiles = {Direction.FORWARD: tile, Direction.BACKWARD: tile}
@@ -261,6 +268,28 @@ class BoxBuilder:
         return Unit(operations, {**buffers, **mesh.stack_buffers(unit), **blocks.buffers})
 
 
+def _plan_within_cap(
+    problem: Problem, num_ranks: int, box: Box, directions: Directions, cap: int
+) -> Plan:
+    """With gathered rows kept, where the memory of all layers has room for them."""
+    try:
+        uncapped = replace(box, keep=Keep.GATHERED, max_memory_bytes=None)
+        program = _plan(problem, num_ranks, uncapped, (Direction.FORWARD,)).forward.programs[0]
+        buffers = [buffer for buffer in program.buffers if buffer.role is Role.KEPT]
+        kept = box.layers * sum(buffer.num_bytes(problem) for buffer in buffers)
+        if kept >= cap:
+            raise PlanError(
+                f"keep=gathered holds {bytes_text(kept)} in {box.layers} layers, which leaves no "
+                f"workspace of max_memory_bytes={cap}; say keep=shards, or allow more"
+            )
+        capped = replace(box, keep=Keep.GATHERED, max_memory_bytes=cap - kept)
+        return _plan(problem, num_ranks, capped, directions)
+    except PlanError:
+        if box.keep is Keep.GATHERED:
+            raise
+    return _plan(problem, num_ranks, replace(box, keep=Keep.SHARDS), directions)
+
+
 def _check_cap(box: Box) -> None:
     cap = box.max_memory_bytes
     if cap is not None and box.scheduler is not Scheduler.GREEDY:
@@ -326,7 +355,7 @@ def _within_cap(
 
     def fits(direction: Direction, slices: HeadSlices) -> bool:
         tried = replace(box, max_memory_bytes=None, head_slices=slices)
-        programs = plan_box(problem, num_ranks, tried, (direction,)).direction(direction).programs
+        programs = _plan(problem, num_ranks, tried, (direction,)).direction(direction).programs
         return all(peak_buffer_bytes(program, problem) <= max_memory_bytes for program in programs)
 
     chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}

@@ -30,6 +30,7 @@ from mesh_attention.kernels import (
     RowChoice,
     RowKernels,
 )
+from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
@@ -117,6 +118,8 @@ class Executor:
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=two_streams)
         self.workspace_bytes = memory.total_bytes * call_shape.batch
         self.scratch_bytes = scratch * call_shape.batch
+        kept = [b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.KEPT]
+        self.kept_bytes = sum(kept) * call_shape.batch
         # Why these kernels, for people; and what was predicted of the calls.
         self.choices: dict[MaskKind, Choice] = {}
         self.row_choice: RowChoice | None = None
@@ -126,7 +129,7 @@ class Executor:
     def memory(self) -> PassMemory:
         masks = [mask for of_calls in self._compute.masks.values() for mask in of_calls]
         held = mask_bytes(masks, self.call_shape.device)
-        return PassMemory(self.workspace_bytes, self.scratch_bytes, held)
+        return PassMemory(self.workspace_bytes, self.scratch_bytes, held, self.kept_bytes)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row

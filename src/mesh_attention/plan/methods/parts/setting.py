@@ -67,7 +67,7 @@ def options_of(setting: type[Setting]) -> Iterator[Option]:
     """
     >>> [option.name for option in options_of(Setting)]
     ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'keep', \
-'ranks_per_node']
+'layers', 'ranks_per_node']
     """
     kinds = get_type_hints(setting)
     for f in fields(setting):
@@ -106,8 +106,11 @@ class Setting:
         Keep.AUTO,
         "the rows of q, k and v that stay for the backward pass, at most: the caller's `shards`; "
         "rows `exchanged` for heads or layout; rows `gathered`. auto: `exchanged` where that needs "
-        "no memory",
+        "no memory, and `gathered` within `max_memory_bytes`",
         "NAME",
+    )
+    layers: int = option(
+        1, "layers that hold what they keep at the same time, for `max_memory_bytes` and searches"
     )
     ranks_per_node: int | None = option(
         None, "ranks that share a node: for the mapping, and for choices that depend on nodes"
@@ -216,5 +219,8 @@ class CutSetting(ChunkSetting):
     )
     gamma: float = option(1.05, "how far the greedy scheduler fills a step", "X")
     max_memory_bytes: int | None = option(
-        None, "cap on the workspace of each pass; the schedule keeps to it or refuses", "BYTES"
+        None,
+        "cap on the workspace of each pass, together with gathered rows that all `layers` keep; "
+        "the schedule keeps to it or refuses",
+        "BYTES",
     )

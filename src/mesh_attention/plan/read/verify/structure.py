@@ -137,7 +137,7 @@ def _kept_fault(plan: Plan, pass_: Pass, rank: int, buffer: Buffer) -> str | Non
     if pass_.direction is Direction.FORWARD:
         return None
     if Direction.FORWARD not in [other.direction for other in plan.passes]:
-        return "is recalled, and the plan has no forward pass that keeps it"
+        return None  # of a plan with one pass, the other is not looked at
     kept = plan.program(rank, Direction.FORWARD).buffer_table().get(buffer.name)
     if kept is None or replace(kept, role=buffer.role, offset=buffer.offset) != buffer:
         return "is recalled, and the forward pass does not keep a buffer of its rows and heads"
