@@ -5,6 +5,7 @@ python docs/make_theory.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mesh_attention.choose.ask import make_plan
@@ -18,6 +19,7 @@ PAGE = Path(__file__).with_name("theory.md")
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BEGIN, END = "<!-- Made by docs/make_theory.py: begin -->\n", "<!-- end -->\n"
 TOKENS = 2048  # a rank; units do not depend on it
+KEEPS = ("gathered", "exchanged", "shards")
 
 
 def problem_of(ranks: int, heads: int, kv_heads: int) -> Problem:
@@ -39,24 +41,28 @@ def received_units(plan: Plan, direction: Direction) -> float:
 
 def row(ranks: int, heads: int, kv_heads: int) -> str:
     problem = problem_of(ranks, heads, kv_heads)
-    with_heads = make_plan(problem, ranks, method="mesh-usp", ulysses=min(ranks, kv_heads))
-    tiles = make_plan(problem, ranks, method="mesh")
-    cells = [f"{heads}:{kv_heads}", f"{ranks:,}", _pair(*bounds(problem, ranks))]
-    for plan in (with_heads, tiles):
-        setting = plan.direction(Direction.FORWARD).setting
+    cells = [f"{heads}:{kv_heads}", f"{ranks:,}", numbers(bounds(problem, ranks))]
+    of_heads = {"method": "mesh-usp", "ulysses": min(ranks, kv_heads)}
+    for how, keeps in ((of_heads, KEEPS), ({"method": "mesh"}, KEEPS[::2])):
+        plans = [make_plan(problem, ranks, keep=keep, **how) for keep in keeps]
+        setting = plans[0].direction(Direction.FORWARD).setting
         degree = setting.get("ulysses")
         name = f"U {degree}, {setting['tile']}" if degree else setting["tile"]
-        cells += [name, _pair(*(received_units(plan, direction) for direction in Direction))]
+        forward = received_units(plans[0], Direction.FORWARD)
+        moved = [forward, *(received_units(plan, Direction.BACKWARD) for plan in plans)]
+        cells += [name, numbers(moved)]
     return f"| {' | '.join(cells)} |\n"
 
 
 def bounds(problem: Problem, ranks: int) -> tuple[float, ...]:
+    """Forward; backward with all rows kept that the forward pass received; and with shards."""
     unit = unit_bytes(problem, ranks)
-    return tuple(least_bytes(problem, ranks, direction) / unit for direction in Direction)
+    passes = ((Direction.FORWARD, True), (Direction.BACKWARD, True), (Direction.BACKWARD, False))
+    return tuple(least_bytes(problem, ranks, d, keeps=keeps) / unit for d, keeps in passes)
 
 
-def _pair(forward: float, backward: float) -> str:
-    return f"{forward:.2f} / {backward:.2f}"
+def numbers(units: Sequence[float]) -> str:
+    return " / ".join(f"{x:.2f}" for x in units)
 
 
 def table(ranks: tuple[int, ...] = RANKS) -> str:

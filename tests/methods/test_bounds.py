@@ -97,4 +97,4 @@ def test_the_table_of_the_page_is_what_plans_move() -> None:
         assert line in page, "python docs/make_theory.py"
     for ranks, kv_heads in itertools.product(made["RANKS"], (64, 8)):
         bounds = made["bounds"](made["problem_of"](ranks, 64, kv_heads), ranks)
-        assert f"| 64:{kv_heads} | {ranks:,} | {made['_pair'](*bounds)} |" in page
+        assert f"| 64:{kv_heads} | {ranks:,} | {made['numbers'](bounds)} |" in page
