@@ -79,6 +79,7 @@ def random_plan(rng: Random) -> Plan:
             "head_slices": rng.choice((None, (1, 1))),
             "combine": rng.choice(("exchange", "reduce-scatter")),
             "gather_out": rng.random() < 0.5,
+            "keep": rng.choice(("auto", "shards", "exchanged", "gathered", "gathered")),
             "layout": rng.choice((None, "contiguous", "zigzag", "striped")),
             "ulysses": rng.choice((1, 2)),
             "rotation": rng.random() < 0.7,

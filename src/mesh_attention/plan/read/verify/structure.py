@@ -120,11 +120,11 @@ def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] 
             return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
         if (buffer.rows, buffer.heads, buffer.precision) != want:
             return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
-    missing = [
-        (role, kind)
-        for role, kind in wanted
-        if role is Role.OUTPUT or kind not in _MAY_BE_KEPT or pass_.direction is Direction.FORWARD
-    ]
+    # Backward, what was kept need not come again; forward, a caller may not ask for a kept lse.
+    spared = set(_MAY_BE_KEPT)
+    if pass_.direction is Direction.FORWARD:
+        spared = {b.kind for b in program.buffers if b.role is Role.KEPT} & {Kind.LSE}
+    missing = [(role, kind) for role, kind in wanted if kind not in spared]
     if missing:
         role, kind = missing[0]
         return str(kind), f"the {role} is missing"
