@@ -131,11 +131,13 @@ class _Run:
             "machine": f"{host()}, {versions}",
             "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
             "load_average": os.getloadavg(),  # of other programs: no rank runs yet
-            "links": f"gloo, {args.mbit or 'no limit of'} Mbit/s" if args.gloo else "nccl, sockets",
+            "links": "nccl, sockets",
             "clusters": {},
             "cells": [],
         }
         if args.gloo:
+            shaped = f"{args.mbit:g} Mbit/s a rank" if args.mbit else "loopback"
+            self._result["links"] = f"gloo, {shaped}"
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
         if args.trace is not None:
             args.trace = args.trace.resolve()

@@ -249,7 +249,7 @@ def run_cells(ranks: Ranks, args: Any) -> None:
         }
         late = started + longest > begun + args.seconds
         if ranks.longest(float(late)):
-            tell(line | {"not_run": f"{args.seconds:.0f} s were over"})
+            tell(line | {"not_run": f"too little was left of {args.seconds:.0f} s"})
             continue
         say_first(ranks, f"{ranks.size} ranks: {cell.name}")
         contestants = CellRun(cell, here, args).run(begun + args.seconds)
