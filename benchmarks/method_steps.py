@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,32 +58,37 @@ class TimedPlan:
         cpu, begun = time.process_time(), time.perf_counter()
         out = self._cp.attention(*self._leaves)
         assert isinstance(out, Tensor)
-        self._finish()
+        finish(self._ranks)
         forward = time.perf_counter() - begun
         self._ranks.wait_for_all()
         begun = time.perf_counter()
         gradients = torch.autograd.grad(out, self._leaves, self._grad)
-        self._finish()
+        finish(self._ranks)
         backward = time.perf_counter() - begun
         step = Step(self.name, forward, backward, time.process_time() - cpu)
         return step, [out.detach(), *gradients]
-
-    def _finish(self) -> None:
-        """Asleep: ranks that share a machine need its cores for their transfers."""
-        if self._ranks.is_cuda:
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record()
-            done.synchronize()
 
     def error(self, wanted: list[Tensor]) -> float:
         """The largest relative difference of the output and the gradients, on any rank."""
         results = self.step()[1]
         self._cp.check()
-        shards = [self._cp.shard(x, 1) for x in wanted]
-        errors = [
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(results, shards, strict=True)
-        ]
-        return self._ranks.longest(max(x if x == x else float("inf") for x in errors))
+        return largest_error(self._ranks, results, [self._cp.shard(x, 1) for x in wanted])
+
+
+def finish(ranks: Ranks) -> None:
+    """Waits for the GPU asleep: ranks that share a machine need its cores for their transfers."""
+    if ranks.is_cuda:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+
+
+def largest_error(ranks: Ranks, results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest relative difference of all results, on any rank."""
+    errors = [
+        float((a.double() - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True)
+    ]
+    return ranks.longest(max(x if x == x else float("inf") for x in errors))
 
 
 def tensors(problem: Problem, device: torch.device) -> list[Tensor]:
@@ -94,26 +100,33 @@ def tensors(problem: Problem, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=chance, device=device).to(dtype) for shape in shapes]
 
 
-def truth(whole: list[Tensor]) -> list[Tensor]:
-    """Out and gradients in float64, a block of queries at a time: not all pairs may fit."""
-    q, k, v, grad = (x.double().transpose(1, 2) for x in whole)
+def truth(
+    whole: list[Tensor],
+    *,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float64,
+    pairs: int | None = None,
+) -> list[Tensor]:
+    """Out and gradients, a block of queries at a time: not all pairs may fit. `pairs`: of queries
+    and keys of all heads in a block."""
+    q, k, v, grad = (x.to(dtype).transpose(1, 2) for x in whole)
     tokens = q.shape[2]
-    rows = max(1, _BLOCK_PAIRS // (q.shape[1] * tokens))
+    rows = max(1, (pairs or _BLOCK_PAIRS) // (q.shape[1] * tokens))
     outs, q_grads, kv_grads = [], [], [torch.zeros_like(x) for x in (k, v)]
     for first in range(0, tokens, rows):
         end = min(first + rows, tokens)
-        visible = (q[:, :, first:end], k[:, :, :end], v[:, :, :end])
+        last = end if causal else tokens  # of the keys that they see
+        visible = (q[:, :, first:end], k[:, :, :last], v[:, :, :last])
         leaves = [x.detach().requires_grad_() for x in visible]
-        at = torch.arange(end, device=q.device)
+        at = torch.arange(last, device=q.device)
         queries, keys, values = leaves
-        out = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=at <= at[first:, None], enable_gqa=True
-        )
+        mask = at <= at[first:, None] if causal else None
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         grads = torch.autograd.grad(out, leaves, grad[:, :, first:end])
         outs.append(out.detach())
         q_grads.append(grads[0])
         for total, part in zip(kv_grads, grads[1:], strict=True):
-            total[:, :, :end] += part
+            total[:, :, :last] += part
     results = [torch.cat(outs, 2), torch.cat(q_grads, 2), *kv_grads]
     return [x.transpose(1, 2) for x in results]
 

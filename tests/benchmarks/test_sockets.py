@@ -84,17 +84,18 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.__enter__()
 
 
+@pytest.mark.parametrize("causal", [True, False])
 def test_the_truth_in_blocks_of_queries_is_that_of_all_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, causal: bool
 ) -> None:
     chance = torch.Generator().manual_seed(1)
     whole = [torch.randn(1, 21, heads, 8, generator=chance) for heads in (4, 2, 2, 4)]
     *leaves, grad = (x.double().requires_grad_() for x in whole)
     q, k, v = (x.transpose(1, 2) for x in leaves)
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
     wanted: list[Tensor] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     monkeypatch.setattr(method_steps, "_BLOCK_PAIRS", 4 * 21 * 5)
-    for found, expected in zip(method_steps.truth(whole), wanted, strict=True):
+    for found, expected in zip(method_steps.truth(whole, causal=causal), wanted, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

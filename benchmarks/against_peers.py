@@ -1,0 +1,249 @@
+"""Ours beside its peers: PyTorch's `context_parallel`, Ulysses written by hand, our methods.
+
+    python benchmarks/against_peers.py --json result.json
+    python benchmarks/against_peers.py --ranks 8 --tokens 65536 --masks causal --trace traces
+    python benchmarks/against_peers.py --contestants hand-ulysses default default,keep=gathered
+    python benchmarks/against_peers.py --gloo --json result.json
+    sudo python benchmarks/against_peers.py --gloo --mbit 200 --json result.json
+
+NCCL ranks share one GPU and talk through sockets (`sockets.py`), in bfloat16; with `--gloo` they
+are on CPUs, in float32, over the loopback, or with `--mbit` over shaped links between network
+namespaces (`namespaces.py`). For each number of ranks processes start once and profile: `default`
+is `ContextParallel` with that cluster file, each of our methods is searched by it, and `tuned` is
+what `mesh-attention tune` finds in a few measurements (`peer_contestants.py`). Nothing is timed
+that differs from one device, in out or a gradient; what cannot run has its reason in place of a
+time. Contestants take turns in every round (`peer_rounds.py`). Times are of the slowest rank,
+medians over rounds; backward is the difference of both passes and forward alone. Bytes are what a
+rank receives, the most of all ranks: counted, but for PyTorch's, which follow from its code.
+
+Times on a shared GPU follow bytes and host time; they say little about GPUs of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from namespaces import Links, Namespaces
+from peer_contestants import CONTESTANTS, DEFAULT, HAND, entry_of
+from peer_rounds import ROUNDS_OF_SLOW, run_cells
+from rank_processes import LaunchError, RankProcesses
+from script import host, provenance, save, script_parser
+from sockets import Sockets
+
+from mesh_attention.cli.output import table
+from mesh_attention.measure.ranks import ranks_of_launcher
+
+USUAL: dict[bool, dict[str, Any]] = {  # by --gloo
+    False: {"ranks": [2, 4, 8], "tokens": [32768, 65536], "heads": ["16:16", "32:8"], "dim": 128},
+    True: {"ranks": [4], "tokens": [2048], "heads": ["16:16", "8:2"], "dim": 64},
+}
+USUAL_SECONDS = {False: 500.0, True: 1800.0}
+WIDTH = 140  # characters of a setting, which is whole in the JSON
+PATIENCE = 60.0  # seconds beyond those, for the cell that runs when they end
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = script_parser(__doc__)
+    add = arguments.add_argument
+    add("--gloo", action="store_true", help="on CPUs, in place of NCCL ranks on one GPU")
+    add("--mbit", type=float, help="with --gloo: links of so many Mbit/s a rank (needs root)")
+    add("--ranks", type=int, nargs="+", help="default 2 4 8, or with --gloo 4")
+    add("--tokens", type=int, nargs="+", help="default 32768 65536, or with --gloo 2048")
+    add("--heads", nargs="+", type=_heads, help="of Q:KV; default 16:16 32:8, --gloo 16:16 8:2")
+    add("--dim", type=int, help="of a head; default 128, or with --gloo 64")
+    masks = ["causal", "full"]
+    add("--masks", nargs="+", choices=masks, default=masks)
+    add("--rounds", type=int, default=20, help="in each all contestants take a turn; default 20")
+    slow = f"more than so many times the best after 3 rounds: {ROUNDS_OF_SLOW} rounds; default 4"
+    add("--slow", type=float, default=4.0, metavar="TIMES", help=slow)
+    names = f"names with options, as ulysses,chunks=(1,1); default: {' '.join(CONTESTANTS)}"
+    add("--contestants", nargs="+", default=[*CONTESTANTS], metavar="NAME", help=names)
+    add("--measurements", type=int, default=4, metavar="N", help="of `tuned` a cell; default 4")
+    quick = "a profile of seconds, the default, or of a minute for each number of ranks"
+    add("--quick", action=argparse.BooleanOptionalAction, default=True, help=quick)
+    add("--trace", type=Path, metavar="FOLDER", help=f"traces of a call of {DEFAULT} and {HAND}")
+    seconds = "no cell begins later, shared by all numbers of ranks; default 500, --gloo 1800"
+    add("--seconds", type=float, help=seconds)
+    add("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank
+    return arguments
+
+
+def _heads(text: str) -> str:
+    if not re.fullmatch(r"\d+:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text}: heads of Q and KV, as 32:8")
+    return text
+
+
+def main() -> None:
+    arguments = parser()
+    args = arguments.parse_args()
+    vars(args).update({n: x for n, x in USUAL[args.gloo].items() if getattr(args, n) is None})
+    args.seconds = args.seconds or USUAL_SECONDS[args.gloo]
+    try:
+        for text in args.contestants:
+            entry_of(text)
+    except ValueError as error:
+        arguments.error(str(error))
+    if args.mbit and not args.gloo:
+        arguments.error("--mbit shapes links of --gloo")
+    if args.folder is not None:
+        _be_a_rank(args)
+        return
+    try:
+        result = _Run(args).run()
+    except KeyboardInterrupt:
+        raise SystemExit("error: ended by Ctrl-C") from None
+    if "broken_off" in result:
+        raise SystemExit(f"error: {result['broken_off']}")
+
+
+def _be_a_rank(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    with ranks_of_launcher(None, command="") as ranks:
+        try:
+            run_cells(ranks, args)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # leaving the group would wait for ranks that wait for this one
+
+
+class _Run:
+    """Starts ranks for each number of them; the result is a file that grows meanwhile."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._begun = args, time.monotonic()
+        hidden = {str(x) for x in (args.json, args.trace) if x is not None}
+        argv = ["FILE" if word in hidden else word for word in sys.argv[1:]]
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        self._result: dict[str, Any] = provenance() | {
+            "machine": f"{host()}, {versions}",
+            "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
+            "load_average": os.getloadavg(),  # of other programs: no rank runs yet
+            "links": "nccl, sockets",
+            "clusters": {},
+            "cells": [],
+        }
+        if args.gloo:
+            shaped = f"{args.mbit:g} Mbit/s a rank" if args.mbit else "loopback"
+            self._result["links"] = f"gloo, {shaped}"
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
+        if args.trace is not None:
+            args.trace = args.trace.resolve()
+            args.trace.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> dict[str, Any]:
+        args, result = self._args, self._result
+        with tempfile.TemporaryDirectory() as folder:
+            for at, num_ranks in enumerate(args.ranks):
+                left = args.seconds - (time.monotonic() - self._begun)
+                share = max(left, 1.0) / (len(args.ranks) - at)
+                try:
+                    self._run_ranks(num_ranks, folder, share)
+                except LaunchError as error:
+                    result["broken_off"] = f"{num_ranks} ranks: {error}"
+                    save(args.json, result)
+                    break
+        result["seconds"] = round(time.monotonic() - self._begun, 1)
+        save(args.json, result)
+        return result
+
+    def _run_ranks(self, num_ranks: int, folder: str, seconds: float) -> None:
+        args = self._args
+        network: RankProcesses = Sockets(num_ranks, "gloo" if args.gloo else "nccl")
+        if args.mbit:
+            network = Namespaces(Links(num_ranks, between=args.mbit))
+        command = [sys.executable, __file__, "--folder", folder, "--seconds", str(seconds)]
+        for name in ("tokens", "heads", "masks", "contestants"):
+            command += [f"--{name}", *map(str, getattr(args, name))]
+        for name in ("dim", "rounds", "slow", "measurements"):
+            command += [f"--{name}", str(getattr(args, name))]
+        command += ["--quick" if args.quick else "--no-quick"]
+        command += ["--gloo"] * args.gloo
+        command += ["--trace", str(args.trace)] if args.trace else []
+        before = list(self._result["cells"])
+
+        def heard(outputs: list[str]) -> None:
+            self._hear(outputs[0], before)
+
+        with network:
+            if isinstance(network, Sockets):
+                self._result["shares_gpu"] = network.shares_gpu
+            network.run(command, seconds=seconds + PATIENCE, heard=heard)
+        for cell in self._result["cells"][len(before) :]:
+            print("\n".join(lines_of(cell)), flush=True)
+
+    def _hear(self, output: str, before: list[Any]) -> None:
+        """What the first rank has written so far."""
+        whole = output[: output.rfind("\n") + 1].splitlines()
+        lines = [json.loads(line) for line in whole if line.startswith("{")]
+        for line in lines:
+            if "cluster" in line:
+                self._result["clusters"][str(line["ranks"])] = line["cluster"]
+                self._result["device"] = line["device"]
+        cells = [x | ratios(x) for x in lines if "cluster" not in x]
+        self._result["cells"] = [*before, *cells]
+        save(self._args.json, self._result)
+
+
+def ratios(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Of our default to Ulysses by hand."""
+    ours, hand = (timed(cell, name) for name in (DEFAULT, HAND))
+    if not ours or not hand:
+        return {}
+    passes = ("forward_ms", "backward_ms", "both_ms")
+    quotients = {name.removesuffix("_ms"): round(ours[name] / hand[name], 3) for name in passes}
+    return {"default_to_hand": quotients}
+
+
+def timed(cell: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Empty if it was not timed; one that does the same may have been."""
+    row: dict[str, Any] = cell.get("contestants", {}).get(name, {})
+    if "same_as" in row:
+        row = timed(cell, row["same_as"])
+    return row if "both_ms" in row else {}
+
+
+def lines_of(cell: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"\n{cell['ranks']} ranks, {cell['tokens']} tokens, {cell['heads']}:{cell['kv_heads']} "
+        f"heads of {cell['dim']}, {cell['mask']}"
+    )
+    if "not_run" in cell:
+        yield f"  not run: {cell['not_run']}"
+        return
+    hand = timed(cell, HAND)
+    rows = [("", "forward ms", "backward", "both", "to hand", "MB in", "back", "error", "rounds")]
+    notes = []
+    for name, row in cell["contestants"].items():
+        if "refused" in row:
+            notes.append(f"  {name} is not timed: {row['refused']}")
+            continue
+        if "same_as" in row:
+            notes.append(f"  {name} is the same plan as {row['same_as']}")
+            continue
+        times = [f"{row[f'{what}_ms']:.1f}" for what in ("forward", "backward", "both")]
+        ratio = f"{row['both_ms'] / hand['both_ms']:.2f}" if hand else "-"
+        moved = [f"{row['received_bytes'][what] / 1e6:.1f}" for what in ("forward", "backward")]
+        rows.append((name, *times, ratio, *moved, f"{row['error']:.0e}", str(row["rounds"])))
+        notes.append(f"  {name}: {row['setting'][:WIDTH]}")
+    yield table(rows)
+    yield from notes
+    if "default_to_hand" in cell:
+        words = ", ".join(f"{name} {x:.2f}" for name, x in cell["default_to_hand"].items())
+        yield f"  {DEFAULT} to {HAND}: {words}"
+
+
+if __name__ == "__main__":
+    main()
