@@ -54,7 +54,7 @@ def test_all_ranks_and_one_wait_for_programs_alike() -> None:
     """Where work is alike on all of them."""
     problem = Problem(256 * K, 16, 128, mask=Mask(causal=True))
     options: dict[str, Any] = {"ulysses": 4, "tile": (8, 1), "units_per_node": 8}
-    options |= {"chunks": (2, 2), "head_slices": (1, 1), "even_chunks": True}
+    options |= {"chunks": (2, 2), "head_slices": (1, 1), "even_chunks": True, "keep": "shards"}
     plan = plan_on(PAPER, problem, 32, method="mesh-usp", **options)
     seconds = []
     for tile_keys in (None, 128):

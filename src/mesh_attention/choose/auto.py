@@ -21,6 +21,7 @@ from mesh_attention.choose.scored import (
     Scored,
     SearchEffort,
     SearchQuestion,
+    are_of_one_setting,
 )
 from mesh_attention.choose.search import PassSearch, best_first
 from mesh_attention.choose.shapes import default_layout, shows_little
@@ -287,7 +288,7 @@ def _of_one_setting(
         return pair
     searches = {pass_.direction: pass_.searches[0] for pass_ in passes}
     forward, backward = (by_direction[direction] for direction in Direction)
-    if (forward.name, forward.options) == (backward.name, backward.options):
+    if are_of_one_setting(forward, backward):
         return pair
     apart = {**backward.options, "keep": Keep.SHARDS.value}
     pairs = [

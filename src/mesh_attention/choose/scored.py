@@ -118,6 +118,11 @@ class Scored:
         return f"{self.direction.value} {self.name} {options}"
 
 
+def are_of_one_setting(forward: Scored, backward: Scored) -> bool:
+    """Whether one plan has both passes, so that backward finds what forward keeps."""
+    return (forward.name, forward.options) == (backward.name, backward.options)
+
+
 def options_text(options: Mapping[str, Any]) -> str:
     """
     >>> options_text({"tile": (2, 2), "layout": "zigzag"})

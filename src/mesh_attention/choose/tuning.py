@@ -21,7 +21,7 @@ from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion
+from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion, are_of_one_setting
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.planning import collector_paused
@@ -30,6 +30,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Program
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.table import methods_with
 from mesh_attention.plan.problem.problem import Problem
 
@@ -58,7 +59,24 @@ def contenders(
     asked = SearchQuestion(
         problem, num_ranks, a_cluster(cluster), options, methods_with(options), _EFFORT
     )
-    return {direction: _contenders_of_pass(asked, direction) for direction in Direction}
+    by_pass = {direction: _contenders_of_pass(asked, direction) for direction in Direction}
+    _add_partners(asked, by_pass)
+    return by_pass
+
+
+def _add_partners(asked: SearchQuestion, by_pass: dict[Direction, list[Scored]]) -> None:
+    """Beside a backward pass that recalls: the forward pass of its setting, which alone it runs
+    with, and the same setting with nothing kept, for other forward passes."""
+    forward, backward = (by_pass[direction] for direction in Direction)
+    for scored in [scored for scored in backward if scored.recalls]:
+        apart = {**scored.options, "keep": Keep.SHARDS.value}
+        tries = ((forward, Direction.FORWARD, scored.options), (backward, scored.direction, apart))
+        for several, direction, options in tries:
+            if all((x.name, x.options) != (scored.name, options) for x in several):
+                search = PassSearch(asked, direction, None)
+                several += [x for x in (search.attempt(scored.name, dict(options)),) if x]
+    for several in (forward, backward):
+        several.sort(key=lambda scored: scored.seconds)
 
 
 def _contenders_of_pass(asked: SearchQuestion, direction: Direction) -> list[Scored]:
@@ -150,7 +168,7 @@ class Tuning:
             return sum(refusals[scored.key] for scored in pair), hope(pair)
 
         pair = min(new, key=turn, default=None)
-        if pair is None or any(refusals[scored.key] for scored in pair):
+        if pair is None or pair[1].recalls or any(refusals[scored.key] for scored in pair):
             return pair
         forward, backward = (self._unmeasured_beside(scored, pair, hopes) for scored in pair)
         return forward, backward
@@ -197,7 +215,9 @@ class Tuning:
         others = [
             other
             for other in self.contenders[scored.direction]
-            if other.key not in self.measured and other.place == pair[0].place
+            if other.key not in self.measured
+            and other.place == pair[0].place
+            and not other.recalls
         ]
         return min(others, key=lambda other: hopes[other.key], default=scored)
 
@@ -221,4 +241,5 @@ class Tuning:
             for forward in self.contenders[Direction.FORWARD]
             for backward in self.contenders[Direction.BACKWARD]
             if forward.place == backward.place
+            and (not backward.recalls or are_of_one_setting(forward, backward))
         ]
