@@ -27,7 +27,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 K = 1024
-TABLES = ("methods", "auto", "default")
+TABLES = ("methods", "auto", "default", "kept")
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,15 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """`default` has the problems of `auto` with the default, which leaves tokens where they are."""
+    """`default` has the problems of `auto` with the default, which leaves tokens where they are;
+    `kept` its backward passes, by what the forward pass of the same setting keeps."""
     auto = list(_auto())
     yield from auto
     yield from (replace(cell, table="default") for cell in auto if cell.method == AUTO)
+    for cell in auto:
+        if cell.direction == Direction.BACKWARD and cell.ranks == 256:
+            for keep in ("shards", "exchanged", "gathered"):
+                yield replace(cell, table="kept", options=cell.options | {"keep": keep})
     for method, causal, direction in product(METHODS, (False, True), Direction):
         yield Cell("methods", "hgx-h100", method, 256, 512 * K, causal, direction.value)
 

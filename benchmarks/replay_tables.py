@@ -40,7 +40,7 @@ GOALS = {
 }
 GROUPED_GOALS = {"forward": 660.0, "backward": 560.0}
 SHOWN = {"tile", "ulysses", "units_per_node", "team", "ring", "head_slices", "chunks"}
-SHOWN |= {"even_chunks", "short_start", "combine", "layout"}
+SHOWN |= {"even_chunks", "short_start", "combine", "layout", "keep"}
 Row = dict[str, Any]
 
 

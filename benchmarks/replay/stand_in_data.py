@@ -50,7 +50,7 @@ def inputs_of(program: Program, plan: Plan, call_shape: CallShape) -> dict[str, 
     """Random shards of one rank, as a caller would give them."""
     inputs = {}
     for buffer in program.buffers:
-        if buffer.role is Role.INPUT:
+        if buffer.role.is_filled:
             width = buffer.kind.width(plan.problem)
             shape = (buffer.num_rows, call_shape.batch, buffer.num_heads, width)
             tensor = torch.empty(shape, dtype=call_shape.dtype_of(buffer), device=call_shape.device)

@@ -83,7 +83,7 @@ def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> l
     )
     given = {}
     for at, buffer in enumerate(program.buffers):
-        if buffer.role is Role.INPUT:
+        if buffer.role.is_filled:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
             given[buffer.name] = draw(
                 buffer.kind, torch.Size(shape), CALL_SHAPE.dtype_of(buffer), seed=at

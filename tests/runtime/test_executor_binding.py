@@ -45,7 +45,7 @@ def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pa
 def inputs(plan: Plan, one: Pass) -> dict[str, Tensor]:
     given = {}
     for buffer in one.programs[0].buffers:
-        if buffer.role is Role.INPUT:
+        if buffer.role.is_filled:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
             given[buffer.name] = torch.empty(shape)
             receive(buffer, given[buffer.name])
