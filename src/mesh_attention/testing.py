@@ -16,13 +16,13 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.request.operators import rows_first
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.execute.sinks import add_sinks, gradient_of_sinks
-from mesh_attention.runtime.session.autograd import rows_first
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.sharding import join_shards, take_shard

@@ -40,13 +40,14 @@ from mesh_attention.request.tensor_checks import (
     fault_of_tensors,
 )
 from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource, WarmCall
+from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.runtime.session.user_call import UserCall
 
 
 class ObjectCalls:
@@ -72,7 +73,7 @@ class ObjectCalls:
         self.latest: PlanSource | None = None
         self.batch: tuple[Plan, Pack, Layer] | None = None
         self.chosen_by: str | None = None
-        self.warm: dict[Any, WarmCall] = {}
+        self.warm: dict[Any, UserCall] = {}
         self.companions: list[ObjectCalls] = []
         self._layers: dict[tuple[Any, ...], Layer] = {}
         try:

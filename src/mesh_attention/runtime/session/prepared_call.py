@@ -77,6 +77,8 @@ class PreparedCall:
         self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
         self.kind = AgreedPasses()
         self.options = options
+        # Buffers that the forward pass gives and the backward pass takes, in place of q, k and v.
+        self.kept: tuple[str, ...] = ()
         self.reports: dict[Direction, PassReport] = {}
         self._plan, self._rank = rank_plan.plan, rank_plan.rank
         self._base = base
