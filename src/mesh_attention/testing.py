@@ -16,6 +16,8 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.read.kept import recalled
+from mesh_attention.request.operators import rows_first
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import GRAD_LSE
@@ -26,7 +28,6 @@ from mesh_attention.runtime.execute.sinks import (
     add_sinks_to_kept,
     gradient_of_sinks,
 )
-from mesh_attention.runtime.session.autograd import rows_first
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.sharding import join_shards, take_shard
@@ -93,7 +94,9 @@ def run_local(
     if sinks is not None:
         for rank, result in enumerate(forward):
             add_sinks(result["out"].transpose(0, 1), _statistics(result["lse"]), sinks)
-            add_sinks_to_kept(plan.program(rank, Direction.FORWARD).buffers, result, sinks)
+            if grad_out is not None:
+                kept = recalled(plan.program(rank, Direction.BACKWARD))
+                add_sinks_to_kept(kept, [result[buffer.name] for buffer in kept], sinks)
     out, lse = run.join("out", forward), run.join("lse", forward).squeeze(-1).transpose(1, 2)
     if grad_out is None:
         return LocalResult(out, lse, traffic=traffic)

@@ -22,7 +22,7 @@ from mesh_attention import (
     MeshAttentionError,
     mesh_attention,
 )
-from mesh_attention.request.compiled_attention import attention_backward_op, attention_op
+from mesh_attention.request.operators import attention_backward_op, attention_op
 from support.pool import WorkerPool
 from support.transformer_block import HEAD_DIM, HEADS, Compiled, difference, gradients, steps
 
@@ -222,28 +222,15 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         docs = cp.documents([0, 5, 16])
         leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
-        given: Any = (
-            cp._calls.name,
-            *leaves,
-            sinks,
-            docs.number,
-            None,
-            "x",
-            None,
-            None,
-            None,
-            True,
-            None,
-        )
+        call: Any = (cp._calls.name, None)
+        label: Any = ("x", None, None)
+        given: Any = (*leaves, sinks, docs.number, None, *call, True, *label, None, None)
         checks = [torch.library.opcheck(attention_op, given)]
         with torch.no_grad():
-            out, lse, place = attention_op(*given)
-        saved: Any = (*leaves, out, lse, place, sinks)
-        saved = [x.detach() for x in saved]
-        last: Any = (docs.number, "x", None, None, True)
-        checks.append(
-            torch.library.opcheck(attention_backward_op, (cp._calls.name, out, None, *saved, *last))
-        )
+            out, lse, place, kept = attention_op(*given)
+        saved = [x.detach() for x in (*leaves, out, lse, sinks)]
+        last: Any = (kept, place, docs.number, None, [True] * 4, *call, *label)
+        checks.append(torch.library.opcheck(attention_backward_op, (out, None, *saved, *last)))
     return [set(check.values()) for check in checks]
 
 

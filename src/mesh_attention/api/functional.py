@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
-from mesh_attention.request.attend import need_grad
+from mesh_attention.request.attend import attention
+from mesh_attention.request.operators import need_grad
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_label,
@@ -23,12 +24,12 @@ from mesh_attention.request.tensor_checks import (
     fault_of_tensors,
     fault_of_unsupported,
 )
-from mesh_attention.runtime.session.autograd import attention
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import Spread, own_heads
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_compile
 from mesh_attention.runtime.session.session import Session, process_group, session_of
+from mesh_attention.runtime.session.user_call import UserCall
 
 
 def _session_of(*_: Any, group: Any = None, **__: Any) -> tuple[Session, CallOptions]:
@@ -105,7 +106,7 @@ def mesh_attention(
         error = raised
     needs_grad = error is None and need_grad(q, k, v, sinks)
     call = user.prepare(source, calls, q, needs_grad, error)
-    out, lse = attention(user, call, needs_grad, label, (q, k, v), sinks)
+    out, lse = attention(UserCall(user, call), needs_grad, label, (q, k, v), sinks)
     out, lse = spread.whole(out), spread.whole(lse, 1)
     return (out, lse) if return_lse else out
 

@@ -7,7 +7,6 @@ faults) goes through the checks each time.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,12 +15,17 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.autograd import Attention
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.runtime.session.autograd import attention
-from mesh_attention.runtime.session.call_cache import WarmCall
+from mesh_attention.request.operators import attention_op, need_grad
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.runtime.session.modes import as_under_autocast, constant_in_graphs
+from mesh_attention.runtime.session.modes import (
+    as_under_autocast,
+    outside_autocast,
+    outside_inference_mode,
+)
+from mesh_attention.runtime.session.user_call import UserCall
 
 _MOST_WARM = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -57,26 +61,65 @@ def attend(
         return spread.whole(out), spread.whole(lse, 1)
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         q, k, v = as_under_autocast(q, k, v)
-    key = None
-    if fault is None and (documents is None or isinstance(documents, Documents)):
+    key = number = None
+    if isinstance(documents, Documents):
+        number = documents.number
+    if fault is None and (documents is None or number is not None):
         key = _key(q, k, v, sinks, softmax_scale, is_causal)
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         how["sinks"], fault = sinks, fault or spread.fault
         needs_grad = fault is None and need_grad(q, k, v, sinks)
         call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
-        out, lse = attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
+        prepared = UserCall(calls.user, call, calls.name)
+        out, lse = attention(prepared, needs_grad, label, (q, k, v), sinks, number)
         return spread.whole(out), spread.whole(lse, 1)
     needs_grad = key[0]
     known = calls.warm if documents is None else documents.plans.warm
     warm = known.get((calls.name, key))
     if warm is not None and warm.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
-        call, calls.latest, calls.batch = warm
+        calls.latest, calls.batch = warm.latest, warm.batch
     else:
         call = calls.prepare(q, k, v, None, needs_grad=needs_grad, **how)
-        _keep(known, (calls.name, key), WarmCall(call, calls.latest, calls.batch))
-    return attention(calls.user, call, needs_grad, label, (q, k, v), sinks)
+        warm = UserCall(calls.user, call, calls.name, calls.latest, calls.batch)
+        _keep(known, (calls.name, key), warm)
+    return attention(warm, needs_grad, label, (q, k, v), sinks, number)
+
+
+def attention(
+    prepared: UserCall,
+    needs_grad: bool,
+    label: str | int | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward, unless
+    the options of the call ask for it."""
+    autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if autocast or torch.is_inference_mode_enabled():
+        with outside_inference_mode(), outside_autocast():
+            return attention(prepared, needs_grad, label, tensors, sinks, documents)
+    others = (
+        documents,
+        None,
+        prepared.name,
+        prepared.number,
+        True,
+        needs_grad,
+        label if isinstance(label, str) else None,
+        label if isinstance(label, int) else None,
+        prepared.call.options.softmax_scale,
+        None,
+        None,
+    )
+    if needs_grad:
+        out, lse, *_ = Attention.apply(*tensors, sinks, others)  # type: ignore[no-untyped-call]
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, _, _ = attention_op(*tensors, sinks, *others)
+    return out, lse
 
 
 def _key(
@@ -113,12 +156,7 @@ def _key(
     )
 
 
-def need_grad(*tensors: object) -> bool:
-    requires = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-    return requires and torch.is_grad_enabled()
-
-
-def _keep(known: dict[Any, WarmCall], key: Any, warm: WarmCall) -> None:
+def _keep(known: dict[Any, UserCall], key: Any, warm: UserCall) -> None:
     """Calls that the session has dropped are let go, with the memory they hold."""
     for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
         del known[other]
@@ -142,7 +180,6 @@ def _traced_attention(
     block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` as it stands in a graph. All ranks raise what is wrong when the graph runs."""
-    load_ops()
     refusal = None if fault is None else fault.args[0]
     if not isinstance(documents, Documents | None):
         refusal = f"documents is of {type(documents).__name__}: give what documents() returned"
@@ -157,27 +194,21 @@ def _traced_attention(
             q = k = v = torch.empty(0)
             sinks = None
     q, k, v = as_under_autocast(q, k, v)
-    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
-    out, lse, _ = torch.ops.mesh_attention.attention(
-        calls.name,
+    out, lse, _, _ = attention_op(
         q,
         k,
         v,
         sinks,
         None if documents is None else documents.number,
         block,
+        calls.name,
+        None,
+        documents is None and calls.fixed is not None,
+        need_grad(q, k, v, sinks),
         label if isinstance(label, str) else None,
         label if isinstance(label, int) else None,
         softmax_scale,
         is_causal,
-        torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
         refusal,
     )
     return out, lse
-
-
-@constant_in_graphs
-def load_ops() -> bool:
-    """The ops of compiled code, imported by whoever compiles: what they need takes seconds."""
-    import_module("mesh_attention.request.compiled_attention")
-    return True

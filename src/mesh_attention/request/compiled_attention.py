@@ -1,175 +1,64 @@
-"""Attention in code that `torch.compile` traces: two ops, forward and backward, that run the passes
-of eager calls.
+"""Attention in code that `torch.compile` traces: what a graph knows of its operators, and how their
+call is prepared when it runs.
 
-A graph holds tensors and constants. So an op knows its `ContextParallel` by a number, in words, and
-the documents of a batch by a tensor that holds their number, on which no graph depends. All that a
-backward pass needs besides the saved tensors is found again by these: nothing is kept for passes
-that never come. Other ranks wait for every call, so no op may be left out, joined with another or
-moved before one: PyTorch calls that an ordered effect.
+A graph holds tensors and constants. So an operator knows its `ContextParallel` by a number, in
+words, and the documents of a batch by a tensor that holds their number, on which no graph depends.
+All that a backward pass needs besides the saved tensors is found again by these: nothing is kept
+for passes that never come.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.library import custom_op
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import BLOCKS, OBJECT_CALLS, ObjectCalls
-from mesh_attention.runtime.session.autograd import backward_pass, forward_pass
+from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans
-from mesh_attention.runtime.session.modes import (
-    outside_autocast,
-    outside_inference_mode,
-)
+from mesh_attention.runtime.session.modes import outside_autocast, outside_inference_mode
+from mesh_attention.runtime.session.prepared_call import PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
+from mesh_attention.runtime.session.session import User
 
-_UNSAFE = torch.Tag.cudagraph_unsafe
+Result = TypeVar("Result")
 
 
-@custom_op("mesh_attention::attention", mutates_args=(), tags=(_UNSAFE,))
-def attention_op(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    block: Tensor | None,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
-    is_causal: bool | None,
-    needs_grad: bool,
-    refusal: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the place of this call among all of them, which its backward pass states."""
-    _refuse_capture(q)
-    calls = OBJECT_CALLS.find(int(name))
-    if block is not None:
-        BLOCKS.find(int(block)).count_checkpoints(2)
-    fault = None if refusal is None else MeshAttentionError(refusal)
-    label = label_number if label_text is None else label_text
-    return _forward(
-        calls,
-        (q, k, v),
-        fault,
-        sinks=sinks,
-        documents=documents,
-        label=label,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
-        needs_grad=needs_grad,
-    )
+def prepared_in_graph(
+    name: str, run: Callable[[User, PreparedCall], Result], *tensors: Any, **how: Any
+) -> Result:
+    """What `run` makes of the call of a graph on an object. `tensors`: q, k and v."""
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise MeshAttentionError(
+            "compiled attention cannot be part of a CUDA graph: those of mode='reduce-overhead' "
+            "end before it and begin after it where torch._inductor.config.graph_partition is on"
+        )
+    return _prepared(OBJECT_CALLS.find(int(name)), run, *tensors, **how)
 
 
 @collective_call(of_calls)
-def _forward(
+def _prepared(
     calls: ObjectCalls,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    fault: MeshAttentionError | None,
-    *,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    label: str | int | None,
-    softmax_scale: float | None,
-    is_causal: bool | None,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    plans, fault = _plans(documents, fault)
-    user = calls.user
-    with outside_inference_mode(), outside_autocast():
-        call = calls.prepare(
-            *tensors,
-            fault,
-            needs_grad=needs_grad,
-            sinks=sinks,
-            documents=plans,
-            softmax_scale=softmax_scale,
-            is_causal=is_causal,
-        )
-        out, lse = forward_pass(user, call, needs_grad, label, tensors, sinks)
-        return out, lse, torch.tensor([user.session.guard.place], device="cpu")
-
-
-@custom_op("mesh_attention::attention_backward", mutates_args=(), tags=(_UNSAFE,))
-def attention_backward_op(
-    name: str,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    run: Callable[[User, PreparedCall], Result],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    place: Tensor,
-    sinks: Tensor | None,
-    documents: Tensor | None,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
-    sinks_need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sinks; the last has no elements where it is not needed."""
-    _refuse_capture(q)
-    calls = OBJECT_CALLS.find(int(name))
-    label = label_number if label_text is None else label_text
-    saved = (q, k, v, out, lse, sinks)
-    grad_q, grad_k, grad_v, grad_sinks = _gradients(
-        calls,
-        saved,
-        grad_out,
-        grad_lse,
-        documents,
-        softmax_scale,
-        label,
-        int(place),
-        sinks_need_grad=sinks_need_grad,
-    )
-    return grad_q, grad_k, grad_v, q.new_empty(0) if grad_sinks is None else grad_sinks
-
-
-@collective_call(of_calls)
-def _gradients(
-    calls: ObjectCalls,
-    saved: tuple[Any, ...],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    documents: Tensor | None,
-    softmax_scale: float | None,
-    label: str | int | None,
-    place: int,
     *,
-    sinks_need_grad: bool,
-) -> tuple[Any, ...]:
-    q, k, v, *_, sinks = saved
-    plans, fault = _plans(documents, None)
+    documents: Tensor | None,
+    keeps: bool,
+    refusal: str | None = None,
+    **how: Any,
+) -> Result:
+    plans, fault = _plans(documents, None if refusal is None else MeshAttentionError(refusal))
     with outside_inference_mode(), outside_autocast():
-        call = calls.prepare(
-            q,
-            k,
-            v,
-            fault,
-            needs_grad=True,
-            sinks=sinks,
-            documents=plans,
-            softmax_scale=softmax_scale,
-        )
-        return backward_pass(
-            calls.user,
-            call,
-            label,
-            place,
-            lambda: saved,
-            grad_out,
-            grad_lse,
-            needed=(True, True, True, sinks_need_grad),
-        )
+        call = calls.prepare(q, k, v, fault, documents=plans, keeps=keeps, **how)
+        return run(calls.user, call)
 
 
 def _plans(
@@ -184,74 +73,86 @@ def _plans(
         return None, fault or gone
 
 
-def _refuse_capture(q: Tensor) -> None:
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise MeshAttentionError(
-            "compiled attention cannot be part of a CUDA graph: those of mode='reduce-overhead' "
-            "end before it and begin after it where torch._inductor.config.graph_partition is on"
-        )
+def stand_ins(out: Tensor, k_shape: Sequence[int]) -> list[Tensor]:
+    """Tensors like q, k and v, which need not be there any more, without memory of their own."""
+    return [out.new_empty(()).expand(shape) for shape in _shapes(out, k_shape)]
+
+
+def _shapes(out: Tensor, k_shape: Sequence[int]) -> list[Sequence[int]]:
+    """Of q, k and v."""
+    return [(*out.shape[:3], k_shape[3]), k_shape, (*k_shape[:3], out.shape[3])]
 
 
 # What tracing needs to know of them.
 
 
-@attention_op.register_fake
-def _(name: str, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def plan_of_graph(name: str, q: Tensor) -> RankPlan:
+    """The plan of an object that has one for all calls: then a graph knows what is kept."""
+    fixed = OBJECT_CALLS.find(int(name)).fixed
+    assert fixed is not None, "graphs of other objects keep nothing"
+    return fixed.of(q.dtype.itemsize)
+
+
+def _kept(name: str, q: Tensor) -> list[Tensor]:
+    plan = plan_of_graph(name, q)
+    problem, shape = plan.plan.problem, CallShape(1, q.dtype, q.device)
+    return [
+        q.new_empty((b.num_rows, q.shape[0], b.num_heads, b.kind.width(problem))).to(
+            shape.dtype_of(b)
+        )
+        for b in plan.recalled
+    ]
+
+
+def fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    block: Tensor | None,
+    name: str,
+    call: int | None,
+    keeps: bool,
+    needs_grad: bool,
+    *constants: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     _partition_graphs()
     place = torch.empty(1, dtype=torch.int64, device="cpu")
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     if q.ndim != 4 or v.ndim != 4:  # refused by all ranks when it runs
-        return torch.empty_like(q), torch.empty_like(q, dtype=statistics), place
+        return torch.empty_like(q), torch.empty_like(q, dtype=statistics), place, []
     batch, slots, heads, _ = q.shape
     lse_SBH = q.new_empty((slots, batch, heads), dtype=statistics)
-    return q.new_empty((batch, slots, heads, v.shape[3])), lse_SBH.permute(1, 2, 0), place
+    out = q.new_empty((batch, slots, heads, v.shape[3]))
+    kept = _kept(name, q) if keeps and needs_grad else []
+    return out, lse_SBH.permute(1, 2, 0), place, kept
 
 
-@attention_backward_op.register_fake
-def _(
-    name: str,
+def fake_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
     out: Tensor,
-    lse: Tensor,
-    place: Tensor,
+    lse: Tensor | None,
     sinks: Tensor | None,
-    *args: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    grad_sinks = q.new_empty(0) if sinks is None or not args[-1] else sinks.new_empty(sinks.shape)
-    return grads[0], grads[1], grads[2], grad_sinks
+    kept: list[Tensor],
+    place: Tensor,
+    documents: Tensor | None,
+    k_shape: Sequence[int],
+    needed: Sequence[bool],
+    *constants: Any,
+) -> list[Tensor]:
+    shapes = _shapes(out, k_shape)
+    grads = [out.new_empty(shape) for shape, needs in zip(shapes, needed[:3], strict=True) if needs]
+    if sinks is not None and needed[3]:
+        grads.append(sinks.new_empty(sinks.shape))
+    return grads
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    name, q, k, v, sinks, documents, _, label_text, label_number, softmax_scale, *_ = inputs
-    out, lse, place = output
-    ctx.name, ctx.constants = name, (label_text, label_number, softmax_scale)
-    ctx.save_for_backward(q, k, v, out, lse, place, sinks, documents)
-    ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
-
-
-def _backward(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    _keep_in_checkpoints()
-    needs = ctx.needs_input_grad[1:5]
-    grads = attention_backward_op(
-        ctx.name, grad_out, grad_lse, *ctx.saved_tensors, *ctx.constants, needs[3]
-    )
-    wanted = [grad if needed else None for grad, needed in zip(grads, needs, strict=True)]
-    return (None, *wanted, *[None] * 8)
-
-
-attention_op.register_autograd(_backward, setup_context=_setup_context)
-for _op in (attention_op, attention_backward_op):
-    _op.register_effect(EffectType.ORDERED)
-
-
-def _keep_in_checkpoints() -> None:
+def keep_in_checkpoints() -> None:
     """A checkpoint inside a compiled graph does not attend again: of ordered ops PyTorch keeps the
     results, unless the checkpoint says otherwise, and then fails for the order of the forward
     graph, which the backward graph does not have."""

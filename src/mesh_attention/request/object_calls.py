@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.request.arguments import (
     AskedPlan,
@@ -40,13 +41,14 @@ from mesh_attention.request.tensor_checks import (
     fault_of_tensors,
 )
 from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource, WarmCall
+from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.runtime.session.user_call import UserCall
 
 
 class ObjectCalls:
@@ -72,7 +74,7 @@ class ObjectCalls:
         self.latest: PlanSource | None = None
         self.batch: tuple[Plan, Pack, Layer] | None = None
         self.chosen_by: str | None = None
-        self.warm: dict[Any, WarmCall] = {}
+        self.warm: dict[Any, UserCall] = {}
         self.companions: list[ObjectCalls] = []
         self._layers: dict[tuple[Any, ...], Layer] = {}
         try:
@@ -140,12 +142,14 @@ class ObjectCalls:
         documents: Documents | BatchPlans | None = None,
         softmax_scale: float | None = None,
         is_causal: bool | None = None,
+        keeps: bool = True,
     ) -> PreparedCall:
         """The call that all ranks are about to make. `fault`: what is wrong already, or what is
-        found to be wrong here, is raised by all of them."""
+        found to be wrong here, is raised by all of them. `keeps` False: a graph knows of no rows
+        that its forward pass could keep."""
         source, options = None, self.options
         try:
-            source, options = self._source_for(q, k, v, documents)
+            source, options = self._source_for(q, k, v, documents, keeps)
             plan = source.first.plan
             fault = (
                 fault
@@ -160,23 +164,29 @@ class ObjectCalls:
         return self.user.prepare(source, options, q, needs_grad, fault)
 
     def _source_for(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | BatchPlans | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | BatchPlans | None,
+        keeps: bool,
     ) -> tuple[PlanSource, CallOptions]:
         """Plans for a call, and its options."""
-        session, arguments = self.session, self.arguments
+        shards = {} if keeps else {"keep": Keep.SHARDS.value}
+        session, arguments = self.session, self.arguments | shards
         if documents is None:
             if self.fixed is None:
                 sizes = sizes_of(session, arguments, q, k, v)
                 self.latest = kept_source(session, arguments | sizes)[0]
             self.batch = None
             return self.source, self.options
-        layer = self.layer()
+        layer = self.layer(shards)
         if self.fixed is None:
             sizes = sizes_of(session, arguments, q, k, v) | {
                 "seq_len": USUAL_TOKENS,
                 "kv_seq_len": USUAL_TOKENS,
             }
-            layer = self.layer(sizes)
+            layer = self.layer(sizes | shards)
         plans = documents if isinstance(documents, BatchPlans) else checked(documents).plans
         source = plans.source(session, layer)
         self.batch = source.first.plan, plans.pack, layer
@@ -190,7 +200,7 @@ class ObjectCalls:
         if not has_sizes(arguments):
             # Not those of the last call: a batch may be made ready before it, on some ranks.
             arguments = usual_sizes(arguments)
-        key = tuple(arguments.get(name) for name in SIZES)
+        key = tuple(arguments.get(name) for name in (*SIZES, "keep"))
         if key not in self._layers:
             asked, options = read_arguments(self.session.groups.parent, arguments)
             self._layers[key] = layer_of_batches(asked, arguments, options)

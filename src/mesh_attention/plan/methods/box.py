@@ -200,6 +200,7 @@ class BoxBuilder:
         alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
         self.hold = HOLD if order.in_parts and not alone else 0
         self.groups = mesh.groups
+        self.keeps_gathered = mesh.keeps_gathered
 
     @property
     def setting(self) -> dict[str, str]:

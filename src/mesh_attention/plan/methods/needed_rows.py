@@ -150,6 +150,7 @@ class NeededRowsBuilder:
         self._q, self._kv = q, kv
         self.needs = (*q.inputs, *kv.inputs)
         self._gathers = q.travels or kv.travels
+        self.keeps_gathered = q.keeps_gathered or kv.keeps_gathered
         # Queries that do not travel have their results where they belong.
         self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
         self._reduces = any(side.travels for side in self._reduced)

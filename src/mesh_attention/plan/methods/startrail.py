@@ -109,6 +109,7 @@ class StarTrailBuilder:
         nodes: tuple[int, ...],
     ) -> None:
         self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
+        self.keeps_gathered = False
         self.mesh, self.lowerings, self.star, self.gradients = mesh, lowerings, star, gradients
         # The rows of the KV block of a team.
         self._block = cache(lambda team: mesh.kv.rows_of(mesh.tile.q_group(team), 0))

@@ -12,14 +12,14 @@ zero: p * (0 - delta), with delta = rowsum(out' * grad_out), less what a loss on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from mesh_attention.kernels import choose_rows
-from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind
 
 __all__ = ["add_sinks", "add_sinks_to_kept", "gradient_of_sinks"]
 
@@ -33,12 +33,11 @@ def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
     lse_BHS.copy_(torch.logaddexp(lse_BHS, sink))
 
 
-def add_sinks_to_kept(buffers: Iterable[Buffer], kept: Mapping[str, Tensor], sinks: Tensor) -> None:
+def add_sinks_to_kept(buffers: Iterable[Buffer], kept: Iterable[Tensor], sinks: Tensor) -> None:
     """In place, to the lse that stays for the backward pass: (rows, batch, heads of a buffer, 1).
     """
-    for buffer in buffers:
-        if buffer.kind is Kind.LSE and buffer.role is Role.KEPT:
-            lse = kept[buffer.name]
+    for buffer, lse in zip(buffers, kept, strict=True):
+        if buffer.kind is Kind.LSE:
             lse.copy_(torch.logaddexp(lse, sinks[slice(*buffer.heads), None].to(lse.dtype)))
 
 

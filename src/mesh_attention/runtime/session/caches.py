@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
@@ -64,22 +64,22 @@ class AgreedCache(dict[Key, AgreedValue]):
         return self.pop(min(self, key=lambda candidate: self[candidate].last_call))
 
 
-class WeakRegistry(Generic[T]):
-    """Objects that compiled code names by a number, since graphs hold tensors and constants only.
+class WeakRegistry(WeakValueDictionary[int, T]):
+    """Objects that operators name by a number, since they take tensors and constants only.
     A number keeps nothing alive; `gone` is the error for an object that nobody holds any more."""
 
     def __init__(self, gone: str) -> None:
+        super().__init__()
         self._gone = gone
         self._numbers = count(1)
-        self._objects: WeakValueDictionary[int, T] = WeakValueDictionary()
 
     def add(self, entry: T) -> int:
         number = next(self._numbers)
-        self._objects[number] = entry
+        self[number] = entry
         return number
 
     def find(self, number: int) -> T:
-        entry = self._objects.get(number)
+        entry = self.get(number)
         if entry is None:
             raise MeshAttentionError(self._gone)
         return entry

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import NamedTuple
 
-from mesh_attention.choose.pack import Layer, Pack
-from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.caches import AgreedCache, LruCache
@@ -110,11 +107,3 @@ class PlanSource:
             problem = replace(asked.problem, element_bytes=element_bytes)
             self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
         return self._by_element_bytes[element_bytes]
-
-
-class WarmCall(NamedTuple):
-    """A prepared call, and what the object says of its latest call when it is this one."""
-
-    call: PreparedCall
-    latest: PlanSource | None
-    batch: tuple[Plan, Pack, Layer] | None

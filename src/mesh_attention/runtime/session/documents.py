@@ -22,11 +22,12 @@ import torch.distributed as dist
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource, WarmCall
+from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.modes import outside_inference_mode
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.runtime.session.user_call import UserCall
 
 Batch = TypeVar("Batch")
 
@@ -40,7 +41,7 @@ class BatchPlans:
         self.pack = pack
         self._sources: dict[Layer, PlanSource] = {}
         self._releases = session.groups.releases
-        self.warm: dict[Any, WarmCall] = {}  # prepared calls by what their checks depend on
+        self.warm: dict[Any, UserCall] = {}  # prepared calls by what their checks depend on
 
     def source(self, session: Session, layer: Layer) -> PlanSource:
         """Plans for the calls of a layer."""

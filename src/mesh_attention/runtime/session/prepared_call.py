@@ -77,6 +77,7 @@ class PreparedCall:
         self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
         self.kind = AgreedPasses()
         self.options = options
+        self.rank_plan = rank_plan
         self.reports: dict[Direction, PassReport] = {}
         self._plan, self._rank = rank_plan.plan, rank_plan.rank
         self._base = base

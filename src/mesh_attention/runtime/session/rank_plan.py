@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.buffers import Buffer, Role
 from mesh_attention.plan.language.plan import Direction, Plan, Programs
+from mesh_attention.plan.language.program import Program
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
+from mesh_attention.plan.read.kept import recalled
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,22 @@ class RankPlan:
     def key(self) -> tuple[str, str]:
         """Equal for equal plans."""
         return self.words, self.programs
+
+    @cached_property
+    def recalled(self) -> tuple[Buffer, ...]:
+        """What the backward pass takes of the forward pass."""
+        return recalled(self._backward)
+
+    @cached_property
+    def retaken(self) -> tuple[str, ...]:
+        """The caller's q, k, v and lse that the backward pass takes again."""
+        taken = [buffer.name for buffer in self._backward.buffers if buffer.role is Role.INPUT]
+        return tuple(name for name in ("q", "k", "v", "lse") if name in taken)
+
+    @property
+    def _backward(self) -> Program:
+        plan = self.plan if self.base is None else self.base.plan  # the same, and made already
+        return plan.program(self.rank, Direction.BACKWARD)
 
     def for_mask(self, problem: Problem) -> RankPlan:
         """The plan for a problem of another mask, where programs serve any."""

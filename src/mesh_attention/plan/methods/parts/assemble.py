@@ -41,6 +41,7 @@ class UnitBuilder(Protocol):
     head_group: HeadGroup
     direction: Direction
     needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
+    keeps_gathered: bool  # rows that it gathers stay for the backward pass
     # For how many attentions buffers are kept after their last use: transfers into other memory
     # then need not wait.
     hold: int
@@ -84,6 +85,9 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
         order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
     if head_group.shards is not None:
         setting["relayout"] = "on"
+    kept = [kind.value for kind in head_group.kept if head_group.is_exchanged]
+    if kept or first.keeps_gathered:
+        setting["keep"] = " ".join([*kept, *["gathered"] * first.keeps_gathered])
     programs = Programs(degree * head_group.num_units, program)
     copies = degree if head_group.has_alike else 1
     return Pass(first.direction, groups, programs, order, setting, copies)

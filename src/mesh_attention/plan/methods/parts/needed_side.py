@@ -141,6 +141,7 @@ class NeededSide:
         self.travels = travels  # whether some rank works on rows of another
         self.inputs, self.partials, self.rule, _ = kinds
         self._roles = dict.fromkeys(GATHERED, gathered_as)
+        self.keeps_gathered = travels and gathered_as is not Role.WORKSPACE
         recalled = GATHERED if gathered_as is Role.RECALLED else ()
         self.moved = tuple(kind for kind in self.inputs if kind not in recalled)
         self.chunks = head_group.chunks(self.inputs[0], 1, slices)

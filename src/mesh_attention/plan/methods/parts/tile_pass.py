@@ -93,6 +93,7 @@ class TilePass:
             )
             for keys in (False, True)
         )
+        self.keeps_gathered = any(keeps_gathered)
         self.merge_rule = self.q.merge_rule
         self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}

@@ -1,0 +1,108 @@
+"""The derivative of attention, by PyTorch's autograd: its backward pass is the other operator.
+
+Saved for it are out, the sinks where there are some, what the forward pass keeps, and as much of q,
+k, v and lse as the backward pass takes besides; and the prepared call, so that it runs although the
+session may have dropped that kind of call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import fallthrough_kernel
+
+from mesh_attention.request.compiled_attention import keep_in_checkpoints, plan_of_graph
+from mesh_attention.request.object_calls import OBJECT_CALLS
+from mesh_attention.request.operators import (
+    LIBRARY,
+    attention_backward_op,
+    attention_op,
+    need_grad,
+    second_derivative,
+)
+from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.user_call import USER_CALLS
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, others: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        """`others`: inputs of the operator that have no gradient."""
+        out, lse, place, kept = below_autograd(q, k, v, sinks, *others)
+        documents, _, name, call, keeps, _, text, number, softmax_scale, *_ = others
+        # The graph holds its call, and whoever holds one can run it.
+        ctx.prepared = None if call is None else USER_CALLS.get(call)
+        ctx.place, ctx.documents, ctx.k_shape = place, documents, k.shape
+        ctx.constants = (name, call, keeps, text, number, softmax_scale)
+        retaken: tuple[str, ...] = ("q", "k", "v", "lse")
+        if kept:
+            calls = ctx.prepared and ctx.prepared.call
+            retaken = (calls.rank_plan if calls else plan_of_graph(name, q)).retaken
+            options = calls.options if calls else OBJECT_CALLS.find(int(name)).options
+            if sinks is not None or options.differentiable_lse:
+                retaken += ("lse",)
+            ctx.mark_non_differentiable(place, *kept)
+        named = {"q": q, "k": k, "v": v, "lse": lse}
+        again = [x if name in retaken else None for name, x in named.items()]
+        ctx.save_for_backward(*again, out, sinks, *kept)
+        ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
+        return (out, lse, place, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.prepared is None:
+            keep_in_checkpoints()
+        call = _call_backward if ctx.prepared is None else _call_backward_together
+        made = iter(call(ctx, *grads[:2]))
+        return tuple([next(made) if needed else None for needed in ctx.needs_input_grad])
+
+
+def _with_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    if need_grad(*inputs[:4]):
+        out, lse, place, *kept = Attention.apply(*inputs[:4], inputs[4:])  # type: ignore[no-untyped-call]
+        return out, lse, place, kept
+    return below_autograd(*inputs)
+
+
+def below_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention_op(*inputs)  # type: ignore[no-any-return]
+
+
+@collective_call(lambda ctx, *_: (ctx.prepared.user.session, ctx.prepared.call.options))
+def _call_backward_together(ctx: Any, *grads: Tensor | None) -> list[Tensor]:
+    ctx.prepared.user.refuse_if_closed()
+    return _call_backward(ctx, *grads)
+
+
+def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> list[Tensor]:
+    # Gradients are recorded here only for create_graph=True. `once_differentiable` would not do:
+    # torch.autograd.grad passes its error node by and returns a wrong derivative.
+    if torch.is_grad_enabled():
+        raise second_derivative()
+    # In the caller's modes: a checkpoint computes them again, by a call.
+    q, k, v, lse, out, sinks, *kept = ctx.saved_tensors
+    return attention_backward_op(  # type: ignore[no-any-return]
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sinks,
+        kept,
+        ctx.place,
+        ctx.documents,
+        ctx.k_shape,
+        ctx.needs_input_grad[:4],
+        *ctx.constants,
+    )
+
+
+LIBRARY.impl(attention_op, _with_autograd, "Autograd")
+LIBRARY.impl(attention_backward_op, fallthrough_kernel, "Autograd")

@@ -1,0 +1,264 @@
+"""Attention as two operators of PyTorch, forward and backward, which eager and compiled code call.
+
+So dispatch modes, checkpoint policies and tracing see each call as a whole, and all that its
+backward pass needs are its inputs and results. An eager call has found its prepared call, and names
+it by a number; a graph names its `ContextParallel`, and the call is prepared when the graph runs
+(`compiled_attention.py`). Other ranks wait for every call, so no operator may be left out, joined
+with another or moved before one: PyTorch calls that an ordered effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+from torch.library import Library, _register_effectful_op, register_fake
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.request.compiled_attention import (
+    fake_attention,
+    fake_attention_backward,
+    prepared_in_graph,
+    stand_ins,
+)
+from mesh_attention.request.object_calls import BLOCKS
+from mesh_attention.runtime.execute.binding import GRAD_LSE
+from mesh_attention.runtime.execute.sinks import (
+    add_sinks,
+    add_sinks_to_kept,
+    gradient_of_sinks,
+)
+from mesh_attention.runtime.session.modes import outside_autocast
+from mesh_attention.runtime.session.prepared_call import PreparedCall
+from mesh_attention.runtime.session.session import User
+from mesh_attention.runtime.session.user_call import USER_CALLS
+
+LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+# `place`: of the call among all of them, which its backward pass states. `kept`: rows that the
+# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse. `keeps`: in a
+# graph, whether there may be some.
+LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, Tensor? block, "
+    "str name, int? call, bool keeps, bool needs_grad, str? label_text, SymInt? label_number, "
+    "float? softmax_scale, bool? is_causal, str? refusal) "
+    "-> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
+    tags=_TAGS,
+)
+# The gradients of q, k, v and the sinks that are `needed`.
+LIBRARY.define(
+    "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? q, Tensor? k, Tensor? v, "
+    "Tensor out, Tensor? lse, Tensor? sinks, Tensor[] kept, Tensor place, Tensor? documents, "
+    "SymInt[] k_shape, bool[] needed, str name, int? call, bool keeps, str? label_text, "
+    "SymInt? label_number, float? softmax_scale) -> Tensor[]",
+    tags=_TAGS,
+)
+attention_op = torch.ops.mesh_attention.attention.default
+attention_backward_op = torch.ops.mesh_attention.attention_backward.default
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    block: Tensor | None,
+    name: str,
+    call: int | None,
+    keeps: bool,
+    needs_grad: bool,
+    label_text: str | None,
+    label_number: int | None,
+    softmax_scale: float | None,
+    is_causal: bool | None,
+    refusal: str | None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    label = label_number if label_text is None else label_text
+    prepared = None if call is None else USER_CALLS.get(call)
+    if prepared is not None and prepared.call.is_warm(needs_grad):
+        return forward_pass(prepared.user, prepared.call, needs_grad, label, (q, k, v), sinks)
+    if block is not None:
+        BLOCKS.find(int(block)).count_checkpoints(2)
+    return prepared_in_graph(
+        name,
+        lambda user, call: forward_pass(user, call, needs_grad, label, (q, k, v), sinks),
+        q,
+        k,
+        v,
+        documents=documents,
+        keeps=keeps,
+        refusal=refusal,
+        needs_grad=needs_grad,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+    )
+
+
+def _attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    kept: list[Tensor],
+    place: Tensor,
+    documents: Tensor | None,
+    k_shape: list[int],
+    needed: list[bool],
+    name: str,
+    call: int | None,
+    keeps: bool,
+    label_text: str | None,
+    label_number: int | None,
+    softmax_scale: float | None,
+) -> list[Tensor]:
+    if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
+        raise second_derivative()
+    label = label_number if label_text is None else label_text
+
+    def gradients(user: User, call: PreparedCall) -> list[Tensor]:
+        saved = (q, k, v, out, lse, sinks, kept)
+        return backward_pass(user, call, label, int(place), saved, grad_out, grad_lse, needed)
+
+    prepared = None if call is None else USER_CALLS.get(call)
+    if prepared is not None:
+        return gradients(prepared.user, prepared.call)
+    return prepared_in_graph(
+        name,
+        gradients,
+        *stand_ins(out, k_shape),
+        documents=documents,
+        keeps=keeps,
+        needs_grad=True,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+    )
+
+
+def need_grad(*tensors: object) -> bool:
+    requires = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    return requires and torch.is_grad_enabled()
+
+
+def second_derivative() -> MeshAttentionError:
+    return MeshAttentionError(
+        "second derivatives of attention are not supported; call with create_graph=False"
+    )
+
+
+def forward_pass(
+    user: User,
+    call: PreparedCall,
+    needs_grad: bool,
+    label: str | int | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    guard, device = user.session.guard, tensors[0].device
+    with guard.whole_or_broken():
+        inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
+    kind, options = call.kind.agreed[needs_grad], call.options
+    user.begin(kind, Direction.FORWARD, options, device, label, sinks=sinks is not None)
+    with guard.whole_or_broken():
+        result = user.run(call, Direction.FORWARD, inputs)
+        out = result["out"].transpose(0, 1).contiguous()
+        # A view: backward wants rows first again.
+        lse = result["lse"].squeeze(-1).permute(1, 2, 0)
+        kept = [result[b.name] for b in call.rank_plan.recalled] if needs_grad else []
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+            if kept:
+                add_sinks_to_kept(call.rank_plan.recalled, kept, sinks)
+    place = torch.full((1,), guard.place, dtype=torch.int64, device="cpu")
+    return out, lse, place, kept
+
+
+def backward_pass(
+    user: User,
+    call: PreparedCall,
+    label: str | int | None,
+    place: int,
+    saved: tuple[Any, ...],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    needed: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of q, k, v and the sinks, those that are `needed`."""
+    q, k, v, out, lse, sinks, kept = saved
+    if not call.options.differentiable_lse:
+        _refuse_gradient_of_lse(grad_lse)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
+    inputs = {name: rows_first(x) for name, x in named.items() if x is not None}
+    inputs |= zip([buffer.name for buffer in call.rank_plan.recalled], kept, strict=True)
+    if lse is not None:
+        inputs["lse"] = _rows_of_statistics(lse)
+    grad_of_lse = None
+    if call.options.differentiable_lse:
+        grad_of_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
+        # sink it has a number, on which nothing may depend where the row is padding.
+        grad_of_lse = grad_of_lse.masked_fill(lse == -torch.inf, 0.0)
+        if sinks is not None:
+            grad_of_lse.masked_fill_(call.padding(), 0.0)
+        inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
+    kind, options = call.kind.agreed[True], call.options
+    user.begin(kind, Direction.BACKWARD, options, out.device, label, place, sinks=sinks is not None)
+    with user.session.guard.whole_or_broken(), outside_autocast():
+        result = user.run(call, Direction.BACKWARD, inputs)
+        grads = [
+            result[name].transpose(0, 1).contiguous()
+            for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)
+            if wanted
+        ]
+        if sinks is not None and needed[3]:
+            # As the program has them: fused kernels want whole rows, not any strides.
+            out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
+            grads.append(gradient_of_sinks(out, grad_out, lse, sinks, grad_of_lse))
+    return grads
+
+
+def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
+    """Zeros are no gradient: functions around the call that fill in what is missing pass them."""
+    if grad_lse is None:
+        return
+    if grad_lse.is_cuda and torch.cuda.is_current_stream_capturing():
+        nothing = False  # its values cannot be asked for
+    else:
+        nothing = not grad_lse.any()
+    if not nothing:
+        raise MeshAttentionError(
+            "a loss depends on lse: without differentiable_lse=True, to ContextParallel or "
+            "mesh_attention, the gradients of q and k would be wrong; or use lse.detach() in the "
+            "loss"
+        )
+
+
+def rows_first(x_BSHD: Tensor) -> Tensor:
+    """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one. Transports
+    read memory, which in a negated view holds the opposite."""
+    x = x_BSHD.resolve_neg() if x_BSHD.is_neg() else x_BSHD
+    return x.transpose(0, 1).contiguous()
+
+
+def _rows_of_statistics(x_BHS: Tensor) -> Tensor:
+    """(rows, batch, heads, 1), as programs hold them."""
+    return x_BHS.permute(2, 0, 1).unsqueeze(-1).contiguous()
+
+
+for _op, _implementation, _fake in (
+    (attention_op, _attention, fake_attention),
+    (attention_backward_op, _attention_backward, fake_attention_backward),
+):
+    LIBRARY.impl(_op, _implementation, "CompositeExplicitAutograd")
+    register_fake(_op, _fake, lib=LIBRARY)
+    _register_effectful_op(_op, EffectType.ORDERED, lib=LIBRARY)
