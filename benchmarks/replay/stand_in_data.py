@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Program
 from mesh_attention.runtime.execute.binding import CallShape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.plan.language.buffers import Kind, Role
+from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication, Program, reads, writes
 from mesh_attention.runtime.device import Marks, Workspace

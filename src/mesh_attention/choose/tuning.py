@@ -215,9 +215,7 @@ class Tuning:
         others = [
             other
             for other in self.contenders[scored.direction]
-            if other.key not in self.measured
-            and other.place == pair[0].place
-            and not other.recalls
+            if other.key not in self.measured and other.place == pair[0].place and not other.recalls
         ]
         return min(others, key=lambda other: hopes[other.key], default=scored)
 

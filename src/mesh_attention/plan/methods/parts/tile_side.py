@@ -100,7 +100,8 @@ class TileSide:
     def is_fetched(self) -> bool:
         """Whether chunks come one after the other: from the units of a line, or to this unit."""
         return bool(
-            (self.size > 1 and self.gathered) or (self.head_group.cut is not None and self.exchanged)
+            (self.size > 1 and self.gathered)
+            or (self.head_group.cut is not None and self.exchanged)
         )
 
     @property
