@@ -222,14 +222,14 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         docs = cp.documents([0, 5, 16])
         leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
-        call: Any = (cp._calls.name, None)
+        call: Any = (cp._calls.name, None, False)
         label: Any = ("x", None, None)
         given: Any = (*leaves, sinks, docs.number, None, *call, True, *label, None, None)
         checks = [torch.library.opcheck(attention_op, given)]
         with torch.no_grad():
             out, lse, place, kept = attention_op(*given)
         saved = [x.detach() for x in (*leaves, out, lse, sinks)]
-        last: Any = (kept, place, docs.number, None, [True] * 4, *call, *label)
+        last: Any = (kept, place, docs.number, leaves[1].shape, [True] * 4, *call, *label)
         checks.append(torch.library.opcheck(attention_backward_op, (out, None, *saved, *last)))
     return [set(check.values()) for check in checks]
 

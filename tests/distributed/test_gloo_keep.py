@@ -21,6 +21,7 @@ from support.reference import attention, errors
 from support.sink_reference import attention_with_sinks, distances
 
 CAUSAL, SINKS = Mask(causal=True), torch.tensor([1.0, 3.0, -0.5, 2.0], dtype=torch.float64)
+WINDOW = Mask(causal=True, window=(9, 0))
 KEEPS = [keep.value for keep in Keep]
 CASES = [  # cut by heads and by rows, with KV heads on two ranks, unevenly, and in other layouts
     Case(4, 45, 45, heads=(8, 8), batch=2, mask=CAUSAL, options={"method": "ulysses"}),
@@ -32,7 +33,7 @@ CASES = [  # cut by heads and by rows, with KV heads on two ranks, unevenly, and
     ),
     Case(4, 61, 61, heads=(4, 2), mask=CAUSAL, options={"method": "usp", "ulysses": 2}),
     Case(4, 61, 61, heads=(4, 2), mask=CAUSAL, options={"tile": (2, 2), "relayout": True}),
-    Case(4, 60, 60, heads=(4, 4), mask=Mask(causal=True, window=(9, 0)), options={"method": "seen"}),
+    Case(4, 60, 60, heads=(4, 4), mask=WINDOW, options={"method": "seen"}),
 ]  # fmt: skip
 
 
@@ -50,27 +51,30 @@ def one_output(cp: ContextParallel, *leaves: Tensor) -> Tensor:
     return out
 
 
+class Held:
+    """What autograd holds, as a hook sees it."""
+
+    num_bytes = 0
+
+    def pack(self, x: Tensor) -> Tensor:
+        self.num_bytes += x.nbytes if x.is_floating_point() else 0
+        return x.clone()
+
+
 def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part, int]]:
     """The results of each case, and the bytes that autograd holds between its passes."""
     found = []
     for case in cases:
         with context(case) as cp:
             part = attend(cp, case)
-            leaves = [
-                cp.shard(x, 1, side=side).requires_grad_()
-                for x, side in zip(case.tensors()[:3], ("q", "kv", "kv"), strict=True)
-            ]
+            q, k, v, _ = case.tensors()
+            shards = cp.shard(q, 1), cp.shard(k, 1, side="kv"), cp.shard(v, 1, side="kv")
+            leaves = [shard.requires_grad_() for shard in shards]
             grad = cp.shard(case.tensors()[3], 1)
             plain = gradients(one_output(cp, *leaves), leaves, grad)
-            held: list[Tensor] = []
-
-            def pack(x: Tensor) -> Tensor:
-                held.append(x)
-                return x.clone()
-
-            with saved_tensors_hooks(pack, lambda x: x):
+            held = Held()
+            with saved_tensors_hooks(held.pack, lambda x: x):
                 out = one_output(cp, *leaves)
-            num_bytes = sum(x.nbytes for x in held if x.is_floating_point())
             assert alike(gradients(out, leaves, grad), plain)
             # Several forward passes before their backward passes, the first of them twice.
             first, second = one_output(cp, *leaves), one_output(cp, *leaves)
@@ -85,7 +89,7 @@ def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Pa
                     leaf.grad = None
             with torch.inference_mode():
                 assert torch.equal(one_output(cp, *leaves), plain[0])
-            found.append((part, num_bytes))
+            found.append((part, held.num_bytes))
     return found
 
 
@@ -116,7 +120,8 @@ def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part
             out = cp.attention(*leaves[:3], sinks=leaves[3])
             assert isinstance(out, Tensor)
             grads = torch.autograd.grad(out, leaves, grad_out)
-            named = {"out": out.detach(), **dict(zip(("grad_q", "grad_k", "grad_v"), grads))}
+            named = dict(zip(("grad_q", "grad_k", "grad_v"), grads[:3], strict=True))
+            named["out"] = out.detach()
             named["lse"] = torch.zeros(case.batch, case.heads[0], out.shape[1]).double()
             part = Part(cp.rank, cp.positions(), cp.positions(side="kv"), named, {})
             found.append((part, grads[3]))
@@ -125,7 +130,10 @@ def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part
 
 def test_sinks_reach_the_lse_that_is_kept(pool: WorkerPool) -> None:
     cases = [
-        Case(4, 45, 45, heads=(4, 2), mask=CAUSAL, options={"method": "ulysses", "keep": "exchanged"}),
+        Case(
+            4, 45, 45, heads=(4, 2), mask=CAUSAL,
+            options={"method": "ulysses", "keep": "exchanged"},
+        ),
         Case(
             4, 64, 64, heads=(4, 4), mask=CAUSAL,
             options={"method": "mesh-usp", "ulysses": 2, "tile": (1, 2), "keep": "gathered"},

@@ -175,8 +175,8 @@ def test_two_members_that_move_other_sizes_are_caught_at_that_gather(rank: int) 
 
 def test_each_rank_may_call_its_buffers_as_it_likes() -> None:
     """The kinds of a collective are those of its members' own buffers, not those of their names."""
-    how = {"method": "mesh-usp", "ulysses": 2, "tile": (2, 2), "keep": "shards"}
-    plan = make_plan(Problem(32, 4, 4), 8, **how)
+    problem = Problem(32, 4, 4)
+    plan = make_plan(problem, 8, method="mesh-usp", ulysses=2, tile=(2, 2), keep="shards")
     head, *programs = plan_text(plan).split("\nrank ")
     other = {"k.u": "v.u", "v.u": "k.u"}
     programs[0] = re.sub(r"\b[kv]\.u\b", lambda match: other[match[0]], programs[0])

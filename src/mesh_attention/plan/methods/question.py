@@ -78,8 +78,8 @@ class Question:
 
 
 def joined(forward: Question, backward: Question) -> Question:
-    """One question for both passes, from a question for each. A backward pass finds what the forward
-    pass keeps only where both have one setting."""
+    """One question for both passes, from a question for each. A backward pass finds what the
+    forward pass keeps only where both have one setting."""
     if replace(forward, directions=backward.directions) == backward:
         return replace(forward, directions=BOTH)
     forward, backward = (

@@ -38,8 +38,10 @@ class KeptBytes:
 
     def of_layers(self, layers: int) -> KeptBytes:
         """Held at once by so many layers; each saves as much."""
-        held = (self.kept_bytes, self.held_bytes, self.shard_bytes)
-        return KeptBytes(*(layers * size for size in held), self.saved_bytes)
+        kept, held, shards = (
+            layers * size for size in (self.kept_bytes, self.held_bytes, self.shard_bytes)
+        )
+        return KeptBytes(kept, held, shards, self.saved_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"extra_bytes": self.extra_bytes}

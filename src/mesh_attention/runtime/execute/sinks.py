@@ -34,7 +34,7 @@ def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
 
 
 def add_sinks_to_kept(buffers: Iterable[Buffer], kept: Iterable[Tensor], sinks: Tensor) -> None:
-    """In place, to the lse that stays for the backward pass: (rows, batch, heads of a buffer, 1)."""
+    """In place, to the lse that stays for the backward pass, (rows, batch, own heads, 1)."""
     for buffer, lse in zip(buffers, kept, strict=True):
         if buffer.kind is Kind.LSE:
             lse.copy_(torch.logaddexp(lse, sinks[slice(*buffer.heads), None].to(lse.dtype)))

@@ -60,7 +60,9 @@ class SymmetricTransport:
         self._near: dict[tuple[str, str], tuple[_Ready, torch.cuda.Event]] = {}
 
     def prepare(self, op: Communication, view: View) -> Start:
-        start, meter, each = self._way(op, view), self._far.meter, self._far.measure(op, view)
+        # Measured first: a half of it has the same name.
+        meter, each = self._far.meter, self._far.measure(op, view)
+        start = self._way(op, view)
 
         def counted_start(after: Marks) -> Handle:
             meter.counters.starts[each] += 1

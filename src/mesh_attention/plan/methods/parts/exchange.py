@@ -114,12 +114,12 @@ class HeadExchange:
             kinds, rows = (Kind.OUT, Kind.GRAD_OUT, Kind.DELTA), self._shards[0].slots
             out, grad, delta = (Piece(kind.value, 0, rows) for kind in kinds)
             self._delta.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
-        kept = lru_cache(maxsize=_KEPT if first.cut is None else _KEPT_CHUNKS)
-        self.operations = kept(self._operations)
+        cached = lru_cache(maxsize=_KEPT if first.cut is None else _KEPT_CHUNKS)
+        self.operations = cached(self._operations)
         # Ranks whose own rows are cut alike share these.
-        self._caller_pieces = kept(self._make_caller_pieces)
-        self._unit_pieces = kept(self._make_unit_pieces)
-        self._member_rows = kept(self._make_member_rows)
+        self._caller_pieces = cached(self._make_caller_pieces)
+        self._unit_pieces = cached(self._make_unit_pieces)
+        self._member_rows = cached(self._make_member_rows)
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]

@@ -99,10 +99,8 @@ class TileSide:
     @property
     def is_fetched(self) -> bool:
         """Whether chunks come one after the other: from the units of a line, or to this unit."""
-        return bool(
-            (self.size > 1 and self.gathered)
-            or (self.head_group.cut is not None and self.exchanged)
-        )
+        by_exchange = self.head_group.cut is not None and self.exchanged
+        return bool((self.size > 1 and self.gathered) or by_exchange)
 
     @property
     def in_node(self) -> int | None:
