@@ -3,8 +3,6 @@ constants only. Whoever may need it later, as an autograd graph does, holds it."
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.runtime.session.caches import WeakRegistry
@@ -13,19 +11,20 @@ from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
 
 
-@dataclass(eq=False)
 class UserCall:
-    """`name`: of the object in `OBJECT_CALLS`, where it is of one; `latest` and `batch`: what that
-    says of its latest call when it is this one."""
+    """`name`: of the object in `OBJECT_CALLS`, where the user is one; `latest` and `batch`: what
+    that says of its latest call when it is this one."""
 
-    user: User
-    call: PreparedCall
-    name: str = "0"
-    latest: PlanSource | None = None
-    batch: tuple[Plan, Pack, Layer] | None = None
-    number: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        user: User,
+        call: PreparedCall,
+        name: str = "0",
+        latest: PlanSource | None = None,
+        batch: tuple[Plan, Pack, Layer] | None = None,
+    ) -> None:
+        self.user, self.call, self.name = user, call, name
+        self.latest, self.batch = latest, batch
         self.number = USER_CALLS.add(self)
 
 
