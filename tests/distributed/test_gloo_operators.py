@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +21,14 @@ from torch.utils.checkpoint import (
 )
 
 from mesh_attention import ContextParallel, MeshAttentionError, mesh_attention
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.request import compiled_attention
 from mesh_attention.request.operators import attention_backward_op, attention_op
+from mesh_attention.runtime.session.prepared_call import PreparedCall
 from support.gloo_case import context, handed_bytes
 from support.gloo_grads import CASE, all_equal, local, out_of
 from support.pool import WorkerPool
+from support.transformer_block import Compiled
 
 
 class Seen(TorchDispatchMode):
@@ -40,7 +45,8 @@ def seen(rank: int, world_size: int) -> list[bool]:
     found = []
     with context(CASE) as cp:
         leaves, grad_out = local(cp)
-        for attend in (partial(out_of, cp), partial(mesh_attention, causal=True, seq_len=45)):
+        ways: Any = (partial(out_of, cp), partial(mesh_attention, causal=True, seq_len=45))
+        for attend in ways:
             plain = attend(*leaves)
             wanted = (plain.detach(), *torch.autograd.grad(plain, leaves, grad_out))
             for _ in range(2):
@@ -76,7 +82,7 @@ def selective(rank: int, world_size: int, policy: CheckpointPolicy) -> tuple[boo
             block,
             *leaves,
             use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, of),  # type: ignore[no-untyped-call]
+            context_fn=partial(create_selective_checkpoint_contexts, of),
         )
         grads = torch.autograd.grad(out, leaves, grad_out)
         moved = handed_bytes(cp)["forward"]
@@ -131,3 +137,52 @@ def test_a_trace_of_an_eager_call_runs_again_also_where_its_prepared_call_is_gon
 ) -> None:
     for found in pool.run(traced, 2):
         assert all(found.values()), found
+
+
+def kept(rank: int, world_size: int) -> list[bool]:
+    """As if forward programs gave q, k and v to backward programs, eager and compiled."""
+    run = PreparedCall.run
+
+    def keeping(call: PreparedCall, direction: Any, inputs: Any, counters: Any) -> Any:
+        results = run(call, direction, inputs, counters)
+        if direction is Direction.FORWARD:
+            call.kept = ("q", "k", "v")
+            results |= {name: inputs[name].clone() for name in call.kept}
+        return results
+
+    def shapes(calls: Any, q: Tensor, k: Tensor, v: Tensor, documents: Any) -> Any:
+        return [(x.transpose(0, 1).shape, x.dtype) for x in (q, k, v)]
+
+    saved: list[tuple[int, ...]] = []
+
+    def save(x: Tensor) -> Tensor:
+        saved.append(tuple(x.shape))
+        return x
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return out_of(cp, q.sin(), k, v).relu()
+
+    def block(*leaves: Tensor) -> Any:
+        return checkpoint(attend, *leaves, use_reentrant=False)
+
+    with context(CASE) as cp:
+        leaves, grad_out = local(cp)
+        wanted = torch.autograd.grad(block(*leaves), leaves, grad_out)
+        with (
+            patch.object(PreparedCall, "run", keeping),
+            patch.object(compiled_attention, "kept_shapes", shapes),
+        ):
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+                out = attend(*leaves)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            compiled = torch.autograd.grad(Compiled(block)(*leaves), leaves, grad_out)
+    of_call = [(2, 12, 4, 8), (2, 4, 12), *(tuple(x.transpose(0, 1).shape) for x in leaves)]
+    return [
+        all_equal(wanted, grads),
+        all_equal(wanted, compiled),
+        sorted(saved) == sorted([*of_call, (2, 12, 4, 8), (2, 12, 4, 8)]),  # and of sin and relu
+    ]
+
+
+def test_what_a_forward_pass_keeps_takes_the_place_of_q_k_and_v(compiling_pool: WorkerPool) -> None:
+    assert compiling_pool.run(kept, 4, seconds=300.0) == [[True] * 3] * 4

@@ -162,7 +162,9 @@ def keep_in_checkpoints() -> None:
     ordered: Any = torch.ops.higher_order.with_effects
     for node in mode.tracer.graph.find_nodes(op="call_function", target=ordered):
         if node.args[1] is torch.ops.mesh_attention.attention.default:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            lists = [user for user in node.users if isinstance(user.meta.get("val"), list)]
+            for kept in (node, *lists):
+                kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _partition_graphs() -> None:

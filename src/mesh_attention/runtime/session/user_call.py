@@ -12,8 +12,8 @@ from mesh_attention.runtime.session.session import User
 
 
 class UserCall:
-    """`name`: of the object in `OBJECT_CALLS`, where it is of one; `latest` and `batch`: what that
-    says of its latest call when it is this one."""
+    """`name`: of the object in `OBJECT_CALLS`, where the user is one; `latest` and `batch`: what
+    that says of its latest call when it is this one."""
 
     def __init__(
         self,
