@@ -155,7 +155,7 @@ def fake_attention_backward(
 def keep_in_checkpoints() -> None:
     """A checkpoint inside a compiled graph does not attend again: of ordered ops PyTorch keeps the
     results, unless the checkpoint says otherwise, and then fails for the order of the forward
-    graph, which the backward graph does not have."""
+    graph, which the backward graph does not have. A list among the results is a node of its own."""
     mode = get_proxy_mode()
     if mode is None:
         return

@@ -145,8 +145,9 @@ def _attention_backward(
 
 
 def need_grad(*tensors: object) -> bool:
-    requires = any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-    return requires and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in tensors
+    )
 
 
 def second_derivative() -> MeshAttentionError:
