@@ -159,7 +159,7 @@ def test_no_call_is_dropped_merged_or_moved(compiling_pool: WorkerPool) -> None:
 def faults(rank: int, world_size: int) -> dict[str, str]:
     """Errors, by what is wrong; the first ones on one rank alone."""
     found: dict[str, str] = {}
-    cp = ContextParallel(causal=True)
+    cp = ContextParallel(causal=True, keep="shards")  # graphs do not know what batches keep
     docs = cp.documents([0, 5, 16])
     q, k, v = leaves = qkv(cp, docs)
 
@@ -222,7 +222,7 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         docs = cp.documents([0, 5, 16])
         leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
-        call: Any = (cp._calls.name, None, False)
+        call: Any = (cp._calls.name, None, False, True)
         label: Any = ("x", None, None)
         given: Any = (*leaves, sinks, docs.number, None, *call, True, *label, None, None)
         checks = [torch.library.opcheck(attention_op, given)]

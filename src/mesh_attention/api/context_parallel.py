@@ -188,7 +188,15 @@ class ContextParallel(Batches, Training, Reports):
         if label is not None:
             fault = fault or fault_of_label(label)
         out, lse = attend(
-            self._calls, q, k, v, fault, sinks=sinks, documents=documents, label=label
+            self._calls,
+            q,
+            k,
+            v,
+            fault,
+            sinks=sinks,
+            documents=documents,
+            label=label,
+            return_lse=bool(return_lse),
         )
         return (out, lse) if return_lse else out
 

@@ -97,6 +97,8 @@ def mesh_attention(
         sizes = sizes_of(session, arguments, q, k, v)
         source, calls = kept_source(session, arguments | sizes)
         plan = source.first.plan
+        if source.first.keeps_lse:
+            calls = calls.for_lse(return_lse, sinks)
         error = (
             fault_of_tensors(plan, q, k, v)
             or fault_of_sinks(plan, q, sinks)

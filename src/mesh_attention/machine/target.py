@@ -22,7 +22,6 @@ class Target:
     """`forward` and `backward`: the kernel of each kind of call, by name, among `kernels`.
     `own_stream`: transfers run on a stream of their own, so that calls take turns on two and leave
     SMs. `shows_workspace`: other ranks read this rank's buffers where a plan places them.
-    `returns_lse` False: the caller does not take lse, though a program may have to make it.
     `two_streams` False: calls stay on one stream all the same. `rectangles`: passes in which they
     stay, since another kernel than the one for row ranges was asked for."""
 
@@ -38,7 +37,6 @@ class Target:
     softcap: bool = False
     deterministic: bool = False
     lse_gradient: bool = False
-    returns_lse: bool = True
     two_streams: bool = True
     rectangles: tuple[str, ...] = ()
 

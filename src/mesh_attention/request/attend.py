@@ -44,10 +44,11 @@ def attend(
     softmax_scale: float | None = None,
     is_causal: bool | None = None,
     block: Tensor | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); called inside a `collective_call`. `fault`: what is wrong already, for all ranks
     to raise. A scale is of this call; `is_causal`: what the caller takes the mask for; `block`: the
-    number of a block that replaces PyTorch's attention."""
+    number of a block that replaces PyTorch's attention. Without `return_lse` lse may be empty."""
     how: dict[str, Any] = {
         "sinks": sinks,
         "documents": documents,
@@ -57,6 +58,7 @@ def attend(
     if is_dynamo_compiling():
         (q, k, v), how["sinks"], spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         fault = fault or spread.fault
+        how["return_lse"] = return_lse
         out, lse = _traced_attention(calls, q, k, v, fault, label=label, block=block, **how)
         return spread.whole(out), spread.whole(lse, 1)
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
@@ -65,11 +67,12 @@ def attend(
     if isinstance(documents, Documents):
         number = documents.number
     if fault is None and (documents is None or number is not None):
-        key = _key(q, k, v, sinks, softmax_scale, is_causal)
+        key = _key(q, k, v, sinks, softmax_scale, is_causal, return_lse)
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         how["sinks"], fault = sinks, fault or spread.fault
         needs_grad = fault is None and need_grad(q, k, v, sinks)
+        how["return_lse"] = return_lse
         call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
         prepared = UserCall(calls.user, call, calls.name)
         out, lse = attention(prepared, needs_grad, label, (q, k, v), sinks, number)
@@ -81,6 +84,7 @@ def attend(
         calls.user.refuse_if_closed()
         calls.latest, calls.batch = warm.latest, warm.batch
     else:
+        how["return_lse"] = return_lse
         call = calls.prepare(q, k, v, None, needs_grad=needs_grad, **how)
         warm = UserCall(calls.user, call, calls.name, calls.latest, calls.batch)
         _keep(known, (calls.name, key), warm)
@@ -107,6 +111,7 @@ def attention(
         prepared.name,
         prepared.number,
         True,
+        prepared.call.options.return_lse,
         needs_grad,
         label if isinstance(label, str) else None,
         label if isinstance(label, int) else None,
@@ -129,6 +134,7 @@ def _key(
     sinks: Tensor | None,
     softmax_scale: float | None,
     is_causal: bool | None,
+    return_lse: bool,
 ) -> tuple[Any, ...] | None:
     """All that the checks and the preparation of a call depend on, first whether gradients are
     needed; None where they must look."""
@@ -152,6 +158,7 @@ def _key(
         torch.is_deterministic_algorithms_warn_only_enabled(),
         softmax_scale,
         is_causal,
+        return_lse,
         *key,
     )
 
@@ -178,6 +185,7 @@ def _traced_attention(
     softmax_scale: float | None = None,
     is_causal: bool | None = None,
     block: Tensor | None = None,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` as it stands in a graph. All ranks raise what is wrong when the graph runs."""
     refusal = None if fault is None else fault.args[0]
@@ -204,6 +212,7 @@ def _traced_attention(
         calls.name,
         None,
         documents is None and calls.fixed is not None,
+        return_lse,
         need_grad(q, k, v, sinks),
         label if isinstance(label, str) else None,
         label if isinstance(label, int) else None,

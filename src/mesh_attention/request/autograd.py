@@ -33,11 +33,11 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """`others`: inputs of the operator that have no gradient."""
         out, lse, place, kept = below_autograd(q, k, v, sinks, *others)
-        documents, _, name, call, keeps, _, text, number, softmax_scale, *_ = others
+        documents, _, name, call, keeps, return_lse, _, text, number, softmax_scale, *_ = others
         # The graph holds its call, and whoever holds one can run it.
         ctx.prepared = None if call is None else USER_CALLS.get(call)
         ctx.place, ctx.documents, ctx.k_shape = place, documents, k.shape
-        ctx.constants = (name, call, keeps, text, number, softmax_scale)
+        ctx.constants = (name, call, keeps, return_lse, text, number, softmax_scale)
         retaken: tuple[str, ...] = ("q", "k", "v", "lse")
         if kept:
             calls = ctx.prepared and ctx.prepared.call

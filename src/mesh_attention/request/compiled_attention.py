@@ -114,6 +114,7 @@ def fake_attention(
     name: str,
     call: int | None,
     keeps: bool,
+    return_lse: bool,
     needs_grad: bool,
     *constants: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -123,10 +124,12 @@ def fake_attention(
     if q.ndim != 4 or v.ndim != 4:  # refused by all ranks when it runs
         return torch.empty_like(q), torch.empty_like(q, dtype=statistics), place, []
     batch, slots, heads, _ = q.shape
-    lse_SBH = q.new_empty((slots, batch, heads), dtype=statistics)
+    lse = q.new_empty((slots, batch, heads), dtype=statistics).permute(1, 2, 0)
     out = q.new_empty((batch, slots, heads, v.shape[3]))
-    kept = _kept(name, q) if keeps and needs_grad else []
-    return out, lse_SBH.permute(1, 2, 0), place, kept
+    options = OBJECT_CALLS.find(int(name)).options.for_lse(return_lse, sinks)
+    if keeps and not options.return_lse and plan_of_graph(name, q).keeps_lse:
+        lse = lse.new_empty((batch, heads, 0))
+    return out, lse, place, _kept(name, q) if keeps and needs_grad else []
 
 
 def fake_attention_backward(

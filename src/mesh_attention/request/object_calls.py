@@ -143,10 +143,11 @@ class ObjectCalls:
         softmax_scale: float | None = None,
         is_causal: bool | None = None,
         keeps: bool = True,
+        return_lse: bool = True,
     ) -> PreparedCall:
         """The call that all ranks are about to make. `fault`: what is wrong already, or what is
         found to be wrong here, is raised by all of them. `keeps` False: a graph knows of no rows
-        that its forward pass could keep."""
+        that its forward pass could keep. `return_lse` False: nobody looks at lse."""
         source, options = None, self.options
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
@@ -159,6 +160,8 @@ class ObjectCalls:
             )
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
+            if source.first.keeps_lse:  # otherwise it costs nothing
+                options = options.for_lse(return_lse, sinks)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
         return self.user.prepare(source, options, q, needs_grad, fault)

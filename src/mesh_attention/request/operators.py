@@ -44,8 +44,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 # graph, whether there may be some.
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, Tensor? block, "
-    "str name, int? call, bool keeps, bool needs_grad, str? label_text, SymInt? label_number, "
-    "float? softmax_scale, bool? is_causal, str? refusal) "
+    "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
+    "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal) "
     "-> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
     tags=_TAGS,
 )
@@ -53,8 +53,8 @@ LIBRARY.define(
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? q, Tensor? k, Tensor? v, "
     "Tensor out, Tensor? lse, Tensor? sinks, Tensor[] kept, Tensor place, Tensor? documents, "
-    "SymInt[] k_shape, bool[] needed, str name, int? call, bool keeps, str? label_text, "
-    "SymInt? label_number, float? softmax_scale) -> Tensor[]",
+    "SymInt[] k_shape, bool[] needed, str name, int? call, bool keeps, bool return_lse, "
+    "str? label_text, SymInt? label_number, float? softmax_scale) -> Tensor[]",
     tags=_TAGS,
 )
 attention_op = torch.ops.mesh_attention.attention.default
@@ -71,6 +71,7 @@ def _attention(
     name: str,
     call: int | None,
     keeps: bool,
+    return_lse: bool,
     needs_grad: bool,
     label_text: str | None,
     label_number: int | None,
@@ -92,6 +93,7 @@ def _attention(
         v,
         documents=documents,
         keeps=keeps,
+        return_lse=return_lse,
         refusal=refusal,
         needs_grad=needs_grad,
         sinks=sinks,
@@ -117,6 +119,7 @@ def _attention_backward(
     name: str,
     call: int | None,
     keeps: bool,
+    return_lse: bool,
     label_text: str | None,
     label_number: int | None,
     softmax_scale: float | None,
@@ -138,6 +141,7 @@ def _attention_backward(
         *stand_ins(out, k_shape),
         documents=documents,
         keeps=keeps,
+        return_lse=return_lse,
         needs_grad=True,
         sinks=sinks,
         softmax_scale=softmax_scale,
@@ -172,8 +176,11 @@ def forward_pass(
     with guard.whole_or_broken():
         result = user.run(call, Direction.FORWARD, inputs)
         out = result["out"].transpose(0, 1).contiguous()
-        # A view: backward wants rows first again.
-        lse = result["lse"].squeeze(-1).permute(1, 2, 0)
+        if "lse" in result:  # a view: backward wants rows first again
+            lse = result["lse"].squeeze(-1).permute(1, 2, 0)
+        else:  # nobody asks for it
+            dtype = torch.promote_types(out.dtype, torch.float32)
+            lse = out.new_empty((out.shape[0], out.shape[2], 0), dtype=dtype)
         kept = [result[b.name] for b in call.rank_plan.recalled] if needs_grad else []
         if sinks is not None:
             add_sinks(out, lse, sinks)

@@ -28,7 +28,6 @@ from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
 from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts, attention_key
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
-from mesh_attention.plan.passes.unasked import without_lse
 
 Waits = tuple[tuple[int, ...], ...]
 
@@ -105,10 +104,7 @@ class PassCompiler:
 
     def compiled(self, at: int) -> tuple[Program, CallSummary]:
         """The program at this place, and what was chosen for its attentions."""
-        program = self._pass.programs[at]
-        if not self._target.returns_lse:
-            program = without_lse(program)
-        program, summary = self._with_calls(program)
+        program, summary = self._with_calls(self._pass.programs[at])
         program, waits = self._placed(program)
         self.waits[at] = waits
         if self._two_streams and runs_beside(program):

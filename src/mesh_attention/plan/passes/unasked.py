@@ -1,7 +1,8 @@
 """Leave out the exchange of lse where the caller does not ask for it and the backward pass has it.
 
 A forward program that keeps lse, for the heads that its rank works on, hands it out for nothing but
-the caller. `compile.py` calls this first: what follows sees the program that runs.
+the caller. It is the first pass, for programs of all ranks alike: transports look at those of other
+ranks too, so they are compiled from a plan without it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mesh_attention.plan.language.buffers import Kind, Piece, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan, Programs
 from mesh_attention.plan.language.program import AllToAll, Operation, Program
 
 
-def without_lse(program: Program) -> Program:
+def without_lse(plan: Plan) -> Plan:
+    """The plan whose forward programs do not hand out lse, where they keep it."""
+
+    def of_pass(pass_: Pass) -> Pass:
+        if pass_.direction is not Direction.FORWARD:
+            return pass_
+        made = pass_.programs
+        return replace(pass_, programs=Programs(len(made), lambda at: _without_lse(made[at])))
+
+    return replace(plan, passes=tuple(map(of_pass, plan.passes)))
+
+
+def _without_lse(program: Program) -> Program:
     """The program without its output `lse`; as it is where no lse is kept, or where lse reaches its
     owner otherwise than by an exchange."""
     table = program.buffer_table()

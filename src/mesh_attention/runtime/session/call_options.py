@@ -29,6 +29,7 @@ class CallOptions:
     deterministic: Determinism = field(default_factory=asked_of_torch)
     links: Links = field(default_factory=usual_links)  # by which calls make room for transfers
     tuned: str | None = None  # digest of the answers that plans come from
+    return_lse: bool = True  # somebody may look at it
 
     def now(self) -> CallOptions:
         """With what PyTorch is asked for at this time, unless the caller asks for more."""
@@ -37,12 +38,19 @@ class CallOptions:
             return self
         return replace(self, deterministic=asked)
 
+    def for_lse(self, return_lse: bool, sinks: object) -> CallOptions:
+        """For a call whose lse the caller asks for, or sinks and gradients need; or nobody."""
+        if return_lse or sinks is not None or self.differentiable_lse:
+            return self
+        return replace(self, return_lse=False)
+
     def statement(self) -> Statement:
         """What must be the same on all ranks; kernels may differ, as devices may."""
         statement = {
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
             "differentiable_lse": self.differentiable_lse,
+            "return_lse": self.return_lse,
             "transport": self.transport.value,
             "cuda_graph": self.cuda_graph,
             "deterministic": self.deterministic.value,

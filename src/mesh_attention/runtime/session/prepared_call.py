@@ -72,6 +72,8 @@ class PreparedCall:
         base: PreparedCall | None = None,
     ) -> None:
         """`base`: of a plan with the same programs, for any mask."""
+        if not options.return_lse:
+            rank_plan = rank_plan.without_lse
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.language.buffers import Buffer, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Plan, Programs
 from mesh_attention.plan.language.program import Program
 from mesh_attention.plan.language.text import digest
+from mesh_attention.plan.passes.unasked import without_lse
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
 from mesh_attention.plan.read.kept import recalled
@@ -79,6 +80,17 @@ class RankPlan:
     def _backward(self) -> Program:
         plan = self.plan if self.base is None else self.base.plan  # the same, and made already
         return plan.program(self.rank, Direction.BACKWARD)
+
+    @cached_property
+    def keeps_lse(self) -> bool:
+        buffers = self.plan.program(self.rank, Direction.FORWARD).buffers
+        return any(b.kind is Kind.LSE and b.role is Role.KEPT for b in buffers)
+
+    @cached_property
+    def without_lse(self) -> RankPlan:
+        """For callers that do not ask for lse."""
+        base = None if self.base is None else self.base.without_lse
+        return RankPlan(without_lse(self.plan), self.rank, base)
 
     def for_mask(self, problem: Problem) -> RankPlan:
         """The plan for a problem of another mask, where programs serve any."""
