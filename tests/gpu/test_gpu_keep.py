@@ -1,4 +1,4 @@
-"""Rows that stay for the backward pass, on GPUs: exact, captured too, and the memory that is counted."""
+"""Rows that stay for the backward pass, on GPUs: exact, captured too, in memory as counted."""
 
 from __future__ import annotations
 
