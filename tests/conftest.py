@@ -47,7 +47,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> object:
 
 # By the pool of processes that tests ask for: files, and the worker that has all of them.
 RANKS_ON_A_GPU = {
-    "gpu_pool": ("deterministic", "documents", "nccl", "nccl_ranks", "ranks", "sinks", "symmetric"),
+    "gpu_pool": (
+        "deterministic",
+        "documents",
+        "keep",
+        "nccl",
+        "nccl_ranks",
+        "ranks",
+        "sinks",
+        "symmetric",
+    ),
     "gpu_pool_in_turns": ("compile", "huggingface", "nccl_faults"),
 }
 
