@@ -36,6 +36,8 @@ def test_volume_has_the_promised_keys_for_the_passes_asked_for(
         found = as_json(
             f"volume --method mesh --ranks 9 --tokens 576 --pass {asked} --json", capsys
         )
+        between = found.pop("between_passes", None)
+        assert (between is not None) == (asked == "both")
         assert list(found) == passes
         for one in found.values():
             assert set(one["bytes_per_rank"]) == {"mean", "max"}
