@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.passes_together import (
+    PassSearches,
+    in_one_place,
+    methods_at_their_best,
+    sum_of,
+)
 from mesh_attention.choose.scored import (
     DEFAULT,
     DEFAULT_OF_MANY,
     SEARCH,
-    Place,
-    Score,
     Scored,
     SearchEffort,
     SearchQuestion,
-    are_of_one_setting,
 )
-from mesh_attention.choose.search import PassSearch, best_first
 from mesh_attention.choose.shapes import default_layout, shows_little
 from mesh_attention.cost.planning import PLACES, ask_on, collector_paused
 from mesh_attention.cost.timeline import Timeline
@@ -32,7 +34,6 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
-from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.question import BOTH, Question, joined
 from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import choice, number
@@ -42,7 +43,6 @@ from mesh_attention.plan.problem.problem import Problem
 Progress = Callable[[int, int], None]  # settings tried, and about how many there will be
 
 _FEW_RANKS = 64
-_PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def find_best(
         kernel=kernel,
         report=report,
     )
-    passes = [_Pass(asked, a_direction(direction), layouts) for direction in directions]
+    passes = [PassSearches(asked, a_direction(direction), layouts) for direction in directions]
     for pass_ in passes:
         for search in pass_.searches:
             search.run(stays=not moves_tokens)
@@ -167,16 +167,16 @@ def find_best(
         nothing = PlanError(f"no setting of any method takes {words}; leave something out")
         raise next(iter(passes[0].refusals.values()), nothing)
     stay = all(any(scored.stays for scored in pass_.scored) for pass_ in passes)
-    unmoved = _in_one_place(passes, stays=stay)
-    chosen = _in_one_place(passes) if moves_tokens else unmoved
-    if _sum(unmoved) <= _sum(chosen):
+    unmoved = in_one_place(passes, stays=stay)
+    chosen = in_one_place(passes) if moves_tokens else unmoved
+    if sum_of(unmoved) <= sum_of(chosen):
         chosen = unmoved
     fitting = {scored.name for scored in passes[0].scored}
     return PlanChoice(
         asked,
         {scored.direction: scored for scored in chosen},
         {scored.direction: scored for scored in unmoved},
-        _methods(passes) if effort.every_name else {},
+        methods_at_their_best(passes) if effort.every_name else {},
         {n: str(error) for n, error in passes[0].refusals.items() if n not in fitting},
         sum(len(pass_.scored) for pass_ in passes),
     )
@@ -222,112 +222,3 @@ def _layouts(
     if free and shows_little(problem):
         return [first, LayoutKind.CONTIGUOUS]
     return [first]
-
-
-class _Pass:
-    """The searches of one pass, one in each layout."""
-
-    def __init__(
-        self, asked: SearchQuestion, direction: Direction, layouts: Sequence[LayoutKind | None]
-    ) -> None:
-        self.direction = direction
-        self.searches = [PassSearch(asked, direction, layout) for layout in layouts]
-
-    @property
-    def scored(self) -> list[Scored]:
-        return best_first(scored for search in self.searches for scored in search.scored)
-
-    @property
-    def refusals(self) -> dict[str, PlanError]:
-        """The first of each method."""
-        refusals: dict[str, PlanError] = {}
-        for search in reversed(self.searches):
-            refusals |= search.refusals
-        return refusals
-
-
-def _in_one_place(passes: Sequence[_Pass], *, stays: bool = False) -> list[Scored]:
-    """The best of each pass where both have the same shards on the same devices; otherwise the two
-    of a common place that take the least time together. `stays`: of settings that leave tokens
-    where they are."""
-
-    def candidates(pass_: _Pass) -> list[Scored]:
-        return [scored for scored in pass_.scored if scored.stays or not stays]
-
-    def best(pass_: _Pass, scored: Sequence[Scored]) -> list[Scored]:
-        setting = pass_.searches[0].best_of(scored)
-        return [] if setting is None else [setting]
-
-    firsts = [scored for pass_ in passes for scored in best(pass_, candidates(pass_))]
-    if len({scored.place for scored in firsts}) <= 1:
-        return _of_one_setting(passes, firsts)
-    for pass_, other in zip(passes, reversed(firsts), strict=True):
-        # The setting of one pass may do for the other.
-        pass_.searches[0].attempt(other.name, dict(other.options))
-    by_place = [_by_place(candidates(pass_)) for pass_ in passes]
-    common = [place for place in by_place[0] if place in by_place[1]]
-    common.sort(key=lambda place: _sum([places[place][0] for places in by_place]))
-    pairs = [
-        [
-            scored
-            for pass_, places in zip(passes, by_place, strict=True)
-            for scored in best(pass_, places[place])
-        ]
-        for place in common[:_PLACES]
-    ]
-    return min([_of_one_setting(passes, pair) for pair in pairs], key=_sum)
-
-
-def _of_one_setting(
-    passes: Sequence[_Pass], pair: list[Scored], *, simulates: bool = True
-) -> list[Scored]:
-    """The pair, where the backward pass recalls nothing or what this forward pass keeps. Otherwise
-    the best of three: either setting for both passes, or both as they are and nothing kept."""
-    by_direction = {scored.direction: scored for scored in pair}
-    if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
-        return pair
-    searches = {pass_.direction: pass_.searches[0] for pass_ in passes}
-    forward, backward = (by_direction[direction] for direction in Direction)
-    if are_of_one_setting(forward, backward):
-        return pair
-    apart = {**backward.options, "keep": Keep.SHARDS.value}
-    pairs = [
-        (searches[Direction.FORWARD].attempt(backward.name, dict(backward.options)), backward),
-        (forward, searches[Direction.BACKWARD].attempt(forward.name, dict(forward.options))),
-        (forward, searches[Direction.BACKWARD].attempt(backward.name, apart)),
-    ]
-    tried = [
-        [(simulates and searches[x.direction].best_of([x])) or x for x in both if x is not None]
-        for both in pairs
-        if all(x is not None and x.place == forward.place for x in both)
-    ]
-    best = min(tried, key=_sum)
-    return best if pair[0].direction is Direction.FORWARD else best[::-1]
-
-
-def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
-    by_place: dict[Place, list[Scored]] = {}
-    for setting in scored:
-        by_place.setdefault(setting.place, []).append(setting)
-    return by_place
-
-
-def _methods(passes: Sequence[_Pass]) -> dict[str, dict[Direction, Scored]]:
-    """Each method at its best, as far as it was simulated; passes in a common place."""
-    rows: dict[str, list[Scored]] = {}
-    scored = [pass_.scored for pass_ in passes]
-    for name in dict.fromkeys(setting.name for settings in scored for setting in settings):
-        by_place = [_by_place([s for s in settings if s.name == name]) for settings in scored]
-        pairs = [
-            [places[place][0] for places in by_place]
-            for place in by_place[0]
-            if all(place in places for places in by_place)
-        ]
-        if pairs:
-            rows[name] = _of_one_setting(passes, min(pairs, key=_sum), simulates=False)
-    order = sorted(rows, key=lambda name: _sum(rows[name]))
-    return {name: {setting.direction: setting for setting in rows[name]} for name in order}
-
-
-def _sum(scored: Sequence[Scored]) -> Score:
-    return any(not setting.fits for setting in scored), sum(s.seconds for s in scored)

@@ -1,0 +1,133 @@
+"""Two passes chosen together: shards of one place, and a backward pass that finds what it recalls.
+
+The best of each pass alone may want other shards, or rows that the forward pass of another setting
+does not keep. `auto.py` searches each pass, and asks here for the two that go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_attention.choose.scored import (
+    Place,
+    Score,
+    Scored,
+    SearchQuestion,
+    are_of_one_setting,
+)
+from mesh_attention.choose.search import PassSearch, best_first
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.problem.layout import LayoutKind
+
+_PLACES = 3  # in which both passes are simulated, where the best of each want others
+
+
+class PassSearches:
+    """The searches of one pass, one in each layout."""
+
+    def __init__(
+        self, asked: SearchQuestion, direction: Direction, layouts: Sequence[LayoutKind | None]
+    ) -> None:
+        self.direction = direction
+        self.searches = [PassSearch(asked, direction, layout) for layout in layouts]
+
+    @property
+    def scored(self) -> list[Scored]:
+        return best_first(scored for search in self.searches for scored in search.scored)
+
+    @property
+    def refusals(self) -> dict[str, PlanError]:
+        """The first of each method."""
+        refusals: dict[str, PlanError] = {}
+        for search in reversed(self.searches):
+            refusals |= search.refusals
+        return refusals
+
+
+def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list[Scored]:
+    """The best of each pass where both have the same shards on the same devices; otherwise the two
+    of a common place that take the least time together. `stays`: of settings that leave tokens
+    where they are."""
+
+    def candidates(pass_: PassSearches) -> list[Scored]:
+        return [scored for scored in pass_.scored if scored.stays or not stays]
+
+    def best(pass_: PassSearches, scored: Sequence[Scored]) -> list[Scored]:
+        setting = pass_.searches[0].best_of(scored)
+        return [] if setting is None else [setting]
+
+    firsts = [scored for pass_ in passes for scored in best(pass_, candidates(pass_))]
+    if len({scored.place for scored in firsts}) <= 1:
+        return _of_one_setting(passes, firsts)
+    for pass_, other in zip(passes, reversed(firsts), strict=True):
+        # The setting of one pass may do for the other.
+        pass_.searches[0].attempt(other.name, dict(other.options))
+    by_place = [_by_place(candidates(pass_)) for pass_ in passes]
+    common = [place for place in by_place[0] if place in by_place[1]]
+    common.sort(key=lambda place: sum_of([places[place][0] for places in by_place]))
+    pairs = [
+        [
+            scored
+            for pass_, places in zip(passes, by_place, strict=True)
+            for scored in best(pass_, places[place])
+        ]
+        for place in common[:_PLACES]
+    ]
+    return min([_of_one_setting(passes, pair) for pair in pairs], key=sum_of)
+
+
+def _of_one_setting(
+    passes: Sequence[PassSearches], pair: list[Scored], *, simulates: bool = True
+) -> list[Scored]:
+    """The pair, where the backward pass recalls nothing or what this forward pass keeps. Otherwise
+    the best of three: either setting for both passes, or both as they are and nothing kept."""
+    by_direction = {scored.direction: scored for scored in pair}
+    if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
+        return pair
+    searches = {pass_.direction: pass_.searches[0] for pass_ in passes}
+    forward, backward = (by_direction[direction] for direction in Direction)
+    if are_of_one_setting(forward, backward):
+        return pair
+    apart = {**backward.options, "keep": Keep.SHARDS.value}
+    pairs = [
+        (searches[Direction.FORWARD].attempt(backward.name, dict(backward.options)), backward),
+        (forward, searches[Direction.BACKWARD].attempt(forward.name, dict(forward.options))),
+        (forward, searches[Direction.BACKWARD].attempt(backward.name, apart)),
+    ]
+    tried = [
+        [(simulates and searches[x.direction].best_of([x])) or x for x in both if x is not None]
+        for both in pairs
+        if all(x is not None and x.place == forward.place for x in both)
+    ]
+    best = min(tried, key=sum_of)
+    return best if pair[0].direction is Direction.FORWARD else best[::-1]
+
+
+def _by_place(scored: Sequence[Scored]) -> dict[Place, list[Scored]]:
+    by_place: dict[Place, list[Scored]] = {}
+    for setting in scored:
+        by_place.setdefault(setting.place, []).append(setting)
+    return by_place
+
+
+def methods_at_their_best(passes: Sequence[PassSearches]) -> dict[str, dict[Direction, Scored]]:
+    """Each method at its best, as far as it was simulated; passes in a common place."""
+    rows: dict[str, list[Scored]] = {}
+    scored = [pass_.scored for pass_ in passes]
+    for name in dict.fromkeys(setting.name for settings in scored for setting in settings):
+        by_place = [_by_place([s for s in settings if s.name == name]) for settings in scored]
+        pairs = [
+            [places[place][0] for places in by_place]
+            for place in by_place[0]
+            if all(place in places for places in by_place)
+        ]
+        if pairs:
+            rows[name] = _of_one_setting(passes, min(pairs, key=sum_of), simulates=False)
+    order = sorted(rows, key=lambda name: sum_of(rows[name]))
+    return {name: {setting.direction: setting for setting in rows[name]} for name in order}
+
+
+def sum_of(scored: Sequence[Scored]) -> Score:
+    return any(not setting.fits for setting in scored), sum(s.seconds for s in scored)
