@@ -79,9 +79,9 @@ def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -
 
 def measure_parts(rank: int, ranks: int, port: int, path: str) -> None:
     device = join_ranks(rank, ranks, port)
-    group, stream = dist.new_group(range(ranks)), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    group = dist.new_group(range(ranks))
     assert group is not None
-    comparison = DeviceComparison(group, device, stream)
+    comparison = DeviceComparison(group, device)
     watch = Watch(comparison, find_difference, find_fault)
     parts: dict[str, dict[str, float]] = {}
     for name, work in parts_of(comparison, watch, device).items():

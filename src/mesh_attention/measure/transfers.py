@@ -71,7 +71,7 @@ class TimedTransfers:
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""
         messages = [
-            PointToPoint(self._tensor(part_bytes), self._global[peer], 0, sent)
+            PointToPoint(self._tensor(part_bytes), (self._global[peer],), 0, sent)
             for peer, sent in peers
         ]
         exchange = Exchange(messages, (), self._ranks.group, host_driven=self._over_gloo)

@@ -129,7 +129,10 @@ class Guard:
 
     def _watched(self, stream: torch.cuda.Stream) -> Watch:
         if self._watch is None:
-            comparison = DeviceComparison(self._groups.everybody(None), stream.device, stream)
+            # PyTorch makes a communicator in its first call, and not every exchange has all ranks.
+            number = torch.zeros(1, device=stream.device)
+            dist.all_reduce(number, group=self._groups.everybody(None))
+            comparison = DeviceComparison(self._groups.comparing(), stream.device)
             self._watch = Watch(comparison, self._find_difference, self._find_fault)
         return self._watch
 

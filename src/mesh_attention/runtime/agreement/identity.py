@@ -119,19 +119,20 @@ class DeviceComparison:
     """Nothing waits. The host can read at any time what was compared, and `status`: the first call
     that was wrong, and the last one that is over, by their places.
 
+    It has a stream of its own, and waits for no computation and no transfer: in latency it costs a
+    call nothing. Transfers of calls that differ may never end; the numbers are there all the same.
+
     The numbers lie in memory of the host that the device reaches too, so that the all-reduce is all
     that a call launches for its comparison: nothing is copied to the device or back.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, stream: torch.cuda.Stream
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         from mesh_attention.kernels.poison import poison_kernel
 
         # Not through the group: its way to the backend takes as long as the launch.
         self._backend: Any = group._get_backend(device)
         self._device = device
-        self._stream = stream
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._poison = poison_kernel()
         self._slots = SharedNumbers(_SLOTS, device)
         self._captured: dict[int, SharedNumbers] = {}  # by place: a graph reads them again
@@ -143,12 +144,11 @@ class DeviceComparison:
         self._options.asyncOp = False  # on the current stream
 
     def begin(self, number: int, place: int, *, captured: bool) -> None:
-        """On the stream of communications, which need not wait for computation to get here."""
         stream, before = self._stream, current_stream(self._device)
         if captured:
             self._captured[place] = SharedNumbers(1, self._device)
         if self._captured:
-            # What graphs hold of our transfers runs where the caller replays them.
+            # What graphs hold of comparisons runs where the caller replays them.
             stream.wait_stream(before)
         host, device = self._numbers(place)
         host[:] = number, -number

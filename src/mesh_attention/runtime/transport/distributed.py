@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
@@ -32,6 +31,7 @@ from mesh_attention.runtime.transport.interface import (
     View,
     transfers,
 )
+from mesh_attention.runtime.transport.messages import Messages, messages
 from mesh_attention.runtime.transport.torch_operations import (
     Copies,
     Exchange,
@@ -167,29 +167,28 @@ class DistributedTransport:
         ranks = self._global[op.group]
         moved = transfers(op, len(ranks))
         if not isinstance(op, AllGather | ReduceScatter):
-            return partial(self._exchange, moved, ranks, self._groups.everybody(self._timeout))
+            everybody = self._groups.everybody(self._timeout)
+            return partial(self._exchange, self._messages(moved, ranks), ranks, everybody)
         group = self._groups.of(ranks, self._timeout)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
         if isinstance(op, ReduceScatter):
             kind = reduce_kind(host_driven=self._host_driven)
             return partial(_collectives, kind, moved.receives[0], moved.sends, group, order)
         if gathers_by_messages(len(ranks), host_driven=self._host_driven):
-            return partial(self._exchange, moved, ranks, group)
+            return partial(self._exchange, self._messages(moved, ranks), ranks, group)
         return partial(_collectives, Gather, moved.sends[0], moved.receives, group, order)
 
+    def _messages(self, moved: Transfers, ranks: list[int]) -> Messages:
+        return messages(moved, ranks.index(self._groups.global_rank_of_self))
+
     def _exchange(
-        self, moved: Transfers, ranks: list[int], group: dist.ProcessGroup, view: View
+        self, known: Messages, ranks: list[int], group: dist.ProcessGroup, view: View
     ) -> list[Exchange]:
-        me = self._groups.global_rank_of_self
-        tensors: list[PointToPoint] = []
-        own: list[tuple[Tensor, Tensor]] = []
-        for peer, sends, receives in zip(ranks, moved.sends, moved.receives, strict=True):
-            if peer == me:
-                own += [(view(a), view(b)) for a, b in zip(sends, receives, strict=True)]
-                continue
-            # gloo matches the tensors between two ranks by these tags.
-            for sent, pieces in ((True, sends), (False, receives)):
-                tensors += [PointToPoint(view(p), peer, tag, sent) for tag, p in enumerate(pieces)]
+        tensors = [
+            PointToPoint(m.tensor(view), tuple(ranks[p] for p in m.members), m.tag, m.sent)
+            for m in known.between
+        ]
+        own = [(view(a), view(b)) for a, b in known.own]
         return [Exchange(tensors, own, group, host_driven=self._host_driven)]
 
 

@@ -2,8 +2,9 @@
 
 The caller's group carries none of our data: what the caller sends on it cannot be mixed up with
 ours, and ours can be broken off alone. One group of the same ranks carries point-to-point,
-all-to-all and collectives over all of them. Only members make a group, in the plan's order, so
-ranks outside the caller's group are never asked.
+all-to-all and collectives over all of them. Over NCCL another one compares calls, so that data and
+comparisons hold up each other nowhere. Only members make a group, in the plan's order, so ranks
+outside the caller's group are never asked.
 
 `torch.distributed.new_group` asks every rank of the job to take part. Its option to ask the members
 alone names the group by how many groups a rank happens to have, so members with different histories
@@ -60,6 +61,7 @@ class Groups:
         self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
         self._connections: list[OpenSocket] = []  # of groups over gloo
         self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
+        self._comparing: dist.ProcessGroup | None = None
         # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
         store = JobStore(base, default_store(), self.timeout(None).total_seconds())
@@ -156,6 +158,19 @@ class Groups:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks, timeout)
 
+    def comparing(self) -> dist.ProcessGroup:
+        """The group over NCCL in which the devices of all ranks compare calls."""
+        if self._comparing is None:
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = self.timeout(None)
+            options.config.max_ctas = 1  # for two numbers; channels cost memory
+            name, ranks = f"{self.name}/comparisons", tuple(sorted(self.ranks))
+            with _without_watchdog():
+                self._comparing = _make_group(
+                    ranks, name, dist.Backend.NCCL, options._timeout, options
+                )
+        return self._comparing
+
     def has_everybody(self, timeout: timedelta | None) -> bool:
         ranks = tuple(sorted(self.ranks))
         return {(ranks, None), (ranks, timeout)} <= self._made.keys()
@@ -176,6 +191,7 @@ class Groups:
                 dist.destroy_process_group(group)
             # Those that do not end are left to the end of the process.
         self._made.clear()
+        self._comparing = None
         self._aborting.clear()
         self._connections.clear()
         self.releases += 1
@@ -195,7 +211,8 @@ class Groups:
 
     def _there(self) -> list[dist.ProcessGroup]:
         """Not those that the caller has destroyed already, with all groups."""
-        return [group for group in self._made.values() if is_registered(group)]
+        made = [*self._made.values(), *([self._comparing] if self._comparing else [])]
+        return [group for group in made if is_registered(group)]
 
 
 def default_store() -> Store:
@@ -277,7 +294,7 @@ def _with_all(
 
 
 def _make_group(
-    ranks: Sequence[int], name: str, backend: str, timeout: timedelta
+    ranks: Sequence[int], name: str, backend: str, timeout: timedelta, options: Any = None
 ) -> dist.ProcessGroup:
     """Called by exactly these global ranks, with the same name."""
     helper = getattr(c10d, "_new_process_group_helper", None)
@@ -296,6 +313,7 @@ def _make_group(
             backend,
             default_store(),
             group_name(name),
+            backend_options=options,
             timeout=timeout,
         )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}

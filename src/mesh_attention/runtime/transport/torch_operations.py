@@ -31,10 +31,11 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any
 
 
 class PointToPoint(NamedTuple):
-    """A tensor to or from another rank; both sides number what is between them alike."""
+    """A tensor to or from another rank, or equal ones of several ranks in a first dimension: one
+    call copies them all. Both sides number what is between them alike."""
 
     tensor: Tensor
-    peer: int
+    peers: tuple[int, ...]
     tag: int
     sent: bool
 
@@ -51,8 +52,8 @@ class Exchange:
         host_driven: bool,
     ) -> None:
         # Receives first: gloo sends once it hears that the other side receives, and would hear it
-        # behind all that the other side sends itself.
-        self._tensors = sorted(tensors, key=lambda message: message.sent)
+        # behind all that the other side sends itself. NCCL goes by the order between two ranks.
+        self._tensors = sorted(tensors, key=lambda message: (message.sent, message.tag))
         self._own = own
         self._group = group
         # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
@@ -70,7 +71,7 @@ class Exchange:
             target.copy_(source)
 
     def _operations(self, finish: Copies) -> list[dist.P2POp]:
-        operations = []
+        operations: list[dist.P2POp] = []
         for message, usable in zip(self._tensors, self._usable, strict=True):
             x = message.tensor
             if not usable:
@@ -79,8 +80,9 @@ class Exchange:
                     x.copy_(message.tensor)
                 else:
                     finish.append(partial(message.tensor.copy_, x))
-            call = dist.isend if message.sent else dist.irecv
-            operations.append(dist.P2POp(call, x, message.peer, self._group, message.tag))
+            call, peers = dist.isend if message.sent else dist.irecv, message.peers
+            for part, peer in zip((x,) if len(peers) == 1 else x, peers, strict=True):
+                operations.append(dist.P2POp(call, part, peer, self._group, message.tag))
         return operations
 
 
@@ -143,7 +145,10 @@ class ReduceByMessages(_Collective):
                 own.append((rows, target))
                 continue
             peer = dist.get_global_rank(group, place)
-            tensors += [PointToPoint(target, peer, 0, False), PointToPoint(rows, peer, 0, True)]
+            tensors += [
+                PointToPoint(target, (peer,), 0, False),
+                PointToPoint(rows, (peer,), 0, True),
+            ]
         Exchange(tensors, own, group, host_driven=True).begin(works, finish)
         wide = torch.promote_types(part.dtype, torch.float32)
         finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
