@@ -67,6 +67,9 @@ class ContextParallel(Batches, Training, Reports):
     deterministic   the same bits in every run, in both passes: only kernels that promise them are
                     chosen, and one forced by `kernel` that does not is an error; otherwise as
                     `torch.use_deterministic_algorithms` asks
+    same_bits       n ranks give the bits of one rank, in both passes: by Ulysses on contiguous
+                    shards, each head whole on one rank, with kernels as for `deterministic`. Heads
+                    and KV heads must divide by the ranks; name `kernel` where machines differ
     nvtx            name every operation for profilers
     timeout         how long ranks wait for each other; None: that of the group
 
@@ -102,6 +105,7 @@ class ContextParallel(Batches, Training, Reports):
         transport: Literal["auto", "distributed", "symmetric"] = "auto",
         cuda_graph: bool = False,
         deterministic: bool = False,
+        same_bits: bool = False,
         nvtx: bool = False,
         timeout: timedelta | None = None,
         **options: Any,
@@ -132,6 +136,7 @@ class ContextParallel(Batches, Training, Reports):
             "transport": transport,
             "cuda_graph": cuda_graph,
             "deterministic": deterministic,
+            "same_bits": same_bits,
             "nvtx": nvtx,
             "timeout": timeout,
         }

@@ -32,6 +32,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.same_bits import check_same_bits, with_same_bits
 from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
 from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
@@ -49,6 +50,7 @@ _CALL = (
 )  # fmt: skip
 _OWN = (
     *_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster", "tuned",
+    "same_bits",
 )  # fmt: skip
 
 
@@ -59,7 +61,10 @@ def read_arguments(
     fault = fault_of_unsupported(**arguments)
     if fault is not None:
         raise fault
-    arguments = {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
+    same_bits = bool(arguments.get("same_bits"))
+    arguments = with_same_bits(
+        {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
+    )
     chosen = {name: arguments.pop(name) for name in _CALL if name in arguments}
     options = {
         name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
@@ -91,6 +96,8 @@ def read_arguments(
             f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
         )
     asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
+    if same_bits:
+        check_same_bits(asked.problem, asked.num_ranks)
     asked.check()
     return asked, calls
 
@@ -140,6 +147,11 @@ def layer_of_batches(
     asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
 ) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
+    if arguments.get("same_bits"):
+        raise MeshAttentionError(
+            "same_bits=True: documents that change with every batch are packed by the number of "
+            "ranks; give them in the mask, Mask(causal=True, documents=...), with an object each"
+        )
     if isinstance(asked, Plan):
         raise MeshAttentionError(
             "this object was made with a plan, which is for one mask and one length; give the "
