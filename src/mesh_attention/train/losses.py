@@ -85,7 +85,7 @@ def cross_entropy(
     user.begin(kind, "cross_entropy", options, logits.device)
     with session.guard.whole_or_broken():
         if ranks.within and len(session.groups.ranks) > 1:
-            _add_up(sums, session.groups.everybody(options.timeout))
+            _add_up(sums, session.groups.everybody())
         session.guard.settle((sums,))
     if ranks.group is not None:
         _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")

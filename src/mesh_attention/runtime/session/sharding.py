@@ -8,7 +8,6 @@ out on the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +65,6 @@ class _Unshard(torch.autograd.Function):
         devices: tuple[int, ...],
         rank: int,
         session: Session,
-        timeout: timedelta | None,
         dim: int,
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
@@ -76,7 +74,7 @@ class _Unshard(torch.autograd.Function):
         if size == 1:
             return join_shards([own], layout, dim)
         try:
-            group = session.groups.everybody(timeout)
+            group = session.groups.everybody()
             all_gather(gathered, own, group).wait()
         except (RuntimeError, dist.DistBackendError) as error:
             first_line = str(error).splitlines()[0]
@@ -91,7 +89,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shard = take_shard(grad, ctx.layout, ctx.rank, ctx.dim)
-        return shard, None, None, None, None, None, None
+        return shard, None, None, None, None, None
 
 
 def unshard(
@@ -131,7 +129,7 @@ def unshard(
         )
     user.begin(kind, "unshard", options, x.device)
     with session.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, options.timeout, dim)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, dim)  # type: ignore[no-untyped-call]
     return whole
 
 
