@@ -81,7 +81,7 @@ class Mask:
             raise PlanError("'documents' and kv_documents must have the same number of documents")
 
     def _normalise(self) -> None:
-        flag("causal", self.causal)
+        object.__setattr__(self, "causal", flag("causal", self.causal))
         object.__setattr__(self, "prefix", number("prefix", self.prefix, least=None))
         if self.window is not None:
             object.__setattr__(self, "window", _window(self.window))

@@ -8,6 +8,7 @@ out on the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -224,10 +225,11 @@ class Shards:
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
+    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, Integral):
         raise MeshAttentionError(
             f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
         )
+    dim = int(dim)
     if not -x.ndim <= dim < x.ndim:
         raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
     return dim % x.ndim
