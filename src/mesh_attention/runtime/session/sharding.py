@@ -41,11 +41,11 @@ def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tenso
 def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
     """The whole tensor from the shards of all partitions in order, without padding."""
     joined = torch.cat(shards, dim=dim)
-    places = torch.empty(layout.padded_tokens, dtype=torch.int64)
+    places = torch.empty(layout.padded_tokens, dtype=torch.int64, device="cpu")
     for partition in range(layout.num_ranks):
         first = partition * layout.slots
         positions = torch.from_numpy(layout.positions(partition))
-        places[positions] = torch.arange(first, first + layout.slots)
+        places[positions] = torch.arange(first, first + layout.slots, device="cpu")
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
 
 
