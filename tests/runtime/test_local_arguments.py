@@ -31,6 +31,8 @@ def test_what_is_not_a_plan_is_refused(nonsense: Any) -> None:
         ((X, X, X, "ones"), "grad_out is str"),
         ((torch.tensor(1.0), X, X), "q has shape \\(\\)"),
         ((X[0], X, X), "q has shape \\(16, 2, 8\\)"),
+        ((X.transpose(1, 2), X, X), "heads come after tokens: give x.transpose\\(1, 2\\)"),
+        ((X[:, :, :1], X, X), "was made for 2 such heads of 8"),
         ((X, X, X[:, 1:]), "v has shape \\(1, 15, 2, 8\\)"),
     ],
 )
