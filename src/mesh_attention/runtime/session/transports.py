@@ -177,8 +177,7 @@ class CallTransport:
         """Whether there is nothing left that ranks would have to make together."""
         plan, rank = self._rank_plan.plan, self._rank_plan.rank
         return self._memory is None and all(
-            self._groups.has_all(plan, plan.direction(direction), rank)
-            for direction in directions
+            self._groups.has_all(plan, plan.direction(direction), rank) for direction in directions
         )
 
     def _covers(self, ranks: Sequence[int]) -> bool:

@@ -42,7 +42,6 @@ class OpenSocket:
         return socket.socket(fileno=descriptor)
 
 
-
 def shut_down(connections: Iterable[OpenSocket]) -> None:
     """At once for those who wait at the other end. We take what they send for a while longer: a
     send of gloo's that fails as it begins is waited for in vain."""
