@@ -42,7 +42,7 @@ _ALSO: dict[Any, SliceKind] = {  # with MagiAttention's words and numbers for th
     "inv_causal": SliceKind.INVERSE_CAUSAL,
     "bi_causal": SliceKind.BICAUSAL,
 }
-MAX_SLICES = 100_000
+MAX_SLICES = 1 << 14
 _FORM = "give ((query start, stop), (key start, stop), kind)"
 
 
@@ -52,8 +52,8 @@ def checked_slices(slices: Any) -> tuple[Slice, ...]:
     checked = tuple(_checked(at, x) for at, x in enumerate(islice(slices, MAX_SLICES + 1)))
     if len(checked) > MAX_SLICES:
         raise PlanError(
-            f"slices: more than {MAX_SLICES}, of which planning would take minutes; use larger "
-            "blocks, or documents in place of slices"
+            f"more than {MAX_SLICES} slices, for which planning would take minutes and GiBs; use "
+            "larger blocks, or documents in place of slices"
         )
     return checked
 
