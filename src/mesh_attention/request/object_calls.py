@@ -101,7 +101,7 @@ class ObjectCalls:
         except Exception as raised:  # whatever it is, the others must not wait for us
             error = raised
         except BaseException as ended:  # nor for what is no mistake: Ctrl-C, say
-            self.session.guard.break_off(ended)
+            self.session.tell_of(ended, self.options)
             raise
         by = None if choice is None else choice.text
         followed = calls.agree_on_plan(plan, self.options, error, by)

@@ -165,7 +165,7 @@ class Handshake:
             pause = min(2 * pause, 0.1)
         if error is not None:
             raise error
-        verdict = self._store.get(key).decode()
+        verdict = self._store.get(key).decode(errors="replace")
         if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
             raise DisagreementError(as_words(verdict.encode()))
         return verdict
@@ -290,7 +290,7 @@ def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
 def error_text(error: BaseException) -> str:
     """Our own errors speak for themselves; others are named by their class."""
     try:
-        words = str(error)
+        words = str(error).encode(errors="backslashreplace").decode()
     except Exception as failed:  # of a caller's error
         words = f"it cannot be told ({type(failed).__name__})"
     if isinstance(error, MeshAttentionError):

@@ -59,7 +59,8 @@ def shut_down(connections: Iterable[OpenSocket]) -> None:
             copy.close()
 
     end(socket.SHUT_WR)
-    threading.Thread(target=end_later, name="mesh_attention shut down", daemon=True).start()
+    if copies:
+        threading.Thread(target=end_later, name="mesh_attention shut down", daemon=True).start()
 
 
 def open_sockets() -> frozenset[OpenSocket]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,8 +85,9 @@ class Groups:
         limit = self.timeout(timeout)
         if limit != self._limit:
             self._limit = limit
-            for group in self._there():
-                _set_timeout(group, limit)
+            if dist.get_backend(self.parent) == dist.Backend.GLOO:
+                for backend in chain.from_iterable(map(backends_of, self._there())):
+                    backend._set_default_timeout(limit)
 
     @cached_property
     def _timeout_of_parent(self) -> timedelta:
@@ -224,12 +226,6 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if dist.get_backend(group) == dist.Backend.GLOO:
-        for backend in backends_of(group):
-            backend._set_default_timeout(timeout)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
