@@ -49,7 +49,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
     the block ends; if that fails, it is gone and `path` is as it was. A pipe or a device (standard
     output too) is written to directly."""
     if _is_written_directly(Path(path)):
-        yield Path(path)
+        with _has_reader(Path(path)):
+            yield Path(path)
         return
     target = Path(os.path.realpath(path))
     part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
@@ -64,6 +65,23 @@ def replacing(path: Path | str) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename in (str(part), str(target)):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+@contextmanager
+def _has_reader(path: Path) -> Iterator[None]:
+    """To open a pipe that nobody reads would wait. Held open: its reader ends with the last who
+    writes."""
+    held = None
+    try:
+        if path.is_fifo():
+            held = os.open(path, os.O_WRONLY | _WITHOUT_WAITING)
+    except OSError as error:
+        raise FileError(f"{path} is a pipe that cannot be written to: nobody reads it") from error
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 class _CheckedError(Exception):

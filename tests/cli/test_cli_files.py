@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -287,6 +288,52 @@ def test_devices_and_pipes_are_written_to_and_folders_are_not(tmp_path: Path) ->
     with pytest.raises(FileNotFoundError) as lost, replacing(missing) as part:
         part.write_text("nothing")
     assert lost.value.filename == str(missing)
+
+
+def test_a_pipe_is_written_to_where_somebody_reads_it_and_refused_otherwise(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileError, match="nobody reads it"), replacing(pipe) as part:
+        part.write_text("nothing")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with replacing(pipe) as part:
+        part.write_text("all")
+    assert os.read(reader, 10) == b"all"
+    os.close(reader)
+
+
+RANK_OF_A_PARENT = """
+import multiprocessing as mp, os, time
+from concurrent.futures import ProcessPoolExecutor
+from mesh_attention.cli.demo import _end_with_parent
+if __name__ == "__main__":
+    ranks = ProcessPoolExecutor(1, mp.get_context("forkserver"), _end_with_parent)
+    print(ranks.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_rank_of_the_demonstration_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(RANK_OF_A_PARENT)
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    rank = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    begun = time.monotonic()
+    while is_alive(rank) and time.monotonic() - begun < 4 * SECONDS:
+        time.sleep(0.01)
+    assert not is_alive(rank)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError, mesh_attention
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.request.operators import attention_op
 from mesh_attention.runtime.agreement import handshake
 from support.cases import Case
 from support.gloo_case import context
@@ -216,3 +221,67 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
     q, k, v, _ = CASE.tensors()
     with pytest.raises(MeshAttentionError, match="init_process_group first"):
         mesh_attention(q, k, v, causal=True)
+
+
+def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
+    """What two ranks say, the second of which has the meta device by default."""
+    if rank:
+        torch.set_default_device("meta")
+    cp = context(Case(world_size, 7, 7, mask=Mask(causal=True)))
+    with torch.device("cpu"):
+        q = cp.shard(torch.rand(1, 7, 1, 16), np.int64(1))  # type: ignore[arg-type]
+    q.requires_grad_()
+    documents = cp.documents([0, 3, 7])
+    out = cp.attention(q, q, q, label=np.int64(3))  # type: ignore[arg-type]
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert cp.unshard(out.detach(), 1).device.type == cp.positions().device.type == "cpu"
+
+    def changed_in_place() -> None:
+        out = cp.attention(q, q, q)
+        assert isinstance(out, torch.Tensor)
+        out += 1
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+    def planned_on_one_rank() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(Question, "plan", lambda self: 1 / 0)
+            context(Case(world_size, 9, 9, mask=Mask()))
+
+    torch.set_default_device(None)
+    called: dict[str, Callable[[], object]] = {
+        "copy": lambda: copy.copy(cp),
+        "deepcopy": lambda: copy.deepcopy(cp),
+        "pickle": lambda: pickle.dumps(cp),
+        "documents": lambda: copy.deepcopy(documents),
+        "scale": lambda: cp.attention(q, q, q, softmax_scale=0.5),  # type: ignore[arg-type]
+        "mask": lambda: cp.attention(q, q, q, attn_mask=None),  # type: ignore[arg-type]
+        "operator": lambda: attention_op(
+            *(q, q, q, None, None, None, "mine", None), *(True, True, False), *[None] * 5
+        ),
+        "planned": planned_on_one_rank,
+        "in place": changed_in_place,
+    }
+    said = {}
+    for name, call in called.items():
+        begun = time.monotonic()
+        with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)) as raised:
+            call()
+        said[name] = f"{raised.value}"
+        assert time.monotonic() - begun < 10
+    return said
+
+
+def test_small_mistakes_are_told_with_the_way_out(pool: WorkerPool) -> None:
+    said = pool.run(small_mistakes, 2)
+    for each in said:
+        for name in ("copy", "deepcopy", "pickle"):
+            assert "cannot be copied or pickled: use the same object" in each[name]
+        assert "their `pack` travels" in each["documents"]
+        assert "it goes into ContextParallel(..., softmax_scale=...)" in each["scale"]
+        assert "it goes into ContextParallel(..., mask=Mask(...))" in each["mask"]
+        assert "'mine' is the name of no object" in each["operator"]
+        assert "modified by an inplace operation" in each["in place"]  # not that it is a view
+    assert said[0]["planned"] == "rank 1: ZeroDivisionError: division by zero"
+    assert said[1]["planned"] == "division by zero"

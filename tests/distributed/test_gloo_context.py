@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, mesh_attention, register_kernel, release
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime.session import calls
@@ -232,18 +234,62 @@ def test_the_latest_are_kept_in_the_order_of_their_use() -> None:
     assert latest.find(3) is None
 
 
-def other_timeouts(rank: int, world_size: int) -> list[int]:
-    """Process groups of a context whose users wait for each other for different times."""
-    found = []
-    with context(CASE) as first, context(CASE, timeout=timedelta(seconds=30)) as second:
-        for cp in (first, second, first, second):
-            attend(cp, CASE)
-            found.append(len(cp._calls.session.groups))
-    return found
+class Slow(Reference):
+    name = "slow"
+    seconds = 0.0
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+        return super().forward(block)
 
 
-def test_another_timeout_needs_groups_of_its_own(pool: WorkerPool) -> None:
-    assert pool.run(other_timeouts, 4) == [[3, 6, 6, 6]] * 4
+def other_timeouts(rank: int, world_size: int) -> tuple[list[int], list[str]]:
+    """Process groups of objects with different timeouts, and what they say: rank 0 is late in one
+    call of each, after which an object with the timeout of the group gives up."""
+    kernel = Slow()
+    register_kernel(kernel)
+    case = Case(world_size, 32, 32, mask=Mask(causal=True), options={"method": "ring"})
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    patient = context(case, group, kernel="slow", timeout=timedelta.max)
+    hasty = context(case, group, kernel="slow")
+    num_groups, said = [], []
+    for cp, seconds in ((patient, 0.0), (hasty, 0.0), (patient, 2.5), (hasty, 3.0)):
+        kernel.seconds = 0.0 if rank else seconds
+        try:
+            attend(cp, case)
+            said.append("nothing")
+            num_groups.append(len(cp._calls.session.groups))
+        except MeshAttentionError as error:
+            said.append(str(error))
+    return num_groups, said
+
+
+def test_calls_wait_as_long_as_their_timeout_says_on_one_process_group(pool: WorkerPool) -> None:
+    for num_groups, said in pool.run(other_timeouts, 3):
+        assert num_groups == [1, 1, 1]
+        assert said[:3] == ["nothing"] * 3
+        assert "KV-" in said[3]  # the transfer
+
+
+def called_crosswise(rank: int, world_size: int) -> tuple[str, float]:
+    """By objects with different timeouts."""
+    case = Case(world_size, 32, 32, mask=Mask(causal=True), options={"method": "ring"})
+    objects = [context(case, timeout=timedelta(seconds=seconds)) for seconds in (40, 50)]
+    for cp in objects:
+        attend(cp, case)
+    begun = time.monotonic()
+    with pytest.raises(MeshAttentionError) as raised:
+        attend(objects[rank == 0], case)
+    return str(raised.value), time.monotonic() - begun
+
+
+def test_objects_with_different_timeouts_called_crosswise_are_told_at_once(
+    pool: WorkerPool,
+) -> None:
+    for said, seconds in pool.run(called_crosswise, 3):
+        assert "rank 0 of the group [0, 1, 2] disagrees: number of the object is 2 there" in said
+        assert seconds < 5
 
 
 class Counting(Reference):

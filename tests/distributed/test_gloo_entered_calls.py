@@ -115,7 +115,7 @@ def inside(patch: Any, call: Callable[[], Any], odd: bool) -> Any:
 
 
 CASES: dict[str, tuple[str, Case]] = {
-    "keyword": ("TypeError", lambda c, odd: c.attend(**{"nonsense": 1} if odd else {})),
+    "keyword": ("MeshAttentionError", lambda c, odd: c.attend(**{"nonsense": 1} if odd else {})),
     "label": ("LookupError", lambda c, odd: c.attend(label=NotToBeTold() if odd else None)),
     "documents": (
         "LookupError",

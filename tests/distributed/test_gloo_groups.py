@@ -253,11 +253,11 @@ def test_no_group_is_split_off_a_job_that_is_bound_to_a_device(pool: WorkerPool)
 
 
 def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
-    """The last rank comes to the group with a timeout of its own when the others have given up:
+    """The last rank comes to the group when the others have given up:
     they wait for a second there, and not for that timeout, which all else has."""
 
     def late(ranks: Any, name: str, backend: str, limit: timedelta) -> dist.ProcessGroup:
-        if name.endswith("/30.0s"):
+        if limit == timedelta(seconds=30):
             limit = timedelta(seconds=1)
             time.sleep(2.0 if rank == world_size - 1 else 0.0)
         return _make_group(ranks, name, backend, limit)

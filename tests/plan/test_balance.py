@@ -199,3 +199,12 @@ def test_128_documents_on_64_ranks_take_milliseconds() -> None:
         return process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.02
+
+
+def test_many_documents_of_few_lengths_take_no_time_that_grows_with_their_square() -> None:
+    def seconds(count: int) -> float:
+        begun = process_time()
+        balanced_stretches(range(count + 1), 8, [CAUSAL])
+        return process_time() - begun
+
+    assert seconds(16_000) < 10 * seconds(4_000)

@@ -1,6 +1,7 @@
 """Nonsense from the caller is refused by name, never taken for something else."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 
 from mesh_attention import Mask, MeshAttentionError, Problem, count, make_plan, verify
 from mesh_attention.plan.language.text import digest, plan_text
-from mesh_attention.plan.methods.question import attention_mask
+from mesh_attention.plan.methods.question import ask, attention_mask
 from mesh_attention.plan.methods.table import METHODS
-from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.arguments import number, real
 
 PROBLEM = Problem(64, 2, 8)
 READERS: dict[str, Callable[[Any], object]] = {
@@ -59,9 +60,21 @@ def test_ranks_are_a_whole_number(ranks: Any) -> None:
 def test_a_pair_may_be_text_or_a_list_and_numbers_may_be_of_numpy() -> None:
     plans = [
         make_plan(PROBLEM, 4, method="mesh", tile=tile)
-        for tile in ("4x1", [4, 1], (np.int64(4), 1))
+        for tile in ("4x1", [4, 1], (np.int64(4), 1), np.array([4, 1]))
     ]
-    assert plans[0] == plans[1] == plans[2] == make_plan(PROBLEM, 4, method="mesh", tile=(4, 1))
+    assert plans == [make_plan(PROBLEM, 4, method="mesh", tile=(4, 1))] * 4
+    assert real("softcap", np.float32(2)) == real("softcap", np.int64(2)) == 2.0
+    mask = attention_mask(causal=np.True_, window_size=np.array([3, 0]))  # type: ignore[arg-type]
+    assert repr(mask) == repr(Mask(causal=True, window=(3, 0)))
+    assert repr(Mask(causal=np.True_)) == repr(Mask(causal=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["window_size", "tile"])
+def test_an_iterator_is_refused_since_the_next_who_reads_it_would_find_nothing(name: str) -> None:
+    read = {"window_size": partial(attention_mask, causal=True), "tile": partial(ask, PROBLEM, 4)}
+    for once in (iter((2, 2)), (x for x in (2, 2))):
+        with pytest.raises(MeshAttentionError, match=f"{name}=<"):
+            read[name](**{name: once} | ({"method": "mesh"} if name == "tile" else {}))
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,7 @@ def test_an_impossible_slice_is_refused_by_its_number(slices: Any, says: str) ->
         (lambda: Mask.tree([-2], [1]), "parents=-2"),
         (lambda: Mask.with_global_tokens(3, 4, (0, 0)), "more than the 3 tokens"),
         (lambda: Mask.block_causal(4, 0), "frame=0"),
+        (lambda: Mask.block_causal(10**9, 1), "more than 16384 slices"),
         (lambda: Mask.block_causal(4, 2, frames_seen=0), "frames_seen=0"),
         (
             lambda: Problem(4, 1, 8, mask=Mask(slices=(((0, 5), (0, 1), "full"),))),

@@ -37,6 +37,7 @@ def session(*, broken: bool, log: list[str]) -> Any:
         abort=lambda: log.append("abort"),
         close=lambda abort: log.append(f"close groups, abort {abort}"),
         timeout=lambda timeout: timeout,
+        set_timeout=lambda timeout: None,
     )
     transports: Any = SimpleNamespace(
         close=lambda abandon: log.append(f"close transports, abandon {abandon}")
@@ -104,8 +105,10 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
 ) -> None:
     log: list[str] = []
     one: Any = object.__new__(Guard)
-    one.place, one._usual_timeout, one._comparisons = 1, None, {}
-    one._groups = SimpleNamespace(everybody=lambda timeout: None)
+    one.place, one._comparison = 1, None
+    one._groups = SimpleNamespace(
+        everybody=lambda: None, timeout=lambda _: None, set_timeout=lambda _: None
+    )
     begin = SimpleNamespace(begin=lambda *_: log.append("device"))
     monkeypatch.setattr(Guard, "_watched", lambda self, stream: begin)
 

@@ -15,6 +15,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE
 from mesh_attention.runtime.agreement import handshake
 from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake, verdict_on
+from mesh_attention.runtime.transport.job_store import as_number, as_words
 
 RANKS = (3, 5, 8)  # global ranks: a group need not begin at 0
 LONG = timedelta(seconds=30)
@@ -202,6 +203,25 @@ def test_half_against_half_says_that_either_may_be_right() -> None:
         "ranks [2, 3] (or [0, 1]) of the group [0, 1, 2, 3] disagree: "
         "tokens is 6 there, 4 elsewhere"
     )
+
+
+@pytest.mark.parametrize("nonsense", ["\x1b[2J nonsense", "[1, 2]", '{"statement": 3}', "[" * 9999])
+def test_nonsense_in_the_store_is_an_error_of_the_rank_whose_key_has_it(
+    store: HashStore, nonsense: str
+) -> None:
+    made = handshakes()
+    store.set("g/agreement/round1/5", nonsense)
+    for told in texts(together(made, {rank: {} for rank in (3, 8)})).values():
+        assert told.startswith("rank 5: its key in the job's store holds nonsense")
+        assert told.isprintable()
+        assert len(told) < 400
+
+
+def test_what_a_peer_says_can_be_printed_whatever_it_is() -> None:
+    assert as_words(b"\x1b[31mred\r\n\xff\x9b") == "\\x1b[31mred\\r\n\ufffd\ufffd"
+    assert as_words("Grüße".encode()) == "Grüße"
+    assert as_words(b"y" * 50_000).endswith("y ... (40000 more characters)")
+    assert [as_number(x) for x in (b"12", b"", b"-1", b"\xb2")] == [12, 0, 0, 0]
 
 
 def test_three_values_are_told_with_the_ranks_that_have_them() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from mesh_attention import MeshAttentionError, Problem, make_plan
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.request.tensor_checks import fault_of_tensors
 from mesh_attention.testing import run_local
 
 PROBLEM = Problem(16, 2, 8, element_bytes=4)
@@ -37,6 +38,21 @@ def test_what_is_not_a_plan_is_refused(nonsense: Any) -> None:
 def test_tensors_that_do_not_fit_are_refused_by_name(given: tuple[Any, ...], told: str) -> None:
     with pytest.raises(MeshAttentionError, match=told):
         run_local(PLAN, *given)
+
+
+@pytest.mark.parametrize(
+    ("q", "way_out"),
+    [
+        (X, "cut the whole tensor with ContextParallel.shard(x, 1)"),
+        (X[:, :8].transpose(1, 2), "heads come after tokens: give x.transpose(1, 2)"),
+        (X.transpose(1, 2), "give x.transpose(1, 2), and cut the whole tensor"),
+        (X[:, :8, :1], "this ContextParallel was made for 2 such heads of 8"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_with_what_is_wrong_in_it(
+    q: torch.Tensor, way_out: str
+) -> None:
+    assert way_out in str(fault_of_tensors(PLAN, q, X[:, :8], X[:, :8]))
 
 
 @pytest.mark.parametrize("scale", ["1", float("nan"), 0, True])

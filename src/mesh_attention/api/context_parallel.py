@@ -13,7 +13,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.api.batches import Batches
 from mesh_attention.api.report import Reports
 from mesh_attention.api.training import Training
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.request.arguments import fault_of_keywords
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.request.tensor_checks import fault_of_label, fault_of_unsupported
+from mesh_attention.request.tensor_checks import (
+    fault_of_label,
+    fault_of_unsupported,
+    read_label,
+)
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 
@@ -164,6 +170,7 @@ class ContextParallel(Batches, Training, Reports):
         label: str | int | None = None,
         dropout_p: float = 0.0,
         alibi_slopes: Tensor | None = None,
+        **elsewhere: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Exact attention of this rank's queries over all keys that the mask shows them.
 
@@ -190,7 +197,10 @@ class ContextParallel(Batches, Training, Reports):
         fault = None
         if dropout_p or alibi_slopes is not None:
             fault = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        if elsewhere:
+            fault = fault_of_keywords(elsewhere)
         if label is not None:
+            label = read_label(label)
             fault = fault or fault_of_label(label)
         out, lse = attend(
             self._calls,
@@ -223,6 +233,12 @@ class ContextParallel(Batches, Training, Reports):
         what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
         """
         self._calls.user.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MeshAttentionError(
+            "a ContextParallel holds connections to other ranks and cannot be copied or pickled: "
+            "use the same object, or make another with ContextParallel(...) on all ranks"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from mesh_attention.request.tensor_checks import (
     fault_of_sinks,
     fault_of_tensors,
     fault_of_unsupported,
+    read_label,
 )
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
@@ -82,6 +83,7 @@ def mesh_attention(
         "layout": layout,
         **options,
     }
+    label = read_label(label)
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     user = session.user_of_function()
     source, calls, spread = None, CallOptions(), Spread()

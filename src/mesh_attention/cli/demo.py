@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -186,7 +188,7 @@ def run_cases(tell: Progress | None) -> list[Outcome]:
         return [task.result() for task in tasks]
 
     outcomes = []
-    ranks = ProcessPoolExecutor(NUM_RANKS, context)
+    ranks = ProcessPoolExecutor(NUM_RANKS, context, _end_with_parent)
     with tempfile.TemporaryDirectory() as folder:
         try:
             results([ranks.submit(_join, rank, folder) for rank in range(NUM_RANKS)])
@@ -205,6 +207,18 @@ def run_cases(tell: Progress | None) -> list[Outcome]:
         finally:
             ranks.shutdown()
     return outcomes
+
+
+def _end_with_parent() -> None:
+    """A rank whose parent was killed would wait for its next task for ever."""
+
+    def watch() -> None:
+        parent = mp.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="mesh_attention parent", daemon=True).start()
 
 
 def _join(rank: int, folder: str) -> None:

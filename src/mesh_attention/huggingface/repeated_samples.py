@@ -78,7 +78,7 @@ def without_repeated(loader: Any, dp: DeviceMesh, whole: Any) -> Any:
     each = _samples_of_step(loader) // dp.size()
     positions = whole.get("position_ids")
     if len(labels) == each:
-        sample = torch.arange(each)[:, None]
+        sample = torch.arange(each, device=labels.device)[:, None]
     elif positions is not None and (positions == 0).sum() == each:  # one pack
         sample = (positions == 0).flatten().cumsum(0).view(positions.shape) - 1
     else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import cache, cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ _OWN = (
     *_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster", "tuned",
     "same_bits",
 )  # fmt: skip
+_DOCUMENTS = "documents=cp.documents(cu_seqlens), once a batch"
+_MASK = "ContextParallel(..., mask=Mask(...)), once for all calls, as a rule and not a tensor"
+_PLACES = {  # of what flash-attn and PyTorch take in the call
+    "scale": "ContextParallel(..., softmax_scale=...), once for all calls",
+    "is_causal": "ContextParallel(..., causal=...), once for all calls",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "key_padding_mask": _DOCUMENTS,
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), _DOCUMENTS),
+    "enable_gqa": "nothing: fewer heads of k and v say it",
+}
 
 
 def read_arguments(
@@ -250,6 +262,17 @@ def _method_options() -> frozenset[str]:
     return frozenset({"method", *options})
 
 
+def fault_of_keywords(keywords: Mapping[str, Any]) -> MeshAttentionError | None:
+    """What `ContextParallel.attention` does not take: each has its place, or is not known."""
+    for name in keywords:
+        place = f"ContextParallel(..., {name}=...), once for all calls" if name in _OWN else None
+        place = place or _PLACES.get(name)
+        if place is None:
+            return MeshAttentionError(f"attention has no argument {name!r}")
+        return MeshAttentionError(f"attention has no argument {name!r}: it goes into {place}")
+    return None
+
+
 def _refuse_near_names(options: Mapping[str, Any]) -> None:
     """An option that is nearly the name of an argument was meant as one."""
     for name in sorted(options.keys() - _method_options()):
@@ -277,7 +300,8 @@ def _call_options(
     timeout: Any = None,
 ) -> CallOptions:
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    cap = 0.0 if softcap is None or softcap == 0 else real("softcap", softcap)
+    none = softcap is None or (isinstance(softcap, Real) and softcap == 0)
+    cap = 0.0 if none else real("softcap", softcap)
     if cap > MOST_SOFTCAP:
         raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
     if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):

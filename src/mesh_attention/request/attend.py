@@ -199,7 +199,7 @@ def _traced_attention(
                 "it must be a torch.Tensor" if missing else "in compiled code give x.to_local()"
             )
             refusal = f"{called} is {type(x).__name__}; {way_out}"
-            q = k = v = torch.empty(0)
+            q = k = v = torch.empty(0, device="cpu")
             sinks = None
     q, k, v = as_under_autocast(q, k, v)
     out, lse, _, _ = attention_op(

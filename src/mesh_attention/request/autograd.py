@@ -42,7 +42,7 @@ class Attention(torch.autograd.Function):
         if kept:
             calls = ctx.prepared and ctx.prepared.call
             retaken = (calls.rank_plan if calls else plan_of_graph(name, q)).retaken
-            options = calls.options if calls else OBJECT_CALLS.find(int(name)).options
+            options = calls.options if calls else OBJECT_CALLS.find(name).options
             if sinks is not None or options.differentiable_lse:
                 retaken += ("lse",)
             ctx.mark_non_differentiable(place, *kept)

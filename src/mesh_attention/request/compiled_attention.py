@@ -39,7 +39,7 @@ def prepared_in_graph(
             "compiled attention cannot be part of a CUDA graph: those of mode='reduce-overhead' "
             "end before it and begin after it where torch._inductor.config.graph_partition is on"
         )
-    return _prepared(OBJECT_CALLS.find(int(name)), run, *tensors, **how)
+    return _prepared(OBJECT_CALLS.find(name), run, *tensors, **how)
 
 
 @collective_call(of_calls)
@@ -88,7 +88,7 @@ def _shapes(out: Tensor, k_shape: Sequence[int]) -> list[Sequence[int]]:
 
 def plan_of_graph(name: str, q: Tensor) -> RankPlan:
     """The plan of an object that has one for all calls: then a graph knows what is kept."""
-    fixed = OBJECT_CALLS.find(int(name)).fixed
+    fixed = OBJECT_CALLS.find(name).fixed
     assert fixed is not None, "graphs of other objects keep nothing"
     return fixed.of(q.dtype.itemsize)
 
@@ -126,7 +126,7 @@ def fake_attention(
     batch, slots, heads, _ = q.shape
     lse = q.new_empty((slots, batch, heads), dtype=statistics).permute(1, 2, 0)
     out = q.new_empty((batch, slots, heads, v.shape[3]))
-    options = OBJECT_CALLS.find(int(name)).options.for_lse(return_lse, sinks)
+    options = OBJECT_CALLS.find(name).options.for_lse(return_lse, sinks)
     if keeps and not options.return_lse and plan_of_graph(name, q).keeps_lse:
         lse = lse.new_empty((batch, heads, 0))
     return out, lse, place, _kept(name, q) if keeps and needs_grad else []

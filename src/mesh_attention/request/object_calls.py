@@ -84,7 +84,7 @@ class ObjectCalls:
             raise
 
     def _agree_on_plan(self, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
-        calls, error, choice = self.session.calls, None, None
+        calls, error, choice, plan = self.session.calls, None, None, None
         try:
             self.arguments = with_lengths(arguments)
             known = has_sizes(self.arguments)
@@ -97,17 +97,21 @@ class ObjectCalls:
             else:
                 choice = asked.choose(group)
                 self._fix(asked, choice)
+            plan = None if self.fixed is None else self.fixed.first
         except Exception as raised:  # whatever it is, the others must not wait for us
             error = raised
-        plan = None if self.fixed is None else self.fixed.first
+        except BaseException as ended:  # nor for what is no mistake: Ctrl-C, say
+            self.session.tell_of(ended, self.options)
+            raise
         by = None if choice is None else choice.text
         followed = calls.agree_on_plan(plan, self.options, error, by)
         if followed is not None and choice is not None and isinstance(asked, AskedPlan):
             try:
                 self._fix(asked, choice.follow(followed))
+                plan = self.source.first
             except Exception as raised:
                 error = raised
-            calls.agree_on_plan(self.source.first, self.options, error)
+            calls.agree_on_plan(plan, self.options, error)
 
     def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
         """One plan for all calls."""

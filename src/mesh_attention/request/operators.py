@@ -38,6 +38,7 @@ from mesh_attention.runtime.session.session import User
 from mesh_attention.runtime.session.user_call import USER_CALLS
 
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
+_TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 # `place`: of the call among all of them, which its backward pass states. `kept`: rows that the
 # forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse. `keeps`: in a
@@ -175,10 +176,13 @@ def forward_pass(
     user.begin(kind, Direction.FORWARD, options, device, label, sinks=sinks is not None)
     with guard.whole_or_broken():
         result = user.run(call, Direction.FORWARD, inputs)
-        out = result["out"].transpose(0, 1).contiguous()
-        if "lse" in result:  # a view: backward wants rows first again
-            lse = result["lse"].squeeze(-1).permute(1, 2, 0)
-        else:  # nobody asks for it
+        # Results of their own, which may be changed in place, and not views of others.
+        with torch._C._ExcludeDispatchKeyGuard(_TRACKS_VIEWS):
+            out = result["out"].transpose(0, 1).contiguous()
+            lse = result.get("lse")
+            if lse is not None:  # not copied: backward wants rows first again
+                lse = lse.squeeze(-1).permute(1, 2, 0)
+        if lse is None:  # nobody asks for it
             dtype = torch.promote_types(out.dtype, torch.float32)
             lse = out.new_empty((out.shape[0], out.shape[2], 0), dtype=dtype)
         kept = [result[b.name] for b in call.rank_plan.recalled] if needs_grad else []

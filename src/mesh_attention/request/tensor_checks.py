@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
     }
     for name, (x, shape) in wanted.items():
         if tuple(x.shape) != shape:
+            tokens = p.q_tokens if name == "q" else p.keys
             return MeshAttentionError(
                 f"{name} has shape {tuple(x.shape)}, expected {shape} = (batch, local_seq, "
-                f"heads, head_dim); shard whole tensors with ContextParallel.shard(x, dim)"
+                f"heads, head_dim); {_way_to_shape(tuple(x.shape[1:]), shape, tokens)}"
             )
         if x.dtype != q.dtype or x.device != q.device:
             return MeshAttentionError(
@@ -41,6 +43,21 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return MeshAttentionError(f"dtype {q.dtype} is not a floating-point type of attention")
     return None
+
+
+def _way_to_shape(found: tuple[int, ...], wanted: tuple[int, ...], tokens: int) -> str:
+    """`found` is without the batch; `tokens`: of the whole tensor."""
+    _, slots, heads, width = wanted
+    shard = "cut the whole tensor with ContextParallel.shard(x, 1)"
+    if found == (heads, slots, width):
+        return "heads come after tokens: give x.transpose(1, 2)"
+    if found == (heads, tokens, width):
+        return f"heads come after tokens: give x.transpose(1, 2), and {shard}"
+    if found[1:] == (heads, width):
+        return shard
+    if found[:1] == (slots,):
+        return f"this ContextParallel was made for {heads} such heads of {width}"
+    return shard
 
 
 def fault_of_kind(**tensors: Any) -> MeshAttentionError | None:
@@ -119,11 +136,16 @@ UNSUPPORTED = {
 def fault_of_unsupported(**arguments: Any) -> MeshAttentionError | None:
     """What people who come from flash-attn may pass: no dropout and no slopes are fine."""
     for name, value in arguments.items():
-        nothing = value is None or (isinstance(value, int | float) and value == 0)
+        nothing = value is None or (isinstance(value, Real) and value == 0)
         if name in UNSUPPORTED and not nothing:
-            text = f"{name}={value}" if isinstance(value, int | float) else name
+            text = f"{name}={value}" if isinstance(value, Real) else name
             return MeshAttentionError(f"{text}: {UNSUPPORTED[name]}")
     return None
+
+
+def read_label(label: Any) -> Any:
+    """numpy's whole numbers are whole numbers."""
+    return int(label) if isinstance(label, Integral) and not isinstance(label, bool) else label
 
 
 def fault_of_label(label: Any) -> MeshAttentionError | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -60,6 +60,7 @@ def cross_entropy(
     _refuse_wrong(logits, targets, reduce)
     assert targets is not None
     _refuse_wrong_numbers(num_targets, ignore_index, label_smoothing)
+    ignore_index, label_smoothing = int(ignore_index), float(label_smoothing)
     if isinstance(num_targets, Tensor):
         num_targets = num_targets.detach().reshape(())
     session.groups.check_device(logits.device)
@@ -85,7 +86,7 @@ def cross_entropy(
     user.begin(kind, "cross_entropy", options, logits.device)
     with session.guard.whole_or_broken():
         if ranks.within and len(session.groups.ranks) > 1:
-            _add_up(sums, session.groups.everybody(options.timeout))
+            _add_up(sums, session.groups.everybody())
         session.guard.settle((sums,))
     if ranks.group is not None:
         _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
@@ -169,9 +170,9 @@ def _refuse_wrong_numbers(num_targets: Any, ignore_index: Any, label_smoothing: 
             f"num_targets={num_targets!r}: give how many targets all ranks have in all batches "
             "whose gradients are accumulated, one number, or leave it out"
         )
-    if type(ignore_index) is not int:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, int | float):
+    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, Real):
         raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be a number")
     if not 0 <= label_smoothing <= 1:  # NaN neither
         raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be from 0 to 1")

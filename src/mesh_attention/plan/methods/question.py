@@ -6,7 +6,7 @@ leave the method out use `choose/ask.py`, which ends here. An option that is Non
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ def attention_mask(
     """The mask that these arguments describe together; contradictions are refused. With causal=None
     the mask decides."""
     if causal is not None:
-        flag("causal", causal)
+        causal = flag("causal", causal)
     window = _window(window_size)
     if mask is not None and not isinstance(mask, Mask):
         raise PlanError(f"mask={mask!r}: must be a Mask, such as Mask(causal=True)")
@@ -169,6 +169,8 @@ def _window(size: Any) -> tuple[int | None, int | None] | None:
     if size is None:
         return None
     try:
+        if isinstance(size, Iterator):  # of which the next reader would find nothing
+            raise TypeError
         left, right = (number("window_size", side, least=-1) for side in size)
     except (TypeError, ValueError) as error:
         if isinstance(error, PlanError):

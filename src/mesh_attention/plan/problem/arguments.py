@@ -10,7 +10,10 @@ import math
 import operator
 from collections.abc import Sequence
 from enum import StrEnum
+from numbers import Real
 from typing import Any, TypeVar
+
+import numpy as np
 
 from mesh_attention.errors import PlanError
 
@@ -39,7 +42,7 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
 
 def real(name: str, value: Any) -> float:
     """A finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise PlanError(f"{name}={value!r}: must be a number")
     try:
         number = float(value)
@@ -51,9 +54,9 @@ def real(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise PlanError(f"{name}={value!r}: must be True or False")
-    return value
+    return bool(value)
 
 
 def choice(kind: type[Member], name: str, value: Any) -> Member:
@@ -70,6 +73,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     ((4, 2), (4, 2))
     """
     parts: Any = value.lower().split("x") if isinstance(value, str) else value
+    parts = parts.tolist() if hasattr(parts, "tolist") else parts
     try:
         if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
             raise TypeError

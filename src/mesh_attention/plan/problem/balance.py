@@ -15,13 +15,11 @@ lacks, the next one gets, so differences do not add up.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.document_work import DocumentWork
@@ -77,37 +75,56 @@ class _Document:
     density: float
 
 
-_density = attrgetter("density")
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Whole documents of one length."""
+
+    length: int
+    work: float
+    density: float
+    count: int
+
+
+def _density(document: _Document) -> float:
+    return document.density
+
+
+# Negative, so that they grow and can be searched.
+def _shorter(document: _Document | _Kind) -> int:
+    return -document.length
+
+
+def _sparser(document: _Document) -> float:
+    return -document.density
 
 
 class _Front:
-    """The work of the first tokens of whole documents in some order, up to a number of tokens.
+    """The work of the first tokens of whole documents in some order, as far as it was asked for.
+    All documents of one length are one step: there are few lengths, however many documents."""
 
-    size    of those documents
-    reach   tokens up to which it is known
-    """
+    def __init__(self, kinds: list[_Kind], *, backwards: bool) -> None:
+        self._kinds, self._backwards = kinds, backwards
+        self._tokens, self._works = [0], [0.0]  # before each kind
 
-    __slots__ = ("_densities", "_tokens", "_works", "reach", "size")
-
-    def __init__(self, documents: Iterable[_Document], up_to: int) -> None:
-        tokens, work = 0, 0.0
-        self._tokens, self._works, self._densities = [0], [0.0], list[float]()
-        self.reach = math.inf  # where there are no others
-        for document in documents:
-            tokens += document.length
-            work += document.work
-            self._tokens.append(tokens)
-            self._works.append(work)
-            self._densities.append(document.density)
-            if tokens >= up_to:
-                self.reach = tokens
-                break
-        self.size = len(self._densities)
-        self._densities.append(0.0)  # past the last
+    def forget(self, at: int) -> None:
+        """What follows a kind, of which one is about to go."""
+        place = len(self._kinds) - 1 - at if self._backwards else at
+        del self._tokens[place + 1 :], self._works[place + 1 :]
 
     def work(self, tokens: int) -> float:
+        while self._tokens[-1] < tokens and len(self._tokens) <= len(self._kinds):
+            kind = self._kind(len(self._tokens) - 1)
+            self._tokens.append(self._tokens[-1] + kind.count * kind.length)
+            self._works.append(self._works[-1] + kind.count * kind.work)
         at = bisect_right(self._tokens, tokens) - 1
-        return self._works[at] + (tokens - self._tokens[at]) * self._densities[at]
+        if at == len(self._kinds):
+            return self._works[at]
+        kind = self._kind(at)
+        whole, some = divmod(tokens - self._tokens[at], kind.length)
+        return self._works[at] + whole * kind.work + some * kind.density
+
+    def _kind(self, place: int) -> _Kind:
+        return self._kinds[-1 - place if self._backwards else place]
 
 
 class _Left:
@@ -122,15 +139,15 @@ class _Left:
     ) -> None:
         self._rows = DocumentWork(masks, weights)
         spans = sorted((start - stop, start) for start, stop in pairwise(documents) if start < stop)
-        lengths = {-size for size, _ in spans}
-        work = {length: self._rows.before(length, length) for length in lengths}
+        counts = Counter(-size for size, _ in spans)  # in the order of the spans
+        work = {length: self._rows.before(length, length) for length in counts}
+        self._kinds = [_Kind(n, work[n], work[n] / n, count) for n, count in counts.items()]
         self._whole = [
             _Document(start, -size, work[-size], -size, work[-size] / -size)
             for size, start in spans
         ]
-        # Negative, so that both columns grow and can be searched.
-        self._shorter = [-document.length for document in self._whole]
-        self._sparser = [-document.density for document in self._whole]
+        self._most = _Front(self._kinds, backwards=False)
+        self._fewest = _Front(self._kinds, backwards=True)
         self._cut: list[_Document] = []
         self._ranks, self._rank = num_ranks, 0
         self._tokens, self._work = documents[-1], sum(document.work for document in self._whole)
@@ -141,19 +158,6 @@ class _Left:
         long = self._tokens >= _LONG_SHARD * num_ranks
         self._align = ALIGN * (2 if self._rows.folded else 1) if long else 1
 
-    # Both know a little more than this rank needs, and so mostly what the next ones need.
-    @cached_property
-    def _fewest(self) -> _Front:
-        return _Front(reversed(self._whole), self._need_tokens * 9 // 8)
-
-    @cached_property
-    def _most(self) -> _Front:
-        return _Front(self._whole, self._need_tokens * 9 // 8)
-
-    def _known(self, front: str) -> _Front | None:
-        made: _Front | None = self.__dict__.get(front)
-        return made
-
     def next_rank(self) -> list[tuple[int, int]]:
         self._own = []
         before, self._rank = self._tokens * self._rank // self._ranks, self._rank + 1
@@ -163,9 +167,6 @@ class _Left:
             for document in (*self._cut, *self._whole):
                 self._take(document)
             return self._own
-        for name in ("_fewest", "_most"):
-            if (front := self._known(name)) and front.reach < self._need_tokens:
-                delattr(self, name)
         for document in tuple(self._cut):
             if self._fits(document):
                 self._take(document)
@@ -191,23 +192,21 @@ class _Left:
         first = True
         while not self._is_met() and not self._finish():
             tokens, work = self._need_tokens, self._need_work + self._work_slack
-            low = bisect_left(self._shorter, -tokens - self._token_slack)
+            fitting = bisect_left(self._kinds, -tokens - self._token_slack, key=_shorter)
 
-            def leaves_enough(
-                document: _Document,
-                fewest: _Front = self._fewest,
-                tokens: int = tokens,
-                work: float = work,
-            ) -> bool:
+            def leaves_enough(kind: _Kind, tokens: int = tokens, work: float = work) -> bool:
                 """Longer documents leave too little work for the tokens of the rest."""
-                return work - document.work >= fewest.work(max(tokens - document.length, 0))
+                return work - kind.work >= self._fewest.work(max(tokens - kind.length, 0))
 
-            low = bisect_left(self._whole, True, lo=low, key=leaves_enough)
+            at = bisect_left(self._kinds, True, lo=fitting, key=leaves_enough)
+            if at == len(self._kinds):
+                return
+            low = bisect_left(self._whole, -self._kinds[at].length, key=_shorter)
             if not first and tokens > 0:
-                near = bisect_left(self._sparser, -self._need_work / tokens)
+                near = bisect_left(self._whole, -self._need_work / tokens, key=_sparser)
                 low = max(low, min(near, len(self._whole) - 1))
             first = False
-            if low == len(self._whole) or not self._fits(self._whole[low]):
+            if not self._fits(self._whole[low]):
                 return
             self._take(self._whole[low])
 
@@ -216,11 +215,11 @@ class _Left:
         whole, tokens, work = self._whole, self._need_tokens, self._need_work
         if len(whole) < _ENOUGH or tokens > 2 * whole[len(whole) // 8].length:
             return False
-        low = bisect_left(self._shorter, -tokens)
-        high = bisect_right(self._shorter, -tokens / 2)  # the longer of the two is before
+        low = bisect_left(whole, -tokens, key=_shorter)
+        high = bisect_right(whole, -tokens / 2, key=_shorter)  # the longer of the two is before
 
         def partner(document: _Document) -> int:
-            return bisect_left(self._shorter, document.length - tokens)
+            return bisect_left(whole, document.length - tokens, key=_shorter)
 
         def is_little(document: _Document) -> bool:
             """The longer the document, the more work it and its partner have."""
@@ -248,7 +247,7 @@ class _Left:
         if tokens <= self._align // 2 or self._is_met():
             return False
         needed = work / tokens
-        at = bisect_right(self._sparser, -needed)
+        at = bisect_right(self._whole, -needed, key=_sparser)
         denser = [cut for cut in self._cut if cut.density >= needed] or self._whole[:at][-1:]
         sparser = [cut for cut in self._cut if cut.density < needed] or self._whole[at : at + 1]
         if not denser or not sparser:
@@ -323,11 +322,11 @@ class _Left:
             document.density = document.work / document.tokens
 
     def _whole_is_gone(self, document: _Document) -> None:
-        at = self._whole.index(document)
-        for column in (self._whole, self._shorter, self._sparser):
-            del column[at]
-        most, fewest = self._known("_most"), self._known("_fewest")
-        if most and at < most.size:
-            del self._most
-        if fewest and at > len(self._whole) - fewest.size:
-            del self._fewest
+        first = bisect_left(self._whole, -document.length, key=_shorter)  # of its length
+        del self._whole[self._whole.index(document, first)]
+        at = bisect_left(self._kinds, -document.length, key=_shorter)
+        self._most.forget(at)
+        self._fewest.forget(at)
+        self._kinds[at].count -= 1
+        if not self._kinds[at].count:
+            del self._kinds[at]

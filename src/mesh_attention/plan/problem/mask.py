@@ -81,7 +81,7 @@ class Mask:
             raise PlanError("'documents' and kv_documents must have the same number of documents")
 
     def _normalise(self) -> None:
-        flag("causal", self.causal)
+        object.__setattr__(self, "causal", flag("causal", self.causal))
         object.__setattr__(self, "prefix", number("prefix", self.prefix, least=None))
         if self.window is not None:
             object.__setattr__(self, "window", _window(self.window))
@@ -104,7 +104,7 @@ class Mask:
         above = [_parent(node, parent) for node, parent in enumerate(parents)]
         if len(above) != len(sizes):
             raise PlanError(f"{len(above)} parents and {len(sizes)} lengths: give one of each")
-        return Mask(slices=tuple(tree_slices(above, sizes)))
+        return Mask(slices=tree_slices(above, sizes))  # type: ignore[arg-type]
 
     @staticmethod
     def with_global_tokens(
@@ -132,7 +132,7 @@ class Mask:
         `frames_seen` in all, its own among them."""
         seen = None if frames_seen is None else number("frames_seen", frames_seen)
         sizes = number("num_tokens", num_tokens), number("frame", frame)
-        return Mask(slices=tuple(frame_slices(*sizes, seen)))
+        return Mask(slices=frame_slices(*sizes, seen))  # type: ignore[arg-type]
 
     @property
     def is_full(self) -> bool:

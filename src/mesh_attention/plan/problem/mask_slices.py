@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 from mesh_attention.errors import PlanError
@@ -42,13 +42,20 @@ _ALSO: dict[Any, SliceKind] = {  # with MagiAttention's words and numbers for th
     "inv_causal": SliceKind.INVERSE_CAUSAL,
     "bi_causal": SliceKind.BICAUSAL,
 }
+MAX_SLICES = 1 << 14
 _FORM = "give ((query start, stop), (key start, stop), kind)"
 
 
 def checked_slices(slices: Any) -> tuple[Slice, ...]:
     if not isinstance(slices, Iterable) or isinstance(slices, str | bytes):
         raise PlanError(f"slices={slices!r}: give a list of slices, and of each {_FORM[5:]}")
-    return tuple(_checked(at, item) for at, item in enumerate(slices))
+    checked = tuple(_checked(at, x) for at, x in enumerate(islice(slices, MAX_SLICES + 1)))
+    if len(checked) > MAX_SLICES:
+        raise PlanError(
+            f"more than {MAX_SLICES} slices, for which planning would take minutes and GiBs; use "
+            "larger blocks, or documents in place of slices"
+        )
+    return checked
 
 
 def _checked(at: int, item: Any) -> Slice:

@@ -16,9 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.runtime.agreement.handshake import read_said
 from mesh_attention.runtime.agreement.identity import Identity
 from mesh_attention.runtime.transport.groups import Groups, default_store
-from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, JobStore, LostStoreError
+from mesh_attention.runtime.transport.job_store import (
+    ANSWER_SECONDS,
+    JobStore,
+    LostStoreError,
+    as_number,
+    as_words,
+)
 from mesh_attention.runtime.transport.shared_memory import this_host
 
 _PAUSE_SECONDS = 0.01
@@ -44,12 +51,12 @@ class Faults:
     def tell(self, cause: str) -> str:
         """The cause as all ranks know it: ours, unless another was told before."""
         with suppress(LostStoreError):
-            return self._store.compare_set(_CAUSE, "", cause).decode()
-        return cause
+            return as_words(self._store.compare_set(_CAUSE, "", cause))
+        return as_words(cause.encode())
 
     def known_cause(self) -> str | None:
         cause = self._store.there([_CAUSE])
-        return cause[_CAUSE].decode() if cause else None
+        return as_words(cause[_CAUSE]) if cause else None
 
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
@@ -80,7 +87,7 @@ class Faults:
         """Ranks that gave up once more than this one has."""
         keys = {rank: f"left/{rank}" for rank in self._ranks}
         ever = self._store.there(keys.values())
-        return [rank for rank, key in keys.items() if int(ever.get(key, 0)) > times]
+        return [rank for rank, key in keys.items() if as_number(ever.get(key, b"")) > times]
 
     def explain(self, seen: str, times: int) -> str:
         """The cause of what this rank has `seen`, in words. `times`: see `leave`."""
@@ -124,14 +131,16 @@ class Faults:
             time.sleep(_PAUSE_SECONDS)
         keys = {rank: key.format(rank) for rank in self._ranks}
         heard = self._store.there(keys.values())
-        return {rank: json.loads(heard[key]) for rank, key in keys.items() if key in heard}
+        return {rank: read_said(heard[key]) for rank, key in keys.items() if key in heard}
 
     def _has_ended(self, rank: int) -> bool:
         process = self._store.there([f"process/{rank}"])
         if not process:
             return False
-        host, number, started = json.loads(*process.values())
-        return bool(host == this_host() and _start_of(number) != started)
+        with suppress(ValueError, TypeError):  # of who wrote nonsense nothing is known
+            host, number, started = json.loads(*process.values())
+            return bool(host == this_host() and _start_of(number) != started)
+        return False
 
 
 def _named(ranks: Sequence[int]) -> str:

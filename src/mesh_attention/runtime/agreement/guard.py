@@ -52,9 +52,8 @@ class Guard:
         self._cause: str | None = None  # why everything is refused
         self._current: Identity | None = None
         self._alone = len(groups.ranks) == 1
-        # By the timeout of the call: what is in flight is waited for when a group ends.
-        self._comparisons: dict[timedelta | None, HostComparison] = {}
-        self._timeout = self._usual_timeout = groups.timeout(None)
+        self._comparison: HostComparison | None = None
+        self._timeout = groups.timeout(None)
         self._watch: Watch | None = None
         self.place = 0  # of the call that this rank is at, among all of them
         self.compared = False  # in the call that was entered; others may be in it, or past it
@@ -111,13 +110,14 @@ class Guard:
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
     ) -> bool:
         try:
-            self._timeout = timeout or self._usual_timeout
+            self._timeout = self._groups.timeout(timeout)
+            self._groups.set_timeout(self._timeout)
             if self._nccl and stream is not None:
                 self._watched(stream).begin(identity, self.place, self._timeout)
                 return True  # for now
-            if timeout not in self._comparisons:
-                self._comparisons[timeout] = HostComparison(self._groups.everybody(timeout))
-            return self._comparisons[timeout].agrees(identity.number, self._look_around)
+            if self._comparison is None:
+                self._comparison = HostComparison(self._groups.everybody())
+            return self._comparison.agrees(identity.number, self._look_around)
         except (RuntimeError, dist.DistBackendError) as error:
             first_line = str(error).splitlines()[0]
             raise CommunicationError(f"the ranks could not compare calls ({first_line})") from error
@@ -131,7 +131,7 @@ class Guard:
         if self._watch is None:
             # PyTorch makes a communicator in its first call, and not every exchange has all ranks.
             number = torch.zeros(1, device=stream.device)
-            dist.all_reduce(number, group=self._groups.everybody(None))
+            dist.all_reduce(number, group=self._groups.everybody())
             comparison = DeviceComparison(self._groups.comparing(), stream.device)
             self._watch = Watch(comparison, self._find_difference, self._find_fault)
         return self._watch
@@ -215,7 +215,7 @@ class Guard:
                 self._watch.spoil()
             if error is not None:
                 _forget_locals(error)
-            self._comparisons.clear()
+            self._comparison = None
             # Those who wait for us learn from the closed connection that they wait in vain.
             drop = self._drop()
             if drop is not None:
@@ -249,7 +249,7 @@ class Guard:
 
     def rest(self) -> None:
         """Nobody uses the session now."""
-        self._comparisons.clear()
+        self._comparison = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
 from mesh_attention.runtime.agreement.identity import OF_ONE_KIND, ORDER, Statement
 from mesh_attention.runtime.transport.groups import Groups, default_store
-from mesh_attention.runtime.transport.job_store import JobStore
+from mesh_attention.runtime.transport.job_store import JobStore, as_number, as_words
 
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
@@ -69,7 +70,7 @@ class Handshake:
         if self._lock.locked():
             return False  # we are making one
         key = f"round{self._rounds + 1}/call"
-        return any(int(asked) < call for asked in self._store.there([key]).values())
+        return any(as_number(asked) < call for asked in self._store.there([key]).values())
 
     def agree(
         self,
@@ -164,21 +165,36 @@ class Handshake:
             pause = min(2 * pause, 0.1)
         if error is not None:
             raise error
-        verdict = self._store.get(key).decode()
+        verdict = self._store.get(key).decode(errors="replace")
         if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
-            raise DisagreementError(verdict)
+            raise DisagreementError(as_words(verdict.encode()))
         return verdict
 
     def _statements(self, prefix: str, known: Said) -> Said:
         """What ranks have said since we last looked."""
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
         there = self._store.there(keys.values())
-        return {rank: json.loads(there[key]) for rank, key in keys.items() if key in there}
+        return {rank: read_said(there[key]) for rank, key in keys.items() if key in there}
 
     def _missing(self) -> str:
         spoken = self._statements(f"round{self._rounds}", {})
         absent = [rank for rank in self._ranks if rank not in spoken]
         return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
+
+
+def read_said(said: bytes) -> dict[str, Any]:
+    """What a rank has said of its call; nonsense is an error of that rank."""
+    with suppress(ValueError, RecursionError):
+        read = json.loads(said)
+        if isinstance(read, dict) and isinstance(read.get("statement"), dict):
+            return {"error": None, "in_flight": False} | read
+    seen = as_words(said[:100])
+    return {
+        "statement": {},
+        "error": f"its key in the job's store holds nonsense, {seen!r}: does another program, or "
+        "another version of mesh_attention, write there?",
+        "in_flight": True,
+    }
 
 
 def verdict_on(said: Said, *, complete: bool) -> str:
@@ -274,7 +290,7 @@ def _odd_meetings(said: dict[int, dict[str, tuple[str, int]]]) -> str:
 def error_text(error: BaseException) -> str:
     """Our own errors speak for themselves; others are named by their class."""
     try:
-        words = str(error)
+        words = str(error).encode(errors="backslashreplace").decode()
     except Exception as failed:  # of a caller's error
         words = f"it cannot be told ({type(failed).__name__})"
     if isinstance(error, MeshAttentionError):

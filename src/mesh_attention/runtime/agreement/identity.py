@@ -136,7 +136,7 @@ class DeviceComparison:
         self._poison = poison_kernel()
         self._slots = SharedNumbers(_SLOTS, device)
         self._captured: dict[int, SharedNumbers] = {}  # by place: a graph reads them again
-        self._status = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._status = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
         self.status = self._status.numpy()
         self._compared = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._options = dist.AllreduceOptions()
@@ -187,7 +187,7 @@ class SharedNumbers:
 
     def __init__(self, count: int, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self._memory = torch.zeros(count, 2, dtype=torch.int64).pin_memory()
+            self._memory = torch.zeros(count, 2, dtype=torch.int64, device="cpu").pin_memory()
             seen_by_device = torch.as_tensor(_OnDevice(self._memory), device=device)
         if seen_by_device.data_ptr() != self._memory.data_ptr():
             raise MeshAttentionError(

@@ -130,7 +130,9 @@ def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
         counts += [b - a for a, b in pairwise(cuts)]
     if device.type == "cpu":
         return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
-    index = torch.repeat_interleave(_on(device, torch.tensor(counts)), output_size=len(query))
+    index = torch.repeat_interleave(
+        _on(device, torch.tensor(counts, device="cpu")), output_size=len(query)
+    )
     return lambda column: _on(device, torch.from_numpy(column[..., at])).index_select(-1, index)
 
 

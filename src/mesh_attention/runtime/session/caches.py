@@ -78,8 +78,13 @@ class WeakRegistry(WeakValueDictionary[int, T]):
         self[number] = entry
         return number
 
-    def find(self, number: int) -> T:
-        entry = self.get(number)
+    def find(self, number: int | str) -> T:
+        if not str(number).isdecimal():
+            raise MeshAttentionError(
+                f"{number!r} is the name of no object: call ContextParallel.attention, which calls "
+                "the operators with its own"
+            )
+        entry = self.get(int(number))
         if entry is None:
             raise MeshAttentionError(self._gone)
         return entry

@@ -173,15 +173,14 @@ class Calls:
         """A kind of call that is no attention: known, or agreed on now. Ranks that go `ahead` leave
         it to the call to compare."""
         self._guard.refuse_if_broken()
-        if ahead and self._groups.has_everybody(options.timeout):
+        if ahead and self._groups.has_everybody:
             return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
         known = self._agreed.get(key)
         if known is None:
             self.agree(statement, options, None)
             with self._guard.whole_or_broken():
-                self._groups.everybody(None)
-                self._groups.everybody(options.timeout)
+                self._groups.everybody()
             known = AgreedKind(statement, last_call=self.num_begun)
             self._agreed.keep(key, known)
         return known
@@ -189,6 +188,7 @@ class Calls:
     def agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
         """See `Handshake.agree`. A disagreement that may leave ranks in a call breaks off all."""
         guard, timeout = self._guard, self._groups.timeout(options.timeout)
+        self._groups.set_timeout(timeout)
         try:
             return self._handshake.agree(statement, error, call=guard.place, timeout=timeout)
         except BaseException as raised:
@@ -214,7 +214,7 @@ class Calls:
             refusal = call.transport.refusal(directions)
             self.agree({"transport": "symmetric"}, call.options, refusal)
         with self._guard.whole_or_broken():
-            self._groups.everybody(None)
+            self._groups.everybody()
             # Where memory is shared no longer, older calls need groups as well.
             for kept in self._kept.values():
                 for older in kept.latest_of_each_kind():

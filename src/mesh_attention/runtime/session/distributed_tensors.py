@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
@@ -77,7 +78,7 @@ def own_heads(
 
 def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
     """Of a tensor that has tokens along `dim`."""
-    if not is_dtensor(x) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+    if not is_dtensor(x) or not isinstance(dim, Integral) or not -x.ndim <= dim < x.ndim:
         return _held(x), Spread()
     others = [at for at in range(x.ndim) if at != dim % x.ndim]
     if not _fits(ranks, x, others, replicated=True):

@@ -122,6 +122,13 @@ class Documents:
         """How many documents."""
         return len(self.pack.documents) - 1
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MeshAttentionError(
+            "these documents hold plans of this process and cannot be copied or pickled: use the "
+            "same object for all calls on the batch; their `pack` travels, and documents(pack) "
+            "makes them elsewhere"
+        )
+
     def __repr__(self) -> str:
         return f"<{len(self)} documents of {self.num_tokens} tokens: {self.pack.reason}>"
 

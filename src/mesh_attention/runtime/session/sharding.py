@@ -8,7 +8,7 @@ out on the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -41,11 +41,11 @@ def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tenso
 def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
     """The whole tensor from the shards of all partitions in order, without padding."""
     joined = torch.cat(shards, dim=dim)
-    places = torch.empty(layout.padded_tokens, dtype=torch.int64)
+    places = torch.empty(layout.padded_tokens, dtype=torch.int64, device="cpu")
     for partition in range(layout.num_ranks):
         first = partition * layout.slots
         positions = torch.from_numpy(layout.positions(partition))
-        places[positions] = torch.arange(first, first + layout.slots)
+        places[positions] = torch.arange(first, first + layout.slots, device="cpu")
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
 
 
@@ -66,7 +66,6 @@ class _Unshard(torch.autograd.Function):
         devices: tuple[int, ...],
         rank: int,
         session: Session,
-        timeout: timedelta | None,
         dim: int,
     ) -> Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
@@ -76,7 +75,7 @@ class _Unshard(torch.autograd.Function):
         if size == 1:
             return join_shards([own], layout, dim)
         try:
-            group = session.groups.everybody(timeout)
+            group = session.groups.everybody()
             all_gather(gathered, own, group).wait()
         except (RuntimeError, dist.DistBackendError) as error:
             first_line = str(error).splitlines()[0]
@@ -91,7 +90,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shard = take_shard(grad, ctx.layout, ctx.rank, ctx.dim)
-        return shard, None, None, None, None, None, None
+        return shard, None, None, None, None, None
 
 
 def unshard(
@@ -131,7 +130,7 @@ def unshard(
         )
     user.begin(kind, "unshard", options, x.device)
     with session.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, options.timeout, dim)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, dim)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -226,10 +225,11 @@ class Shards:
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, int):
+    if not isinstance(x, Tensor) or isinstance(dim, bool) or not isinstance(dim, Integral):
         raise MeshAttentionError(
             f"give a tensor and a dimension, not {type(x).__name__} and {dim!r}"
         )
+    dim = int(dim)
     if not -x.ndim <= dim < x.ndim:
         raise MeshAttentionError(f"dim={dim} is outside a tensor of {x.ndim} dimensions")
     return dim % x.ndim

@@ -171,16 +171,13 @@ class CallTransport:
         """The process groups that are still missing."""
         plan, rank = self._rank_plan.plan, self._rank_plan.rank
         for direction in directions:
-            self._groups.prepare(
-                plan, plan.direction(direction), rank, self._timeout, without=self._covers
-            )
+            self._groups.prepare(plan, plan.direction(direction), rank, without=self._covers)
 
     def is_connected(self, directions: Iterable[Direction]) -> bool:
         """Whether there is nothing left that ranks would have to make together."""
         plan, rank = self._rank_plan.plan, self._rank_plan.rank
         return self._memory is None and all(
-            self._groups.has_all(plan, plan.direction(direction), rank, self._timeout)
-            for direction in directions
+            self._groups.has_all(plan, plan.direction(direction), rank) for direction in directions
         )
 
     def _covers(self, ranks: Sequence[int]) -> bool:

@@ -12,10 +12,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
+_LISTEN_SECONDS = 1.0
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -37,11 +41,26 @@ class OpenSocket:
             return None
         return socket.socket(fileno=descriptor)
 
-    def shut_down(self) -> None:
-        connection = self.copy()
-        if connection is not None:
-            with connection, suppress(OSError):  # the other end was faster
-                connection.shutdown(socket.SHUT_RDWR)
+
+def shut_down(connections: Iterable[OpenSocket]) -> None:
+    """At once for those who wait at the other end. We take what they send for a while longer: a
+    send of gloo's that fails as it begins is waited for in vain."""
+    copies = [copy for copy in (connection.copy() for connection in connections) if copy]
+
+    def end(how: int) -> None:
+        for copy in copies:
+            with suppress(OSError):  # the other end was faster
+                copy.shutdown(how)
+
+    def end_later() -> None:
+        sleep(_LISTEN_SECONDS)
+        end(socket.SHUT_RDWR)
+        for copy in copies:
+            copy.close()
+
+    end(socket.SHUT_WR)
+    if copies:
+        threading.Thread(target=end_later, name="mesh_attention shut down", daemon=True).start()
 
 
 def open_sockets() -> frozenset[OpenSocket]:

@@ -59,11 +59,12 @@ class _InFlight(Handle):
     what: str
     works: Works
     finish: Copies
+    limit: tuple[timedelta, ...]  # for the host to wait, if it does
 
     def wait(self) -> None:
         try:
             for work in self.works:
-                work.wait()
+                work.wait(*self.limit)
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(
                 f"{self.what} failed: another rank has ended, or did not answer in time "
@@ -120,11 +121,11 @@ class DistributedTransport:
         self._pass = pass_
         self._rank = rank
         self._groups = groups
-        self._timeout = timeout
         self._stream = stream
         self._global = groups.global_ranks(plan, pass_, rank)
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
+        self._limit = (groups.timeout(timeout),) if self._host_driven else ()
         self._known: dict[Communication, _Known] = {}
         self.own_stream = stream is not None
         self.shows_workspace = False
@@ -147,14 +148,24 @@ class DistributedTransport:
         if counted:
             self.meter.counters.starts[known.each] += 1
         if known.event is None or self._stream is None:
-            return _begin(known.what, ready)
+            return self._begin(known.what, ready)
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            handle = _OnStream(_begin(known.what, ready), self._stream, known.event)
+            handle = _OnStream(self._begin(known.what, ready), self._stream, known.event)
             if not self._host_driven:
                 handle.finish()
         return handle
+
+    def _begin(self, what: str, ready: Sequence[Collective | Exchange]) -> _InFlight:
+        works: Works = []
+        finish: Copies = []
+        try:
+            for communication in ready:
+                communication.begin(works, finish)
+        except (RuntimeError, dist.DistBackendError) as error:
+            raise CommunicationError(f"{what} could not begin: {error}") from error
+        return _InFlight(what, works, finish, self._limit)
 
     def _work_out(self, op: Communication, view: View) -> _Known:
         ranks = self._global[op.group]
@@ -167,9 +178,9 @@ class DistributedTransport:
         ranks = self._global[op.group]
         moved = transfers(op, len(ranks))
         if not isinstance(op, AllGather | ReduceScatter):
-            everybody = self._groups.everybody(self._timeout)
+            everybody = self._groups.everybody()
             return partial(self._exchange, self._messages(moved, ranks), ranks, everybody)
-        group = self._groups.of(ranks, self._timeout)
+        group = self._groups.of(ranks)
         order = [dist.get_group_rank(group, rank) for rank in ranks]
         if isinstance(op, ReduceScatter):
             kind = reduce_kind(host_driven=self._host_driven)
@@ -206,14 +217,3 @@ def _collectives(
         kind(view(part), view(whole), group, order)
         for part, whole in zip(parts, wholes, strict=True)
     ]
-
-
-def _begin(what: str, ready: Sequence[Collective | Exchange]) -> _InFlight:
-    works: Works = []
-    finish: Copies = []
-    try:
-        for communication in ready:
-            communication.begin(works, finish)
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise CommunicationError(f"{what} could not begin: {error}") from error
-    return _InFlight(what, works, finish)

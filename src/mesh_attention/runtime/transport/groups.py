@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from mesh_attention.runtime.transport.connections import (
     OpenSocket,
     connections_since,
     open_sockets,
+    shut_down,
 )
 from mesh_attention.runtime.transport.job_store import (
     ANSWER_SECONDS,
@@ -47,6 +49,7 @@ from mesh_attention.runtime.transport.job_store import (
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
+_LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflow at some centuries
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
@@ -60,11 +63,12 @@ class Groups:
         self.releases = 0
         self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
         self._connections: list[OpenSocket] = []  # of groups over gloo
-        self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._comparing: dist.ProcessGroup | None = None
         # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
-        store = JobStore(base, default_store(), self.timeout(None).total_seconds())
+        self._limit = self.timeout(None)
+        store = JobStore(base, default_store(), self._limit.total_seconds())
         ordinal = store.add(f"contexts/{self.global_rank_of_self}", 1)
         self.lasting_name = f"{base}/{ordinal}"
 
@@ -74,7 +78,18 @@ class Groups:
         return f"{self.lasting_name}/{self.releases}"
 
     def timeout(self, timeout: timedelta | None) -> timedelta:
-        return timeout or self._timeout_of_parent
+        return min(timeout or self._timeout_of_parent, _LONGEST_TIMEOUT)
+
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """Of collectives over gloo from now on; messages, and NCCL, are told when they are waited
+        for. A group for each timeout would let ranks at different calls wait in different groups.
+        """
+        limit = self.timeout(timeout)
+        if limit != self._limit:
+            self._limit = limit
+            if dist.get_backend(self.parent) == dist.Backend.GLOO:
+                for backend in chain.from_iterable(map(backends_of, self._there())):
+                    backend._set_default_timeout(limit)
 
     @cached_property
     def _timeout_of_parent(self) -> timedelta:
@@ -86,7 +101,6 @@ class Groups:
         plan: Plan,
         pass_: Pass,
         rank: int,
-        timeout: timedelta | None,
         *,
         without: Callable[[Sequence[int]], bool] = lambda _: False,
     ) -> None:
@@ -94,16 +108,15 @@ class Groups:
 
         `without`: the global ranks of a group that gets by without one, as all of them agree.
         """
-        self.everybody(timeout)
+        self.everybody()
         for ranks in self._of_collectives(plan, pass_, rank):
             if not without(ranks):
-                self.of(ranks, timeout)
+                self.of(ranks)
 
-    def has_all(self, plan: Plan, pass_: Pass, rank: int, timeout: timedelta | None) -> bool:
+    def has_all(self, plan: Plan, pass_: Pass, rank: int) -> bool:
         """Whether all of them are there, and the group in which ranks compare calls."""
         used = self._of_collectives(plan, pass_, rank)
-        needed = {(tuple(sorted(ranks)), timeout) for ranks in used}
-        return self.has_everybody(timeout) and needed <= self._made.keys()
+        return self.has_everybody and {tuple(sorted(ranks)) for ranks in used} <= self._made.keys()
 
     def _of_collectives(self, plan: Plan, pass_: Pass, rank: int) -> list[list[int]]:
         operations = pass_.programs[rank].operations
@@ -122,28 +135,21 @@ class Groups:
             if rank in members
         }
 
-    def of(self, members: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
-        """The process group of these global ranks, of which this one must be a member.
-
-        A timeout other than that of the caller's group needs a group of its own.
-        """
-        ranks = tuple(sorted(members))
-        key = (ranks, timeout)
-        if key not in self._made:
+    def of(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of these global ranks, of which this one must be a member."""
+        ranks, limit = tuple(sorted(members)), self._limit
+        if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
-            if timeout is not None:
-                name += f"/{timeout.total_seconds()}s"
             backend = dist.get_backend(self.parent)
-            limit = self.timeout(timeout)
             with _without_watchdog():
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
                     make = partial(_make_group, ranks, name, backend, limit)
                     before = open_sockets()
-                    self._made[key] = _with_all(make, ranks, limit)
+                    self._made[ranks] = _with_all(make, ranks, limit)
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
-                    self._made[key] = _make_group(ranks, name, backend, limit)
-        return self._made[key]
+                    self._made[ranks] = _make_group(ranks, name, backend, limit)
+        return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
         """Raises if tensors there cannot travel on groups like the caller's."""
@@ -154,9 +160,9 @@ class Groups:
                 "them to a CUDA device, or pass a group over gloo"
             )
 
-    def everybody(self, timeout: timedelta | None) -> dist.ProcessGroup:
+    def everybody(self) -> dist.ProcessGroup:
         """Of all ranks of the caller's group."""
-        return self.of(self.ranks, timeout)
+        return self.of(self.ranks)
 
     def comparing(self) -> dist.ProcessGroup:
         """The group over NCCL in which the devices of all ranks compare calls."""
@@ -171,9 +177,9 @@ class Groups:
                 )
         return self._comparing
 
-    def has_everybody(self, timeout: timedelta | None) -> bool:
-        ranks = tuple(sorted(self.ranks))
-        return {(ranks, None), (ranks, timeout)} <= self._made.keys()
+    @property
+    def has_everybody(self) -> bool:
+        return tuple(sorted(self.ranks)) in self._made
 
     def __len__(self) -> int:
         return len(self._made)
@@ -199,8 +205,7 @@ class Groups:
     def abort(self) -> None:
         """Break off what is in flight, without waiting: what one group has on a stream may wait
         for what another has there, or for a graph that holds its communicator."""
-        for connection in self._connections:
-            connection.shut_down()
+        shut_down(self._connections)
         self._connections.clear()
         for group in self._there():
             if hasattr(group, "abort") and group not in self._aborting:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from mesh_attention.errors import MeshAttentionError
 
 ANSWER_SECONDS = 3.0  # after a fault, for others to say that they are there
+_MOST_CHARACTERS = 10_000  # of what a peer says
 
 Answer = TypeVar("Answer")
 
@@ -66,6 +67,22 @@ def _lost(what: str, seen: str) -> LostStoreError:
         "the key-value store of the job does not answer: the process that keeps it (rank 0 of the "
         f"job, or the launcher) {what} ({seen})"
     )
+
+
+def as_words(said: bytes) -> str:
+    """What a peer says, as it can be printed: another program, or an exception of the peer's, may
+    have any characters, and any number of them."""
+    text = said.decode(errors="replace")
+    more = len(text) - _MOST_CHARACTERS
+    text = "".join(
+        c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text[:_MOST_CHARACTERS]
+    )
+    return f"{text} ... ({more} more characters)" if more > 0 else text
+
+
+def as_number(said: bytes) -> int:
+    """0 if it is none."""
+    return int(said) if said.isdigit() else 0
 
 
 def forget(store: Store, key: str) -> None:
