@@ -4,18 +4,19 @@ other, and what autograd and loaders do in threads of their own stays as it was.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, MeshAttentionError
 from support.pool import WorkerPool
 
 RANKS = 4
-CALLS = 8
 
 
 def make(group: dist.ProcessGroup | None = None, **changes: Any) -> ContextParallel:
@@ -55,48 +56,76 @@ def in_threads(*works: Callable[[], list[Any]]) -> list[list[Any]]:
     return results
 
 
-def on_one_group(rank: int, world_size: int) -> tuple[list[Any], str]:
-    cp = make()
+def on_one_group(rank: int, world_size: int) -> list[str]:
+    """On the first rank a call begins while another thread waits in one for the other ranks."""
+    cp, store = make(), dist.distributed_c10d._get_default_store()
     error_of(cp, 0)
+    told = []
 
-    def calls(thread: int) -> list[Any]:
-        came: list[Any] = []
-        for number in range(CALLS):
-            try:
-                came.append(error_of(cp, 10 * thread + number))
-            except MeshAttentionError as error:
-                came.append(str(error))
-        return came
+    def call(seed: int = 1) -> None:
+        try:
+            told.append(f"error {error_of(cp, seed):.0e}")
+        except MeshAttentionError as error:
+            told.append(str(error))
 
-    came = sum(in_threads(lambda: calls(1), lambda: calls(2)), [])
-    try:
-        error_of(cp, 0)
-    except MeshAttentionError as error:
-        return came, str(error)
-    return came, ""
+    if rank == 0:
+        first = threading.Thread(target=call)
+        first.start()
+        while cp._calls.session.guard.place < 2:
+            time.sleep(0.001)
+        call()  # while the other is inside
+        store.set("crossed", "yes")
+        first.join()
+    else:
+        store.wait(["crossed"])
+        call()
+    call(2)
+    return told
 
 
 def test_two_threads_on_one_group_are_refused_on_all_ranks(pool: WorkerPool) -> None:
-    for came, later in pool.run(on_one_group, RANKS, group_seconds=20):
-        print(came, later)
+    refused, *others = pool.run(on_one_group, RANKS)
+    cause = "rank 0: a call in thread 'MainThread' began while another thread was in one"
+    assert refused[0].startswith(cause)
+    assert all(cause in told and "is refused" in told for told in refused[1:])
+    for first, second in others:  # all ranks were in the first, so it may have come to its end
+        assert cause in first or float(first.removeprefix("error ")) < 1e-5
+        assert cause in second
+
+
+def passes_in_other_threads(rank: int, world_size: int) -> list[float]:
+    """A backward pass, which attends again, in a thread of its own, as autograd has them."""
+    with make() as cp:
+        x = [cp.shard(x, 1).requires_grad_() for x in whole(3)]
+        grads = []
+        for elsewhere in (False, True):
+            out: Any = checkpoint(cp.attention, *x, use_reentrant=False)
+
+            def backward(out: Tensor = out) -> list[Any]:
+                return [*torch.autograd.grad(out.square().sum(), x)]
+
+            grads.append(in_threads(backward)[0] if elsewhere else backward())
+        return [float((a - b).abs().max()) for a, b in zip(*grads, strict=True)]
+
+
+def test_a_pass_may_run_in_another_thread_than_the_one_before(pool: WorkerPool) -> None:
+    for differences in pool.run(passes_in_other_threads, 2):
+        assert max(differences) == 0
 
 
 def on_two_groups(rank: int, world_size: int) -> list[float]:
     groups = [dist.new_group() for _ in range(2)]
-    objects: list[ContextParallel] = []
 
     def calls(number: int) -> list[Any]:
-        cp = make(groups[number])
-        objects.append(cp)
-        return [error_of(cp, 100 * number + seed) for seed in range(3)]
+        with make(groups[number]) as cp:
+            return [error_of(cp, 100 * number + seed) for seed in range(2)]
 
-    found = sum(in_threads(lambda: calls(0), lambda: calls(1)), [])
-    return found
+    return sum(in_threads(lambda: calls(0), lambda: calls(1)), [])
 
 
 def test_first_calls_of_two_threads_on_a_group_each_do_not_wait_for_each_other(
     pool: WorkerPool,
 ) -> None:
-    for found in pool.run(on_two_groups, RANKS, group_seconds=15):
-        assert len(found) == 6
+    for found in pool.run(on_two_groups, RANKS):
+        assert len(found) == 4
         assert max(found) < 1e-5

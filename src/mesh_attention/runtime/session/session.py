@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.question import Question
+from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIdentity
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
@@ -53,6 +54,7 @@ class Session:
         self.transports = Transports(self.groups)
         self.guard = Guard(self.groups, self.handshake, self._drop)
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
+        self.batches = BatchCount()
         self._planning = RLock()  # batches are made ready by another thread
         self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
         # What arguments of calls ask for, by these arguments.
@@ -121,6 +123,7 @@ class Session:
 
     def join(self) -> User:
         self._num_objects += 1
+        self.batches.count_here()
         return User(self, self._num_objects)
 
     def user_of_function(self) -> User:
@@ -190,12 +193,15 @@ class User:
         of: int = 0,
         *,
         sinks: bool = False,
+        batch: BatchIdentity | None = None,
     ) -> None:
         """All ranks are about to make this pass, or none gets a result. `of`: the place of the
-        forward call that a backward pass belongs to."""
+        forward call that a backward pass belongs to; `batch`: None is the latest."""
         session = self.session
+        batch = batch or session.batches.current
         stream = session.transports.stream(device) if device.type == "cuda" else None
-        identity = Identity(kind, name, self._number, repr(label), of, sinks)
+        identity = Identity(kind, name, self._number, repr(label), of, sinks, batch)
+        session.batches.is_used = True
         session.guard.begin(identity, options.timeout, stream)
         session.calls.num_begun += 1
         kind.last_call = session.calls.num_begun
