@@ -1,5 +1,5 @@
-"""Which batch a call is made on: a rank that is at another one is named, whatever else is alike, and
-loaders, checkpoints and retries that are right are left alone."""
+"""Which batch a call is made on: a rank that is at another is named, whatever else is alike, and
+loaders that are ahead and checkpoints that attend again are left alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, ContextParallelAttention, MeshAttentionError
@@ -46,7 +47,7 @@ def attended(cp: ContextParallel, batch: ShardedBatch, **given: Any) -> Tensor:
 
 def true_error(cp: ContextParallel, out: Tensor, step: int, documents: Any = None) -> float:
     x = vectors_of(ids_of(step)).double().transpose(1, 2)
-    true = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    true = scaled_dot_product_attention(x, x, x, is_causal=True)
     return float((out - cp.shard(true.transpose(1, 2).float(), 1, documents=documents)).abs().max())
 
 
@@ -84,6 +85,26 @@ def skipped_step(rank: int, cp: ContextParallel) -> Outcome:
 
         told.append(outcome(train))
     return told
+
+
+def skipped_block(rank: int, cp: ContextParallel) -> Outcome:
+    """In which PyTorch's own attention is replaced."""
+    told = []
+    for step in range(3):
+        x = vectors_of(ids_of(step)).transpose(1, 2).contiguous()
+        with cp.context_parallel(buffers=[x], buffer_seq_dims=[2]):
+            if rank == ODD and step == 1:
+                continue
+            told.append(outcome(lambda: scaled_dot_product_attention(x, x, x, is_causal=True)))  # noqa: B023
+    return told
+
+
+def wholes_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
+    documents = cp.documents([0, TOKENS])
+    batches = [cp.shard_batch(input_ids=ids_of(i), documents=documents) for i in (0, 1)]
+    order = (1, 0) if rank == ODD else (0, 1)
+    x = torch.zeros(1, TOKENS // RANKS)
+    return [outcome(lambda i=i: cp.unshard(x, 1, documents=batches[i].documents)) for i in order]
 
 
 def batch_that_a_rank_never_cut(rank: int, cp: ContextParallel) -> Outcome:
@@ -128,6 +149,8 @@ FAULTS: dict[str, tuple[Callable[[int, ContextParallel], Outcome], int, str]] = 
     # What is done, the step that is told, and how.
     "micro-batches": (micro_batches_in_opposite_order, 0, "number of the batch is 3 there, 2 else"),
     "skipped step": (skipped_step, 1, "number of the batch is 3 there, 2 elsewhere"),
+    "skipped block": (skipped_block, 1, "number of the batch is 3 there, 2 elsewhere"),
+    "wholes": (wholes_in_opposite_order, 0, "number of the batch is 3 there, 2 elsewhere"),
     "never cut": (batch_that_a_rank_never_cut, 1, "the whole batch is "),
     "losses": (swapped_losses, 0, "number of the batch is 2 there, 1 elsewhere"),
     "loss labels": (labels_of_losses, 0, "label is \"'second'\" there, \"'first'\" elsewhere"),

@@ -61,7 +61,9 @@ class Guard:
         self.compared = False  # in the call that was entered; others may be in it, or past it
         self._known = 0  # the error, by its id, that a call raises and others need not be told
         self.left_by: str | None = None  # an error that has ended a call and was not told yet
-        self.turn = threading.RLock()  # of the thread that is in a call
+        # Of the thread that is in a call; one inside another, as in a backward pass that attends
+        # again, is in the same thread.
+        self.turn = threading.RLock()
         self.crossed: str | None = None  # a call of another thread came meanwhile, in words
 
     @property
@@ -71,16 +73,12 @@ class Guard:
     # A call.
 
     def enter(self) -> None:
-        """An error that ends the call is told to the others, unless it is `known` then. Whoever
-        has entered releases `turn`. A call inside another, as in a backward pass that attends
-        again, is in the same thread."""
-        if not self.turn.acquire(blocking=False):
-            raise self._cross()
+        """An error that ends the call is told to the others, unless it is `known` then."""
         self._known, self.compared = 0, False
 
-    def _cross(self) -> MeshAttentionError:
+    def cross(self) -> MeshAttentionError:
         """Of two threads nobody knows which is first on other ranks: what they make is mixed up.
-        The other thread may be in a transfer, so it breaks off, when it comes to its end."""
+        The other thread may be in a transfer: so it breaks off, when it comes to its end."""
         self.crossed = (
             f"rank {self._groups.global_rank_of_self}: a call in thread "
             f"{threading.current_thread().name!r} began while another thread was in one on the "

@@ -40,8 +40,10 @@ def collective_call(
             session = entered = None
             try:
                 session, options = find(*args, **kwargs)
-                session.guard.enter()
+                if not session.guard.turn.acquire(blocking=False):
+                    session.refuse_other_thread()
                 entered = session.guard
+                entered.enter()
                 result = function(*args, **kwargs)
                 if entered.crossed is not None:
                     entered.refuse_if_broken()

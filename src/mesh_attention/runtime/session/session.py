@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from threading import RLock
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,11 @@ class Session:
                     if raised is not error:
                         self.guard.break_off(error)
         self.guard.left_by = None
+
+    def refuse_other_thread(self) -> NoReturn:
+        """A call that came while another thread was in one."""
+        self.refuse_copies()  # in which that thread is not
+        raise self.guard.cross()
 
     @property
     def is_copy(self) -> bool:
