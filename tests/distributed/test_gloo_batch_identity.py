@@ -51,9 +51,9 @@ def true_error(cp: ContextParallel, out: Tensor, step: int, documents: Any = Non
     return float((out - cp.shard(true.transpose(1, 2).float(), 1, documents=documents)).abs().max())
 
 
-def outcome(step: Callable[[], Any]) -> str:
+def outcome(step: Callable[..., Any], *args: Any, **given: Any) -> str:
     try:
-        step()
+        step(*args, **given)
     except MeshAttentionError as error:
         return str(error)
     return ""
@@ -67,7 +67,7 @@ def micro_batches_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
     documents = cp.documents([0, TOKENS])
     batches = [cp.shard_batch(input_ids=ids_of(i), documents=documents) for i in (0, 1)]
     order = (1, 0) if rank == ODD else (0, 1)
-    return [outcome(lambda i=i: attended(cp, batches[i], label=0)) for i in order]
+    return [outcome(attended, cp, batches[i], label=0) for i in order]
 
 
 def skipped_step(rank: int, cp: ContextParallel) -> Outcome:
@@ -95,7 +95,7 @@ def skipped_block(rank: int, cp: ContextParallel) -> Outcome:
         with cp.context_parallel(buffers=[x], buffer_seq_dims=[2]):
             if rank == ODD and step == 1:
                 continue
-            told.append(outcome(lambda: scaled_dot_product_attention(x, x, x, is_causal=True)))  # noqa: B023
+            told.append(outcome(scaled_dot_product_attention, x, x, x, is_causal=True))
     return told
 
 
@@ -104,7 +104,7 @@ def wholes_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
     batches = [cp.shard_batch(input_ids=ids_of(i), documents=documents) for i in (0, 1)]
     order = (1, 0) if rank == ODD else (0, 1)
     x = torch.zeros(1, TOKENS // RANKS)
-    return [outcome(lambda i=i: cp.unshard(x, 1, documents=batches[i].documents)) for i in order]
+    return [outcome(cp.unshard, x, 1, documents=batches[i].documents) for i in order]
 
 
 def batch_that_a_rank_never_cut(rank: int, cp: ContextParallel) -> Outcome:
@@ -114,7 +114,7 @@ def batch_that_a_rank_never_cut(rank: int, cp: ContextParallel) -> Outcome:
             continue
         ids = cp.shard(ids_of(step), 1)
         x = vectors_of(ids)
-        told.append(outcome(lambda x=x: cp.attention(x, x, x)))
+        told.append(outcome(cp.attention, x, x, x))
         if told[-1]:
             break
     return told
@@ -125,8 +125,7 @@ def swapped_losses(rank: int, cp: ContextParallel) -> Outcome:
     logits = torch.zeros(*batches[0].position_ids.shape, 50)
     order = (1, 0) if rank == ODD else (0, 1)
     return [
-        outcome(lambda i=i: cp.cross_entropy(logits, batches[i].to("cpu").labels, reduce="sum"))
-        for i in order
+        outcome(cp.cross_entropy, logits, batches[i].to("cpu").labels, reduce="sum") for i in order
     ]
 
 
@@ -134,15 +133,12 @@ def labels_of_losses(rank: int, cp: ContextParallel) -> Outcome:
     batch = cp.shard_batch(input_ids=ids_of(0), labels=ids_of(0))
     logits = torch.zeros(*batch.position_ids.shape, 50)
     names = ("second", "first") if rank == ODD else ("first", "second")
-    return [
-        outcome(lambda n=n: cp.cross_entropy(logits, batch.labels, reduce="sum", label=n))
-        for n in names
-    ]
+    return [outcome(cp.cross_entropy, logits, batch.labels, reduce="sum", label=n) for n in names]
 
 
 def labels_of_unshard(rank: int, cp: ContextParallel) -> Outcome:
     x = cp.shard(vectors_of(ids_of(0)), 1)
-    return [outcome(lambda: cp.unshard(x, 1, label="keys" if rank == ODD else "values"))]
+    return [outcome(cp.unshard, x, 1, label="keys" if rank == ODD else "values")]
 
 
 FAULTS: dict[str, tuple[Callable[[int, ContextParallel], Outcome], int, str]] = {
@@ -162,7 +158,7 @@ def go_wrong(rank: int, world_size: int, name: str) -> tuple[Outcome, str]:
     cp = make()
     told = FAULTS[name][0](rank, cp)
     x = cp.shard(vectors_of(ids_of(9)), 1)
-    return told, outcome(lambda: cp.attention(x, x, x))
+    return told, outcome(cp.attention, x, x, x)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -181,13 +177,14 @@ def loader_ahead(rank: int, cp: ContextParallel) -> float:
     """In its own thread, by another number of batches on each rank, all on the same documents."""
     documents, batches = cp.documents([0, TOKENS]), list[ShardedBatch]()
 
-    def load(step: int) -> None:
-        batches.append(cp.shard_batch(input_ids=ids_of(step), documents=documents))
+    def load(steps: range) -> None:
+        for step in steps:
+            batches.append(cp.shard_batch(input_ids=ids_of(step), documents=documents))
 
     found = []
     for step in range(3):
         ahead = range(len(batches), 3 if rank == ODD else step + 1)
-        thread = threading.Thread(target=lambda a=ahead: [load(i) for i in a])
+        thread = threading.Thread(target=load, args=(ahead,))
         thread.start()
         thread.join()
         out = attended(cp, batches[step])
@@ -210,7 +207,7 @@ def recomputed_after_the_next_batch(rank: int, cp: ContextParallel) -> float:
     outs = []
     for step in range(2):
         batch = cp.shard_batch(input_ids=ids_of(step))
-        outs.append(checkpoint(lambda b=batch: attended(cp, b), use_reentrant=False))
+        outs.append(checkpoint(attended, cp, batch, use_reentrant=False))
     found = [true_error(cp, out, step) for step, out in enumerate(outs)]
     for out in outs:
         out.sum().backward()
@@ -221,7 +218,7 @@ def after_a_difference(rank: int, cp: ContextParallel) -> float:
     """Of what a batch holds alone: all go on with the next."""
     for step in (0, 1):
         x = vectors_of(cp.shard(ids_of(step + (5 if step == 0 and rank == ODD else 0)), 1))
-        told = outcome(lambda x=x: cp.attention(x, x, x))
+        told = outcome(cp.attention, x, x, x)
         assert bool(told) == (step == 0), told
         assert not told or "the whole batch is" in told
     out = cp.attention(x, x, x)

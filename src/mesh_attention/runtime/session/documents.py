@@ -46,7 +46,7 @@ class BatchPlans:
     ) -> None:
         self.session, self.pack, self.batch = session, pack, batch
         self._sources: dict[Layer, PlanSource] = {} if like is None else like._sources
-        self._releases = session.groups.releases if like is None else like._releases
+        self._releases: int = session.groups.releases if like is None else like._releases
         # Prepared calls by what their checks depend on.
         self.warm: dict[Any, UserCall] = {} if like is None else like.warm
 

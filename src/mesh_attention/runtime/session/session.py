@@ -42,6 +42,7 @@ _NO_TENSORS = CallShape(0, torch.float32, torch.device("cpu"))
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
+_FINDING = RLock()  # two threads of one group must find the same
 
 
 class Session:
@@ -252,16 +253,17 @@ class User:
 
 def session_of(parent: dist.ProcessGroup) -> Session:
     """The session of a process group, the same for all who ask."""
-    for group, session in [*_SESSIONS.items()]:
-        if not is_registered(group) and not session.is_copy:
-            del _SESSIONS[group]
-            session.release_function()
-            session.release()
-    if parent in _SESSIONS:
-        _SESSIONS[parent].refuse_copies()
-    else:
-        _SESSIONS[parent] = Session(parent)
-    return _SESSIONS[parent]
+    with _FINDING:
+        for group, session in [*_SESSIONS.items()]:
+            if not is_registered(group) and not session.is_copy:
+                del _SESSIONS[group]
+                session.release_function()
+                session.release()
+        if parent in _SESSIONS:
+            _SESSIONS[parent].refuse_copies()
+        else:
+            _SESSIONS[parent] = Session(parent)
+        return _SESSIONS[parent]
 
 
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

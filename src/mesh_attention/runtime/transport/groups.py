@@ -63,9 +63,10 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup] = {}
         self._stores: dict[object, PatientStore] = {}  # of those over gloo
         # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
-        # groups of the same ranks have two names, so threads may use them in any order.
-        of_parent = c10d._get_process_group_name(parent)
-        base = f"mesh_attention/{'-'.join(map(str, self.ranks))}/{of_parent}"
+        # groups of the same ranks have two numbers, so threads may use them in any order; but for
+        # those that were split off: PyTorch gives them names that may differ between ranks.
+        base, number = f"mesh_attention/{'-'.join(map(str, self.ranks))}", _name_of(parent)
+        base += f"/{number}" if number.isdigit() else ""
         store = JobStore(base, default_store(), self.timeout(None).total_seconds())
         ordinal = store.add(f"contexts/{self.global_rank_of_self}", 1)
         self.lasting_name = f"{base}/{ordinal}"
@@ -213,6 +214,10 @@ def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             yield group._get_backend(torch.device(device))
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    return str(c10d._world.pg_names.get(group, ""))
 
 
 def group_name(name: str) -> Any:

@@ -102,7 +102,7 @@ class PatientStore(Store):
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         wait_for(self._store, keys, timeout or self._limit)
 
     def delete_key(self, key: str) -> bool:
