@@ -4,7 +4,7 @@ batch would mix its tokens with those of another.
 `shard_batch` gives every batch a number and says what it holds; the batch, its documents and its
 labels keep both. Whatever is cut by `shard` or described by `documents` has a number too, and goes
 with the calls that follow. Loaders run ahead, on each rank by as much as they like: so batches are
-counted in one thread, that which made the latest object, and others are known by what they hold.
+counted in one thread, that which made the first object, and others are known by what they hold.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class BatchCount:
         """To what the next call is made on."""
         contents = "" if self.is_used else self.current.contents
         number = self.begin()
+        if number is None:
+            return
         samples = [sample for x in tensors if (sample := _sample(x))]
         if samples:
             contents = _digest(" ".join([contents, *samples]).encode())

@@ -235,7 +235,7 @@ class Guard:
     def refuse_if_broken(self) -> None:
         if self._watch is not None:
             self._watch.wait_for_verdict(ANSWER_SECONDS)
-        if self.crossed is not None:
+        if self.crossed is not None and self._cause is None:
             self._break_off(self._faults.tell(self.crossed))
         if self.left_by is not None:
             self._break_off_by(self.left_by)

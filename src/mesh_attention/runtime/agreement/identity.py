@@ -34,7 +34,10 @@ Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
 ORDER = (
-    *("pass", "number of the object", "label", "number of its forward call"),
+    "pass",
+    "number of the object",
+    "label",
+    "number of its forward call",
     "number of the batch",
 )
 OF_ONE_KIND = ("needs_grad", "unshard", "cross_entropy", "programs")

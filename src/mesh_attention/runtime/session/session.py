@@ -130,7 +130,8 @@ class Session:
 
     def join(self) -> User:
         self._num_objects += 1
-        self.batches.count_here()
+        if self.num_users == 0:  # not where another thread, a loader say, makes one more
+            self.batches.count_here()
         return User(self, self._num_objects)
 
     def user_of_function(self) -> User:

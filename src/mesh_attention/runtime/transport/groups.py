@@ -251,12 +251,12 @@ class _OnOurOwn:
 
     def __enter__(self) -> None:
         with self._lock:
-            self._num_inside += 1
-            if self._num_inside == 1:
+            if self._num_inside == 0:
                 self._default = c10d._get_default_group()
                 self._before = os.environ.get(_WATCHDOG), self._default.bound_device_id
                 os.environ[_WATCHDOG] = "0"
                 self._default.bound_device_id = None
+            self._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
