@@ -236,3 +236,28 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
 
 def test_opcheck_passes_for_both_ops(compiling_pool: WorkerPool) -> None:
     assert compiling_pool.run(checked_ops, 1, seconds=SECONDS) == [[{"SUCCESS"}] * 2]
+
+
+def batches_in_opposite_order(rank: int, world_size: int) -> list[str]:
+    """Micro-batches on the same documents, in one graph for all of them."""
+    told = []
+    with ContextParallel(causal=True) as cp:
+        docs = cp.documents([0, 5, 16])
+        x = qkv(cp, docs)[0].detach()
+        ids = torch.arange(16)[None]
+        batches = [cp.shard_batch(input_ids=ids + i, documents=docs) for i in range(3)]
+        compiled = Compiled(lambda documents: cp.attention(x, x, x, documents=documents))
+        for i in (0, 2, 1) if rank == 1 else (0, 1, 2):
+            try:
+                compiled(batches[i].documents)
+                told.append("")
+            except MeshAttentionError as error:
+                told.append(str(error))
+    return told
+
+
+def test_compiled_calls_compare_their_batches(compiling_pool: WorkerPool) -> None:
+    for first, second, third in compiling_pool.run(batches_in_opposite_order, 2, seconds=SECONDS):
+        assert first == ""
+        assert "number of the batch is 7 there, 6 elsewhere" in second
+        assert "out of step since an earlier call" in third

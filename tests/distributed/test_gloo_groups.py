@@ -256,11 +256,11 @@ def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
     """The last rank comes to the group when the others have given up:
     they wait for a second there, and not for that timeout, which all else has."""
 
-    def late(ranks: Any, name: str, backend: str, limit: timedelta) -> dist.ProcessGroup:
+    def late(ranks: Any, name: str, backend: str, limit: timedelta, store: Any) -> Any:
         if limit == timedelta(seconds=30):
             limit = timedelta(seconds=1)
             time.sleep(2.0 if rank == world_size - 1 else 0.0)
-        return _make_group(ranks, name, backend, limit)
+        return _make_group(ranks, name, backend, limit, store)
 
     told = []
     with mock.patch("mesh_attention.runtime.transport.groups._make_group", late):

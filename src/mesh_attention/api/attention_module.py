@@ -13,22 +13,23 @@ from mesh_attention.runtime.session.documents import Documents
 
 class ContextParallelAttention(nn.Module):
     """`cp.attention` of a `ContextParallel`. It has no parameters and no state; copies of the
-    module, as `copy.deepcopy` of a layer makes them, attend on the same object."""
+    module, as `copy.deepcopy` of a layer makes them, attend on the same object. `label`: of its
+    calls, the number of the layer say, as in `ContextParallel.attention`."""
 
-    def __init__(self, cp: ContextParallel) -> None:
+    def __init__(self, cp: ContextParallel, label: str | int | None = None) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp, self.label = cp, label
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """(batch, local_seq, heads, head_dim), as `ContextParallel.attention` has them."""
-        out = self.cp.attention(q, k, v, documents=documents)
+        out = self.cp.attention(q, k, v, documents=documents, label=self.label)
         assert isinstance(out, Tensor)
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttention:
-        copy = memo[id(self)] = ContextParallelAttention(self.cp)
+        copy = memo[id(self)] = ContextParallelAttention(self.cp, self.label)
         return copy.train(self.training)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

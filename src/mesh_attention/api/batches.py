@@ -12,6 +12,7 @@ from torch import Tensor
 from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.tensor_checks import refuse_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
 from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
@@ -43,6 +44,7 @@ class Batches:
         Nothing is sent: a rank with other documents is named by the first call that uses them.
         """
         self._calls.user.refuse_if_closed(sends=False)
+        self._calls.session.batches.add()
         if not isinstance(cu_seqlens, Pack):
             pack = self.packer(also=also)(cu_seqlens, kv_cu_seqlens)
         elif kv_cu_seqlens is None and not also:
@@ -89,15 +91,23 @@ class Batches:
     ) -> Tensor:
         """This rank's slots of a whole tensor along `dim`; padding slots are zero. A DTensor that
         is spread over other dimensions, on a mesh beside the group's, gives one spread alike."""
+        self._calls.session.batches.add(x)
         own, spread = own_tokens(self._calls.ranks, x, dim)
         return spread.whole(self._calls.shards(documents).shard(own, dim, side))
 
     @outside_compile
     @collective_call(of_object)
     def unshard(
-        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        side: Side = "q",
+        documents: Documents | None = None,
+        label: str | int | None = None,
     ) -> Tensor:
-        """The whole tensor on every rank, in token order, without padding.
+        """The whole tensor on every rank, in token order, without padding. `label`: as in
+        `attention`.
 
         Differentiable for a loss that every rank computes alike from the whole tensor: each rank
         passes on the gradient of its own slots. DTensors as in `shard`.
@@ -105,8 +115,9 @@ class Batches:
         calls = self._calls
         shards = calls.shards(documents)
         calls.user.refuse_if_closed()
+        refuse_label(label)
         own, spread = own_tokens(calls.ranks, x, dim)
-        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side))
+        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, label))
 
     @outside_compile
     def positions(

@@ -190,9 +190,9 @@ class ContextParallel(Batches, Training, Reports):
 
         `dropout_p` and `alibi_slopes` are refused, with what to use instead.
 
-        Ranks compare every call before they use each other's data. Calls of one kind on one object
-        look alike: give a `label`, for instance the number of the layer, and ranks that are out of
-        step by such a call are told apart too.
+        Ranks compare every call, and the batch it is made on, before they use each other's data.
+        Calls of one kind on one batch look alike: give a `label`, for instance the number of the
+        layer, and ranks that are out of step by such a call are told apart too.
         """
         fault = None
         if dropout_p or alibi_slopes is not None:

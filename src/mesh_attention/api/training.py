@@ -90,6 +90,7 @@ class Training:
         num_targets: int | Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
+        label: str | int | None = None,
     ) -> TokenMean:
         """The mean over all targets of all ranks, from this rank's logits (batch, local tokens,
         vocabulary) and targets (batch, local tokens), the labels of `shard_batch`.
@@ -110,7 +111,8 @@ class Training:
 
         Sums are float64, logits of 16 bits become float32. One all-reduce of ten numbers over the
         group, and one over `data_parallel`; ranks compare what they call, as for attention, and
-        those of other replicas with them: what differs is an error, on CUDA a loss of NaN.
+        those of other replicas with them: what differs is an error, on CUDA a loss of NaN. `label`
+        as in `attention`, for several losses of one batch.
         """
         return cross_entropy(
             self._calls.user,
@@ -122,6 +124,7 @@ class Training:
             num_targets=num_targets,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
+            label=label,
         )
 
     def context_parallel(

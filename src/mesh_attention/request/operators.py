@@ -26,12 +26,14 @@ from mesh_attention.request.compiled_attention import (
     stand_ins,
 )
 from mesh_attention.request.object_calls import BLOCKS
+from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import (
     add_sinks,
     add_sinks_to_kept,
     gradient_of_sinks,
 )
+from mesh_attention.runtime.session.documents import BATCH_PLANS
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
@@ -81,14 +83,18 @@ def _attention(
     refusal: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     label = label_number if label_text is None else label_text
+    batch = None
+    if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
+        batch = plans.batch
+    how = (needs_grad, label, (q, k, v), sinks, batch)
     prepared = None if call is None else USER_CALLS.get(call)
     if prepared is not None and prepared.call.is_warm(needs_grad):
-        return forward_pass(prepared.user, prepared.call, needs_grad, label, (q, k, v), sinks)
+        return forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
         BLOCKS.find(int(block)).count_checkpoints(2)
     return prepared_in_graph(
         name,
-        lambda user, call: forward_pass(user, call, needs_grad, label, (q, k, v), sinks),
+        lambda user, call: forward_pass(user, call, *how),
         q,
         k,
         v,
@@ -168,12 +174,15 @@ def forward_pass(
     label: str | int | None,
     tensors: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
+    batch: BatchIdentity | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():
         inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
     kind, options = call.kind.agreed[needs_grad], call.options
-    user.begin(kind, Direction.FORWARD, options, device, label, sinks=sinks is not None)
+    user.begin(
+        kind, Direction.FORWARD, options, device, label, sinks=sinks is not None, batch=batch
+    )
     with guard.whole_or_broken():
         result = user.run(call, Direction.FORWARD, inputs)
         # Results of their own, which may be changed in place, and not views of others.
@@ -224,7 +233,10 @@ def backward_pass(
             grad_of_lse.masked_fill_(call.padding(), 0.0)
         inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
     kind, options = call.kind.agreed[True], call.options
-    user.begin(kind, Direction.BACKWARD, options, out.device, label, place, sinks=sinks is not None)
+    has_sinks, batch = sinks is not None, OF_FORWARD_CALL
+    user.begin(
+        kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
+    )
     with user.session.guard.whole_or_broken(), outside_autocast():
         result = user.run(call, Direction.BACKWARD, inputs)
         grads = [

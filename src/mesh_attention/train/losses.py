@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import fault_of_kind, refuse_label
+from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.session import User, process_group
 from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.train.whole_batch import MARK
 
 Reduce = Literal["ddp", "fsdp", "sum"]
 
@@ -52,10 +54,13 @@ def cross_entropy(
     num_targets: int | Tensor | None,
     ignore_index: int,
     label_smoothing: float,
+    label: str | int | None,
 ) -> TokenMean:
     """As `ContextParallel.cross_entropy` describes it."""
     user.refuse_if_closed()
     session = user.session
+    refuse_label(label)
+    mark = getattr(targets, MARK, None)
     logits, targets = own_copies(session.groups.ranks, logits=logits, targets=targets)
     _refuse_wrong(logits, targets, reduce)
     assert targets is not None
@@ -83,7 +88,9 @@ def cross_entropy(
         options,
         ahead=True,
     )
-    user.begin(kind, "cross_entropy", options, logits.device)
+    user.begin(
+        kind, "cross_entropy", options, logits.device, label, batch=mark and BatchIdentity(*mark)
+    )
     with session.guard.whole_or_broken():
         if ranks.within and len(session.groups.ranks) > 1:
             _add_up(sums, session.groups.everybody())

@@ -58,7 +58,7 @@ class ShardedBatch(Mapping[str, Any]):
             if x is None:
                 return None
             there = x.to(device, non_blocking=non_blocking)
-            setattr(there, MARK, True)
+            setattr(there, MARK, getattr(x, MARK, None))
             return there
 
         return ShardedBatch(
@@ -97,6 +97,8 @@ def shard_batch(
     check: bool | None,
 ) -> ShardedBatch:
     """As `ContextParallel.shard_batch` describes it."""
+    batches = calls.session.batches
+    number = batches.begin()
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
     if documents is not None:
         calls.shards(documents)  # refuses what is none
@@ -110,8 +112,8 @@ def shard_batch(
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
     handle, shards, rows = _sharing(calls, whole, also)
-    if handle is not None:
-        handle.hold(whole.contents(shift_labels=shift_labels, ignore_index=ignore_index))
+    contents = whole.contents(shift_labels=shift_labels, ignore_index=ignore_index)
+    batch = batches.holds(number, contents)
     tensors = {**whole.tensors}
     num_targets = None
     if "labels" in tensors:
@@ -129,13 +131,13 @@ def shard_batch(
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
     real = local.pop("attention_mask", None)
     for x in local.values():
-        setattr(x, MARK, True)
+        setattr(x, MARK, (batch.number, batch.contents))  # plain, for torch.save
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),
         local.pop("position_ids"),
         padding=empty.expand(size) if real is None else ~real.bool(),
-        documents=handle,
+        documents=None if handle is None else handle.of_batch(batch),
         num_targets=num_targets,
         others=local,
     )

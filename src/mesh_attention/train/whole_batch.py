@@ -18,7 +18,7 @@ from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.train.batch_documents import Rows, rows_of_documents, rows_of_pack
 
-MARK = "_mesh_attention_shard"  # of tensors that are sharded
+MARK = "_mesh_attention_shard"  # of tensors that are sharded: the fields of their `BatchIdentity`
 _FEWEST_LABELS = 8  # that tell labels of next tokens from others
 
 

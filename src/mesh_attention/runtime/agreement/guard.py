@@ -7,6 +7,7 @@ drops all connections, so that nobody waits for this rank, and refuses whatever 
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,10 @@ class Guard:
         self.compared = False  # in the call that was entered; others may be in it, or past it
         self._known = 0  # the error, by its id, that a call raises and others need not be told
         self.left_by: str | None = None  # an error that has ended a call and was not told yet
+        # Of the thread that is in a call; one inside another, as in a backward pass that attends
+        # again, is in the same thread.
+        self.turn = threading.RLock()
+        self.crossed: str | None = None  # a call of another thread came meanwhile, in words
 
     @property
     def broken(self) -> bool:
@@ -70,9 +75,18 @@ class Guard:
         """An error that ends the call is told to the others, unless it is `known` then."""
         self._known, self.compared = 0, False
 
-    def leave(self) -> None:
-        """A call inside another, as in a backward pass that attends again, is over."""
-        self.compared = False
+    def cross(self) -> MeshAttentionError:
+        """Of two threads nobody knows which is first on other ranks: what they make is mixed up.
+        The other thread may be in a transfer: so it breaks off, when it comes to its end."""
+        self.crossed = (
+            f"rank {self._groups.global_rank_of_self}: a call in thread "
+            f"{threading.current_thread().name!r} began while another thread was in one on the "
+            "same process group, and other ranks may have them in another order; make all calls "
+            "on a group in one thread, or give each thread a group of its own "
+            "(torch.distributed.new_group)"
+        )
+        self._faults.tell(self.crossed)
+        return self.known(MeshAttentionError(self.crossed))
 
     def known(self, error: Raised) -> Raised:
         """All ranks know it, or it ends no call."""
@@ -224,6 +238,8 @@ class Guard:
     def refuse_if_broken(self) -> None:
         if self._watch is not None:
             self._watch.wait_for_verdict(ANSWER_SECONDS)
+        if self.crossed is not None and self._cause is None:
+            self._break_off(self._faults.tell(self.crossed))
         if self.left_by is not None:
             self._break_off_by(self.left_by)
             self.left_by = None

@@ -27,12 +27,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
-ORDER = ("pass", "number of the object", "label", "number of its forward call")
+ORDER = (
+    "pass",
+    "number of the object",
+    "label",
+    "number of its forward call",
+    "number of the batch",
+)
 OF_ONE_KIND = ("needs_grad", "unshard", "cross_entropy", "programs")
 
 _SPOILT = -1  # in place of the first call that differs
@@ -64,7 +71,7 @@ class AgreedKind:
 class Identity:
     """One call. `user` is the object it is made on, in the order in which they were made; `label`
     is what the caller calls it; a backward pass `belongs_to` a forward call, by its place among
-    the calls. `sinks`: whether it has some."""
+    the calls. `sinks`: whether it has some; `batch`: what it is made on."""
 
     kind: AgreedKind
     direction: str
@@ -72,11 +79,13 @@ class Identity:
     label: str = ""
     belongs_to: int = 0
     sinks: bool = False
+    batch: BatchIdentity = OF_FORWARD_CALL
 
     @property
     def number(self) -> int:
         place = f"{self.direction} {self.user} {self.belongs_to} {self.sinks}"
-        text = f"{place} {self.label} {self.kind.digest}"
+        batch = f"{self.batch.number} {self.batch.contents}"
+        text = f"{place} {self.label} {batch} {self.kind.digest}"
         digest = blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 2  # its negative is compared too
 
@@ -89,6 +98,8 @@ class Identity:
             "label": self.label,
             "number of its forward call": self.belongs_to,
             "sinks": self.sinks,
+            "number of the batch": self.batch.number,
+            "the whole batch": self.batch.contents,
         }
 
 

@@ -90,7 +90,6 @@ class PlanSource:
         calls: CallCache | None = None,
     ) -> None:
         self.calls = calls
-        self.contents = ""  # of the batch, in words that ranks compare
         # Options, shape and need of gradients, of the calls made.
         self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
         self._asked = asked

@@ -83,8 +83,6 @@ class Calls:
                 "device": call_shape.device.type,
                 "needs_grad": needs_grad,
             }
-            if source.contents:
-                kind["the whole batch"] = source.contents
             # A kernel may refuse what only some ranks have to do: all must know.
             call.make_ready(directions)
             call.transport.check()

@@ -37,17 +37,18 @@ def collective_call(
         def call_together(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_dynamo_compiling():  # the op that it becomes is a collective call
                 return function(*args, **kwargs)
-            session = None
+            session = entered = None
             try:
                 session, options = find(*args, **kwargs)
-                guard = session.guard
-                guard.enter()
+                if not session.guard.turn.acquire(blocking=False):
+                    session.refuse_other_thread()
+                entered = session.guard
+                entered.enter()
                 result = function(*args, **kwargs)
-                guard.leave()
+                if entered.crossed is not None:
+                    entered.refuse_if_broken()
                 return result
             except _STOP:
-                if session is not None:
-                    session.guard.leave()
                 raise
             except BaseException as error:
                 if session is None:  # ended before it was there, or there is none
@@ -60,6 +61,10 @@ def collective_call(
                 session.guard.left_by = error.__class__.__name__
                 session.tell_of(error, options)
                 raise
+            finally:
+                if entered is not None:
+                    entered.compared = False
+                    entered.turn.release()
 
         return call_together
 

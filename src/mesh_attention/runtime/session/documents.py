@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from threading import Thread
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.caches import WeakRegistry
 from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.modes import outside_inference_mode
@@ -33,19 +33,26 @@ Batch = TypeVar("Batch")
 
 
 class BatchPlans:
-    """Plans for the calls on one batch, of every layer that it goes through."""
+    """Plans for the calls on one batch, of every layer that it goes through. `batch`: which one,
+    where its tensors are known; `like`: of another batch with these documents, which shares them.
+    """
 
-    def __init__(self, session: Session, pack: Pack) -> None:
-        self.contents = ""  # of the tensors of the batch, in words that calls compare
-        self._session = session
-        self.pack = pack
-        self._sources: dict[Layer, PlanSource] = {}
-        self._releases = session.groups.releases
-        self.warm: dict[Any, UserCall] = {}  # prepared calls by what their checks depend on
+    def __init__(
+        self,
+        session: Session,
+        pack: Pack,
+        like: BatchPlans | None = None,
+        batch: BatchIdentity | None = None,
+    ) -> None:
+        self.session, self.pack, self.batch = session, pack, batch
+        self._sources: dict[Layer, PlanSource] = {} if like is None else like._sources
+        self._releases: int = session.groups.releases if like is None else like._releases
+        # Prepared calls by what their checks depend on.
+        self.warm: dict[Any, UserCall] = {} if like is None else like.warm
 
     def source(self, session: Session, layer: Layer) -> PlanSource:
         """Plans for the calls of a layer."""
-        if session is not self._session:
+        if session is not self.session:
             raise MeshAttentionError(
                 "these documents were made on another process group; make them with documents() "
                 "of an object on this one"
@@ -56,22 +63,14 @@ class BatchPlans:
             self._releases = session.groups.releases
         if layer not in self._sources:
             question = self.pack.question(layer)
-            self._sources[layer] = self._session.source_of_batch(question)
-        self._sources[layer].contents = self.contents
+            self._sources[layer] = session.source_of_batch(question)
         return self._sources[layer]
 
     def make_ready_like(self, other: BatchPlans) -> None:
         for layer, source in list(other._sources.items()):
-            source_here = self.source(self._session, layer)
+            source_here = self.source(self.session, layer)
             for kind in list(source.kinds):
-                self._session.calls.make_ready(source_here, *kind)
-
-    def forget_agreed_calls(self) -> None:
-        """Ranks agreed on them for other contents. Calls that were only made ready ahead stay."""
-        for layer, source in list(self._sources.items()):
-            if source.calls is not None and any(c.kind.agreed for c in source.calls.values()):
-                del self._sources[layer]
-        self.warm.clear()
+                self.session.calls.make_ready(source_here, *kind)
 
     def calls(self) -> list[PreparedCall]:
         """Those made ready so far."""
@@ -87,9 +86,16 @@ BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(
 
 class Documents:
     """Of one batch, for every object on the process group that it was made for. `pack` is what
-    planning alone has chosen for it; printed, it says what and why."""
+    planning alone has chosen for it; printed, it says what and why. `like` and `batch`: as of
+    `BatchPlans`."""
 
-    def __init__(self, session: Session, pack: Pack) -> None:
+    def __init__(
+        self,
+        session: Session,
+        pack: Pack,
+        like: BatchPlans | None = None,
+        batch: BatchIdentity | None = None,
+    ) -> None:
         num_ranks, place = len(session.groups.ranks), dist.get_rank(session.groups.parent)
         if pack.layout.num_ranks != num_ranks:
             raise MeshAttentionError(
@@ -105,8 +111,9 @@ class Documents:
             starts=(pack.documents, pack.kv_documents),
             num_rows=pack.num_rows,
             of_batch=True,
+            batch=batch,
         )
-        self.plans = BatchPlans(session, pack)
+        self.plans = BatchPlans(session, pack, like, batch)
         # In compiled code the documents are this tensor: no graph depends on which ones they are,
         # and whoever keeps it for a backward pass keeps the plans, which hang on it.
         with outside_inference_mode():
@@ -132,12 +139,9 @@ class Documents:
     def __repr__(self) -> str:
         return f"<{len(self)} documents of {self.num_tokens} tokens: {self.pack.reason}>"
 
-    def hold(self, contents: str) -> None:
-        """What the tensors of the batch hold, in words: calls compare them too."""
-        if contents != self.plans.contents:
-            self.plans.forget_agreed_calls()
-        self.plans.contents = contents
-        self.shards = replace(self.shards, words=f"{self.pack.words}, {contents}")
+    def of_batch(self, batch: BatchIdentity) -> Documents:
+        """The same for the tensors of one batch: calls compare which one it is."""
+        return Documents(self.plans.session, self.pack, self.plans, batch)
 
     def make_ready_like(self, other: Documents) -> None:
         """For the kinds of call that another batch was used for."""
@@ -176,6 +180,7 @@ def prefetch(
     while (ready := coming.result()) is not None:
         # Nobody knows yet what this batch will be used for; the one before was used.
         coming = _begin(take, used)
+        ready[1].plans.session.batches.add()
         yield ready
         used = ready[1]
 

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from threading import RLock
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.question import Question
+from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIdentity
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
@@ -40,6 +42,7 @@ _NO_TENSORS = CallShape(0, torch.float32, torch.device("cpu"))
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
+_FINDING = RLock()  # two threads of one group must find the same
 
 
 class Session:
@@ -53,6 +56,7 @@ class Session:
         self.transports = Transports(self.groups)
         self.guard = Guard(self.groups, self.handshake, self._drop)
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
+        self.batches = BatchCount()
         self._planning = RLock()  # batches are made ready by another thread
         self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
         # What arguments of calls ask for, by these arguments.
@@ -104,6 +108,11 @@ class Session:
                         self.guard.break_off(error)
         self.guard.left_by = None
 
+    def refuse_other_thread(self) -> NoReturn:
+        """A call that came while another thread was in one."""
+        self.refuse_copies()  # in which that thread is not
+        raise self.guard.cross()
+
     @property
     def is_copy(self) -> bool:
         """In a process that was forked: its connections are those of its parent."""
@@ -121,6 +130,8 @@ class Session:
 
     def join(self) -> User:
         self._num_objects += 1
+        if self.num_users == 0:  # not where another thread, a loader say, makes one more
+            self.batches.count_here()
         return User(self, self._num_objects)
 
     def user_of_function(self) -> User:
@@ -190,12 +201,15 @@ class User:
         of: int = 0,
         *,
         sinks: bool = False,
+        batch: BatchIdentity | None = None,
     ) -> None:
         """All ranks are about to make this pass, or none gets a result. `of`: the place of the
-        forward call that a backward pass belongs to."""
+        forward call that a backward pass belongs to; `batch`: None is the latest."""
         session = self.session
+        batch = batch or session.batches.current
         stream = session.transports.stream(device) if device.type == "cuda" else None
-        identity = Identity(kind, name, self._number, repr(label), of, sinks)
+        identity = Identity(kind, name, self._number, repr(label), of, sinks, batch)
+        session.batches.is_used = True
         session.guard.begin(identity, options.timeout, stream)
         session.calls.num_begun += 1
         kind.last_call = session.calls.num_begun
@@ -240,16 +254,17 @@ class User:
 
 def session_of(parent: dist.ProcessGroup) -> Session:
     """The session of a process group, the same for all who ask."""
-    for group, session in [*_SESSIONS.items()]:
-        if not is_registered(group) and not session.is_copy:
-            del _SESSIONS[group]
-            session.release_function()
-            session.release()
-    if parent in _SESSIONS:
-        _SESSIONS[parent].refuse_copies()
-    else:
-        _SESSIONS[parent] = Session(parent)
-    return _SESSIONS[parent]
+    with _FINDING:
+        for group, session in [*_SESSIONS.items()]:
+            if not is_registered(group) and not session.is_copy:
+                del _SESSIONS[group]
+                session.release_function()
+                session.release()
+        if parent in _SESSIONS:
+            _SESSIONS[parent].refuse_copies()
+        else:
+            _SESSIONS[parent] = Session(parent)
+        return _SESSIONS[parent]
 
 
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import Session, User
 from mesh_attention.runtime.transport.distributed import CommunicationError
@@ -102,8 +103,10 @@ def unshard(
     x: Tensor,
     layout: Layout,
     dim: int,
+    label: str | int | None,
     *,
     of_batch: bool = False,
+    batch: BatchIdentity | None = None,
 ) -> Tensor:
     """The whole tensor from the shards of all ranks, which hand in the same kind of tensor.
 
@@ -128,7 +131,7 @@ def unshard(
             f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
             f"convert it, as in x.to({wider}), and convert the whole tensor back"
         )
-    user.begin(kind, "unshard", options, x.device)
+    user.begin(kind, "unshard", options, x.device, label, batch=batch)
     with session.guard.whole_or_broken():
         whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, dim)  # type: ignore[no-untyped-call]
     return whole
@@ -143,6 +146,7 @@ class Shards:
     starts     cumulative starts of the documents of queries and of keys
     num_rows   rows of a batch that are one pack here: tensors have one row, of all their tokens
     of_batch   another batch is shared out in another way
+    batch      of whose tensors this is said, where they are known
     """
 
     q_layout: Layout
@@ -153,6 +157,7 @@ class Shards:
     starts: tuple[tuple[int, ...], tuple[int, ...]]
     num_rows: int = 1
     of_batch: bool = False
+    batch: BatchIdentity | None = None
 
     def layout(self, side: Side) -> Layout:
         if side not in ("q", "kv"):
@@ -171,7 +176,15 @@ class Shards:
             )
         return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
-    def unshard(self, user: User, options: CallOptions, x: Tensor, dim: int, side: Side) -> Tensor:
+    def unshard(
+        self,
+        user: User,
+        options: CallOptions,
+        x: Tensor,
+        dim: int,
+        side: Side,
+        label: str | int | None,
+    ) -> Tensor:
         user.refuse_if_closed()
         layout = self.layout(side)
         dim = _checked_dim(x, dim)
@@ -189,7 +202,9 @@ class Shards:
             x,
             layout,
             dim,
+            label,
             of_batch=self.of_batch,
+            batch=self.batch,
         )
         if self.num_rows == 1:
             return whole

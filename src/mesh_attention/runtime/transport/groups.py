@@ -20,7 +20,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import chain
@@ -44,6 +44,7 @@ from mesh_attention.runtime.transport.job_store import (
     ANSWER_SECONDS,
     JobStore,
     LostStoreError,
+    PatientStore,
     in_time,
 )
 
@@ -65,8 +66,12 @@ class Groups:
         self._connections: list[OpenSocket] = []  # of groups over gloo
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._comparing: dist.ProcessGroup | None = None
-        # Each rank counts its own contexts on these ranks: the n-th here meets the n-th there.
-        base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
+        self._stores: dict[tuple[int, ...], PatientStore] = {}  # of those over gloo
+        # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
+        # groups of the same ranks have two numbers, so threads may use them in any order; but for
+        # those that were split off: PyTorch gives them names that may differ between ranks.
+        base, number = f"mesh_attention/{'-'.join(map(str, self.ranks))}", _name_of(parent)
+        base += f"/{number}" if number.isdigit() else ""
         self._limit = self.timeout(None)
         store = JobStore(base, default_store(), self._limit.total_seconds())
         ordinal = store.add(f"contexts/{self.global_rank_of_self}", 1)
@@ -141,14 +146,15 @@ class Groups:
         if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
             backend = dist.get_backend(self.parent)
-            with _without_watchdog():
+            with _ON_OUR_OWN:
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
-                    make = partial(_make_group, ranks, name, backend, limit)
+                    store = self._stores[ranks] = PatientStore(default_store(), limit)
+                    make = partial(_make_group, ranks, name, backend, limit, store)
                     before = open_sockets()
                     self._made[ranks] = _with_all(make, ranks, limit)
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
-                    self._made[ranks] = _make_group(ranks, name, backend, limit)
+                    self._made[ranks] = _make_group(ranks, name, backend, limit, default_store())
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
@@ -171,10 +177,9 @@ class Groups:
             options._timeout = self.timeout(None)
             options.config.max_ctas = 1  # for two numbers; channels cost memory
             name, ranks = f"{self.name}/comparisons", tuple(sorted(self.ranks))
-            with _without_watchdog():
-                self._comparing = _make_group(
-                    ranks, name, dist.Backend.NCCL, options._timeout, options
-                )
+            backend, limit, store = dist.Backend.NCCL, options._timeout, default_store()
+            with _ON_OUR_OWN:
+                self._comparing = _make_group(ranks, name, backend, limit, store, options)
         return self._comparing
 
     @property
@@ -198,6 +203,7 @@ class Groups:
             # Those that do not end are left to the end of the process.
         self._made.clear()
         self._comparing = None
+        self._stores.clear()
         self._aborting.clear()
         self._connections.clear()
         self.releases += 1
@@ -231,6 +237,10 @@ def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
             yield group._get_backend(torch.device(device))
 
 
+def _name_of(group: dist.ProcessGroup) -> str:
+    return str(c10d._world.pg_names.get(group, ""))
+
+
 def group_name(name: str) -> Any:
     """As functions of torch take it: later ones have a type for names."""
     return c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
@@ -250,33 +260,37 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in c10d._world.pg_map
 
 
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """PyTorch ends the process when it finds an error of NCCL, or a timeout. Groups that are made
-    meanwhile leave that to us, who tell the cause and leave the process alone."""
-    before = os.environ.get(_WATCHDOG)
-    os.environ[_WATCHDOG] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_WATCHDOG]
-        else:
-            os.environ[_WATCHDOG] = before
+class _OnOurOwn:
+    """Around the making of groups. PyTorch ends the process when it finds an error of NCCL, or a
+    timeout: ours leave that to us, who tell the cause and leave the process alone. And if the
+    caller bound the default group to a device (`init_process_group(device_id=...)`), PyTorch makes
+    later groups by splitting its communicator, and waits for every rank of the job: ours get one of
+    their own. Both are of the process, so the last thread that makes a group puts them back."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._default = c10d._get_default_group()
+                self._before = os.environ.get(_WATCHDOG), self._default.bound_device_id
+                os.environ[_WATCHDOG] = "0"
+                self._default.bound_device_id = None
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                watchdog, self._default.bound_device_id = self._before
+                os.environ.pop(_WATCHDOG)
+                if watchdog is not None:
+                    os.environ[_WATCHDOG] = watchdog
+                del self._default
 
 
-@contextmanager
-def _without_splitting() -> Iterator[None]:
-    """If the caller bound the default group to a device (`init_process_group(device_id=...)`),
-    PyTorch makes later groups by splitting its communicator, and waits for every rank of the job.
-    Groups that are made meanwhile get a communicator of their own."""
-    default = c10d._get_default_group()
-    bound = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
+_ON_OUR_OWN = _OnOurOwn()
 
 
 def _with_all(
@@ -299,7 +313,12 @@ def _with_all(
 
 
 def _make_group(
-    ranks: Sequence[int], name: str, backend: str, timeout: timedelta, options: Any = None
+    ranks: Sequence[int],
+    name: str,
+    backend: str,
+    timeout: timedelta,
+    store: Store,
+    options: Any = None,
 ) -> dist.ProcessGroup:
     """Called by exactly these global ranks, with the same name."""
     helper = getattr(c10d, "_new_process_group_helper", None)
@@ -310,17 +329,16 @@ def _make_group(
             f"{parameters or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
         )
     members = list(ranks)
-    with _without_splitting():
-        group, _ = helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            backend,
-            default_store(),
-            group_name(name),
-            backend_options=options,
-            timeout=timeout,
-        )
+    group, _ = helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        backend,
+        store,
+        group_name(name),
+        backend_options=options,
+        timeout=timeout,
+    )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made

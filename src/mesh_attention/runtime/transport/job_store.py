@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from time import monotonic
+from datetime import timedelta
+from time import monotonic, sleep
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -83,6 +84,46 @@ def as_words(said: bytes) -> str:
 def as_number(said: bytes) -> int:
     """0 if it is none."""
     return int(said) if said.isdigit() else 0
+
+
+def wait_for(store: Store, keys: Iterable[str], timeout: timedelta) -> None:
+    """As `store.wait`, which lets no other thread ask the store meanwhile: two threads that each
+    make a process group could wait for each other, over two ranks."""
+    until, pause = monotonic() + timeout.total_seconds(), 0.0005
+    for key in keys:
+        while not store.check([key]):
+            if monotonic() > until:
+                raise dist.DistStoreError(f"wait timeout after {timeout}, for the key {key}")
+            sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+
+class PatientStore(Store):
+    """The job's store for what waits in C++: the rendezvous of gloo. It must be held for as long as
+    that may ask it."""
+
+    def __init__(self, store: Store, timeout: timedelta) -> None:
+        super().__init__()
+        self._store, self._limit = store, timeout
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        wait_for(self._store, [key], self._limit)
+        return self._store.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        return self._store.add(key, number)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        wait_for(self._store, keys, timeout or self._limit)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
 
 
 def forget(store: Store, key: str) -> None:

@@ -21,7 +21,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.workspace import ALIGNMENT_BYTES
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.transport.groups import Groups, default_store
-from mesh_attention.runtime.transport.job_store import forget
+from mesh_attention.runtime.transport.job_store import forget, wait_for
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock, obstacle
 
 
@@ -166,7 +166,7 @@ class _Rounds:
         keys = {rank: f"{self._number}/{rank}" for rank in self._ranks}
         self._store.set(keys[self._me], said)
         try:
-            self._store.wait(list(keys.values()), self._timeout)
+            wait_for(self._store, keys.values(), self._timeout)
         except RuntimeError as late:
             silent = [rank for rank, key in keys.items() if not self._store.check([key])]
             raise MeshAttentionError(
