@@ -81,10 +81,10 @@ def taken(rank: int, world_size: int) -> dict[str, Any]:
 def test_tested_models_and_modules_that_are_handled_are_taken(model_pool: WorkerPool) -> None:
     for found in model_pool.run(taken, 2):
         assert {found.pop(name) for name in SHOWN} == {"nothing"}
-        assert "LlamaDecoderLayer (convolves), LSTM (recurs)" in found["own"]
-        assert "handled=('LlamaDecoderLayer', 'LSTM')" in found["own"]
-        assert "alone: LSTM (recurs)" in found["half"]
-        assert "give the names of classes" in found["text"]
+        assert "LlamaDecoderLayer (convolves), LSTM (by its name)" in found["own"]
+        assert "handled=['LlamaDecoderLayer', 'LSTM']" in found["own"]
+        assert "alone: LSTM (by its name)" in found["half"]
+        assert "the names of classes" in found["text"]
         assert found["handled"] == found["pointwise"] == "nothing"
 
 

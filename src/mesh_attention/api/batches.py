@@ -130,9 +130,8 @@ class Batches:
         self, position_ids: Tensor, *, side: Side = "q", documents: Documents | None = None
     ) -> None:
         """Raises on all ranks, with the name of the layout that they are of, unless these are the
-        positions of this rank's slots, (..., local tokens), as `positions` has them; at padding
-        anything may stand. What RoPE is given says how tensors were cut. Ranks wait for each other,
-        and for a device."""
+        positions of this rank's slots, (..., local tokens), as `positions` has them. What RoPE is
+        given says how tensors were cut. Ranks wait for each other, and for a device."""
         calls = self._calls
         calls.user.refuse_if_closed()
         try:

@@ -7,7 +7,6 @@ better tool: it also shards.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,12 +17,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
 from mesh_attention.request.attend import attention
 from mesh_attention.request.operators import need_grad
-from mesh_attention.request.port_checks import (
-    fault_of_shards,
-    refuse_heads_first,
-    sample_of_keys,
-    says_length,
-)
+from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_label,
@@ -112,9 +106,8 @@ def mesh_attention(
             or fault_of_sinks(plan, q, sinks)
             or fault_of_label(label)
         )
-        if not says_length(arguments):
-            error = error or fault_of_shards(session, arguments, plan)
-            sample = partial(sample_of_keys, k)
+        if error is None and arguments["seq_len"] is None:
+            sample = refuse_other_shards(session, arguments, plan, k)
     except Exception as raised:  # whatever it is, the others must not wait for us
         error = raised
     needs_grad = error is None and need_grad(q, k, v, sinks)

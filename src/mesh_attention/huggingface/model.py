@@ -249,19 +249,14 @@ class _Door:
                 "position_ids were not given to the model, which would count this rank's tokens "
                 "from 0: call it as model(**batch.model_inputs())"
             )
-        self._refuse_other_positions(arguments["position_ids"], documents)
-        return args, kwargs | {"documents": ModelBatch(self._cp, documents)}
-
-    def _refuse_other_positions(self, position_ids: Any, documents: Any) -> None:
-        """Those of `shard_batch` are known; others are looked at, for which the host waits."""
-        if is_dynamo_compiling() or hasattr(position_ids, MARK):
-            return
-        if isinstance(documents, Documents):
-            own = documents.position_ids
-            fault = fault_of_positions(documents.shards, "q", position_ids, own)
-            if fault is not None:  # for all ranks to raise
-                nothing: Any = None
+        position_ids, is_compiled = arguments["position_ids"], is_dynamo_compiling()
+        if isinstance(documents, Documents) and not (is_compiled or hasattr(position_ids, MARK)):
+            # Not those of shard_batch, so the host waits for them. All ranks raise what is wrong.
+            fault = fault_of_positions(documents.shards, "q", position_ids, documents.position_ids)
+            nothing: Any = None
+            if fault is not None:
                 self._cp.attend_layer((nothing, nothing, nothing), fault, None, None)
+        return args, kwargs | {"documents": ModelBatch(self._cp, documents)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Door:
         return self

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -27,12 +26,7 @@ from mesh_attention.request.arguments import (
     read_arguments,
 )
 from mesh_attention.request.auto import AutoChoice, how_calls_choose
-from mesh_attention.request.port_checks import (
-    fault_of_shards,
-    refuse_heads_first,
-    sample_of_keys,
-    says_length,
-)
+from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import (
     SIZES,
     USUAL_TOKENS,
@@ -167,9 +161,8 @@ class ObjectCalls:
                 or fault_of_sinks(plan, q, sinks)
                 or fault_of_causal(plan, is_causal)
             )
-            if documents is None and not in_backward:
-                fault = fault or fault_of_shards(self.session, self.arguments, plan)
-                sample = None if says_length(self.arguments) else partial(sample_of_keys, k)
+            if fault is None and documents is None and not in_backward:
+                sample = refuse_other_shards(self.session, self.arguments, plan, k)
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing
@@ -270,10 +263,13 @@ class ObjectCalls:
 
     def cut(self, documents: Documents | None) -> Shards:
         """The same, for tensors that are cut: calls on them are held against it."""
-        shards = self.shards(documents)
-        packed = shards.of_batch and max(map(len, shards.starts)) > 2
-        layouts = shards.q_layout, shards.kv_layout
-        self.session.shardings.note(layouts, of_batch=shards.of_batch, packed=packed)
+        shards, cut = self.shards(documents), self.session.shardings
+        for layout in (shards.q_layout, shards.kv_layout):
+            if shards.of_batch and max(map(len, shards.starts)) > 2:
+                cut.packed.keep(layout.slots, layout.num_tokens)
+            else:
+                cut.plain.keep(layout, shards.of_batch)
+            cut.latest = layout.num_tokens
         return shards
 
     def _plan_of_length(self) -> RankPlan:
