@@ -25,14 +25,17 @@ def whole(tokens: int) -> list[Tensor]:
 def truth(tensors: list[Tensor], starts: list[int], *, causal: bool = True) -> Tensor:
     q, k, v = (x.double().transpose(1, 2) for x in tensors)
     parts = [
-        scaled_dot_product_attention(*(x[:, :, a:b] for x in (q, k, v)), is_causal=causal)
+        scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=causal)
         for a, b in pairwise(starts)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def apart(whole_out: Tensor, tensors: list[Tensor], starts: list[int], **mask: bool) -> float:
-    return float((whole_out - truth(tensors, starts, **mask)).abs().max())
+def apart(
+    cp: ContextParallel, out: Any, tensors: list[Tensor], starts: list[int], **how: Any
+) -> float:
+    whole_out = cp.unshard(out, 1, documents=how.pop("documents", None))
+    return float((whole_out - truth(tensors, starts, **how)).abs().max())
 
 
 def heads_before_tokens(rank: int, world_size: int) -> Told:
@@ -46,10 +49,10 @@ def heads_before_tokens(rank: int, world_size: int) -> Told:
             told.append(refusal(lambda: mesh_attention(*tensors, causal=True)))  # noqa: B023
         shards = [known.shard(x, 1) for x in whole(64)]
         told.append(refusal(lambda: cp.attention(*(x.transpose(1, 2) for x in shards))))
-        right = known.unshard(cp.attention(*shards), 1)
+        right = apart(known, cp.attention(*shards), whole(64), [0, 64])
         with ContextParallel(causal=False, num_heads=20) as meant:  # few queries of many heads
             told.append(refusal(lambda: meant.attention(*grouped)))
-        return told, [apart(right, whole(64), [0, 64])]
+        return told, [right]
 
 
 def test_heads_where_tokens_are_meant_are_refused_unless_their_number_is_said(
@@ -75,8 +78,8 @@ def never_cut(rank: int, world_size: int) -> Told:
         docs = cp.documents([0, 48])
         shards = [cp.shard(x, 1, documents=docs) for x in tensors]
         told.append(refusal(lambda: cp.attention(*tensors)))
-        right = cp.unshard(cp.attention(*shards, documents=docs), 1, documents=docs)
-        return told, [apart(right, tensors, [0, 48])]
+        out = cp.attention(*shards, documents=docs)
+        return told, [apart(cp, out, tensors, [0, 48], documents=docs)]
 
 
 def test_tensors_that_were_never_cut_are_refused(pool: WorkerPool) -> None:
@@ -99,11 +102,11 @@ def without_documents(rank: int, world_size: int) -> Told:
             refusal(lambda: sized.attention(*shards)),
             refusal(lambda: mesh_attention(*shards, causal=True)),
         ]
-        right = cp.unshard(cp.attention(*shards, documents=docs), 1, documents=docs)
-        errors.append(apart(right, tensors, starts))
+        out = cp.attention(*shards, documents=docs)
+        errors.append(apart(cp, out, tensors, starts, documents=docs))
         plain = [sized.shard(x, 1) for x in tensors]  # both kinds in one program
         [cp.shard(x, 1, documents=docs) for x in tensors]
-        errors.append(apart(sized.unshard(sized.attention(*plain), 1), tensors, [0, 48]))
+        errors.append(apart(sized, sized.attention(*plain), tensors, [0, 48]))
     with ContextParallel(causal=False) as cp:  # whose padding is seen
         slots = cp.shard_batch(input_ids=torch.arange(91)[None]).position_ids.shape[1]
         own = [torch.randn(1, slots, 4, 8)] * 3
@@ -126,10 +129,10 @@ def padded(rank: int, world_size: int) -> Told:
             refusal(lambda: mesh_attention(*shards, causal=False)),
         ]
         for out in mesh_attention(*shards, causal=False, seq_len=24), sized.attention(*shards):
-            errors.append(apart(sized.unshard(out, 1), tensors, [0, 24], causal=False))
+            errors.append(apart(sized, out, tensors, [0, 24], causal=False))
     with ContextParallel(causal=True) as cp, ContextParallel(seq_len=24, causal=True) as sized:
         out = cp.attention(*(sized.shard(x, 1) for x in tensors))  # padding is seen by none
-        errors.append(apart(sized.unshard(out, 1), tensors, [0, 24]))
+        errors.append(apart(sized, out, tensors, [0, 24]))
     return told, errors
 
 

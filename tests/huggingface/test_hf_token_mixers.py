@@ -110,6 +110,6 @@ def all_types(rank: int, world_size: int) -> tuple[int, list[str]]:
         except Exception:  # its config has other names, or wants other inputs
             continue
         asked += 1
-        if mixes is (told == "nothing") or ("mixes tokens" in told and not mixes):
+        if told == "nothing" if mixes else "mixes tokens" in told:
             wrong.append(f"{name}: mixes is {mixes}, told {told}")
     return asked, wrong

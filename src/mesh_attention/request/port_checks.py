@@ -72,7 +72,7 @@ def refuse_other_shards(
                 f"tensors were cut {how}, and this call takes the {layout.slots} slots of a rank "
                 f"for {layout.num_tokens} tokens in the {layout.kind} layout: {way_out}"
             )
-    return None if has_length else partial(_sample, k)
+    return None if has_length or plan.num_ranks == 1 else partial(_sample, k)
 
 
 def _fits(x: Layout, layout: Layout, arguments: Mapping[str, Any], plan: Plan) -> bool:
@@ -91,4 +91,6 @@ def _sample(k: Tensor) -> str | None:
     rows = k.detach()[0, :: max(1, k.shape[1] // _SAMPLED), 0, :_SAMPLED].contiguous().cpu()
     if not bool((rows != rows[:1]).any()):
         return None
-    return blake2b(rows.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+    return blake2b(
+        rows.resolve_neg().view(torch.uint8).numpy().tobytes(), digest_size=8
+    ).hexdigest()
