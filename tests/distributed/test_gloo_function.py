@@ -78,7 +78,7 @@ def held_by_autograd(rank: int, world_size: int) -> tuple[int, int]:
     gc.collect()
     # Tests before this one may have left some in the process.
     before = [one for one in gc.get_objects() if isinstance(one, Executor)]
-    out = attend(*inputs, causal=True)
+    out = attend(*inputs, causal=True, seq_len=8)
     found = [one for one in gc.get_objects() if isinstance(one, Executor)]
     made = [weakref.ref(one) for one in found if not any(one is old for old in before)]
     del before, found
@@ -143,11 +143,11 @@ def destroyed(rank: int, world_size: int) -> tuple[int, int]:
     """Contexts kept before and after a group is gone."""
     group = dist.new_group()
     inputs = [torch.randn(1, 4, 2, 4) for _ in range(3)]
-    attend(*inputs, causal=True, group=group)
+    attend(*inputs, causal=True, seq_len=8, group=group)
     before = len(sessions._SESSIONS)
     dist.destroy_process_group(group)
     del group
-    attend(*inputs, causal=True)
+    attend(*inputs, causal=True, seq_len=8)
     after = len(sessions._SESSIONS)
     release()
     return before, after

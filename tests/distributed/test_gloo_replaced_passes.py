@@ -68,7 +68,7 @@ def test_checkpoints_of_every_kind_attend_again_over_all_ranks(pool: WorkerPool,
 
 def too_late(rank: int, world_size: int, way: str) -> str:
     model, (ids, labels) = make_model(), batch()
-    with ContextParallel(causal=True) as cp:
+    with ContextParallel(causal=True, seq_len=2 * ids.shape[1]) as cp:
         with torch.no_grad(), cp.context_parallel():
             model(ids, lambda *x: checkpoint(*x, **WAYS[way]))  # no backward pass follows
         try:

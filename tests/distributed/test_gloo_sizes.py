@@ -132,6 +132,7 @@ def choices(rank: int, world_size: int) -> list[Any]:
         found += [repr(docs), cp.choice, cp.plan.method, cp.plan.problem.mask.documents]
         found.append(cp.volume()["forward"].ranks[0].total.sent_bytes > 0)
         cp.verify()
+        x = cp.shard(whole(20, 4, 4, 8)[0], 1, documents=cp.documents([0, 20]))
         cp.attention(x, x, x)
         return [*found, cp.choice]
 

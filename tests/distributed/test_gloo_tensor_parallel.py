@@ -164,7 +164,7 @@ def as_dtensors(rank: int, world_size: int) -> dict[str, bool]:
         given = spread(sinks, Shard(0))
         both: Any = cp.attention(*cut, sinks=given, documents=docs, return_lse=True)
         out, lse = both
-        once = mesh_attention(*cut, causal=True, group=mesh["cp"])
+        once = mesh_attention(*cut, causal=True, group=mesh["cp"], seq_len=TOKENS)
         joined: Any = cp.unshard(out, 1, documents=docs)
         late = [AsyncCollectiveTensor(x) for x in own]  # as collectives give them without gradients
         copied: Any = cp.shard(spread(heads[0], Replicate()), 1, documents=docs)

@@ -42,6 +42,7 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             "output_attentions": {"output_attentions": True},
             "logits_to_keep": {"logits_to_keep": 1},
             "position_ids": {"position_ids": None},
+            "other positions": {"position_ids": torch.arange(local.shape[1])[None]},
             "documents": {"documents": None},
             "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 19])},
             "is_causal": {"is_causal": False},
@@ -62,7 +63,8 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
         told["set meanwhile"] = refusal(lambda: model(**given))
         model.set_attn_implementation("mesh_attention")
         told["pickled"] = refusal(lambda: pickle.dumps(model))
-        told["fine"] = refusal(lambda: copy.deepcopy(model)(**given))
+        moved = {"position_ids": part.position_ids.clone()}  # by the caller, who lost the mark
+        told["fine"] = refusal(lambda: copy.deepcopy(model)(**given | moved))
     model.set_attn_implementation("mesh_attention")
     told["closed"] = refusal(lambda: model(PLAIN.whole["input_ids"]))
     model.set_attn_implementation("eager")
@@ -80,6 +82,7 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "output_attentions": "attention weights are never made",
         "logits_to_keep": "not the last of the sequence",
         "position_ids": "batch.model_inputs()",
+        "other positions": "position_ids are ",
         "documents": "batch.model_inputs()",
         "cu_seq_lens_q": "give cu_seqlens to shard_batch",
         "is_causal": "causal",

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.object_calls import ObjectCalls, checked
+from mesh_attention.request.position_checks import fault_of_positions
 from mesh_attention.request.tensor_checks import refuse_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
@@ -93,7 +94,7 @@ class Batches:
         is spread over other dimensions, on a mesh beside the group's, gives one spread alike."""
         self._calls.session.batches.add(x)
         own, spread = own_tokens(self._calls.ranks, x, dim)
-        return spread.whole(self._calls.shards(documents).shard(own, dim, side))
+        return spread.whole(self._calls.cut(documents).shard(own, dim, side))
 
     @outside_compile
     @collective_call(of_object)
@@ -133,6 +134,23 @@ class Batches:
         With `restart` counted from the start of each document, and padding is at 0.
         """
         return self._calls.shards(documents).positions(side, device, restart=restart)
+
+    @outside_compile
+    @collective_call(of_object)
+    def check_positions(
+        self, position_ids: Tensor, *, side: Side = "q", documents: Documents | None = None
+    ) -> None:
+        """Raises on all ranks, with the name of the layout that they are of, unless these are the
+        positions of this rank's slots, (..., local tokens), as `positions` has them. What RoPE is
+        given says how tensors were cut. Ranks wait for each other, and for a device."""
+        calls = self._calls
+        calls.user.refuse_if_closed()
+        try:
+            own = None if documents is None else checked(documents).position_ids
+            fault = fault_of_positions(calls.shards(documents), side, position_ids, own)
+        except MeshAttentionError as error:  # the others must not wait for us
+            fault = error
+        calls.session.calls.agree({"call": "check_positions"}, calls.options, fault)
 
     @outside_compile
     def padding(

@@ -17,6 +17,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
 from mesh_attention.request.attend import attention
 from mesh_attention.request.operators import need_grad
+from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_label,
@@ -86,7 +87,7 @@ def mesh_attention(
     label = read_label(label)
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     user = session.user_of_function()
-    source, calls, spread = None, CallOptions(), Spread()
+    source, calls, spread, sample = None, CallOptions(), Spread(), None
     error: Exception | None = None
     try:
         if refused is not None:
@@ -97,6 +98,7 @@ def mesh_attention(
         q, k, v = as_under_autocast(q, k, v)
         arguments = with_lengths(arguments)
         sizes = sizes_of(session, arguments, q, k, v)
+        refuse_heads_first(session, arguments, q, k)
         source, calls = kept_source(session, arguments | sizes)
         plan = source.first.plan
         if source.first.keeps_lse:
@@ -106,10 +108,12 @@ def mesh_attention(
             or fault_of_sinks(plan, q, sinks)
             or fault_of_label(label)
         )
+        if error is None and arguments["seq_len"] is None:
+            sample = refuse_other_shards(session, arguments, plan, k)
     except Exception as raised:  # whatever it is, the others must not wait for us
         error = raised
     needs_grad = error is None and need_grad(q, k, v, sinks)
-    call = user.prepare(source, calls, q, needs_grad, error)
+    call = user.prepare(source, calls, q, needs_grad, error, sample)
     out, lse = attention(UserCall(user, call), needs_grad, label, (q, k, v), sinks)
     out, lse = spread.whole(out), spread.whole(lse, 1)
     return (out, lse) if return_lse else out

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -19,8 +21,12 @@ from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.token_mixers import refuse_token_mixers
 from mesh_attention.request.attend import attend
+from mesh_attention.request.position_checks import fault_of_positions
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
+from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.train.whole_batch import MARK
 
 Kind = tuple[int | None, float | None]  # window and softcap of a layer
 
@@ -36,8 +42,9 @@ class ModelContextParallel(ContextParallel):
     model     a transformers model for causal language modelling, plain or with LoRA (peft), one
               that classifies tokens, or one without a head; give it before DDP or FSDP wrap it
     untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
-              others than causal, with a window or without, are refused all the same; what mixes
-              tokens outside of attention (convolutions, state-space layers) is not seen
+              others than causal, with a window or without, are refused all the same, and so are
+              modules that mix tokens outside of attention (convolutions, state-space layers)
+    handled   names of classes of such modules that you make see the tokens of all ranks
     options   as of `ContextParallel`, but for those that the model says: sizes and masks
 
     `close()` gives the model its own attention back, for `generate` say.
@@ -49,11 +56,13 @@ class ModelContextParallel(ContextParallel):
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         untested: bool = False,
+        handled: Collection[str] = (),
         **options: Any,
     ) -> None:
         own = _transformers_model(model)
         config = own.config.get_text_config()
         _refuse(own, config, untested, options)
+        refuse_token_mixers(own, handled)
         first, *rest = _kinds(config)
         sizes = {} if untested or getattr(own, "tp_size", None) else _heads(config)
         self._of_layers = options | {"causal": True} | sizes
@@ -240,6 +249,13 @@ class _Door:
                 "position_ids were not given to the model, which would count this rank's tokens "
                 "from 0: call it as model(**batch.model_inputs())"
             )
+        position_ids, is_compiled = arguments["position_ids"], is_dynamo_compiling()
+        if isinstance(documents, Documents) and not (is_compiled or hasattr(position_ids, MARK)):
+            # Not those of shard_batch, so the host waits for them. All ranks raise what is wrong.
+            fault = fault_of_positions(documents.shards, "q", position_ids, documents.position_ids)
+            nothing: Any = None
+            if fault is not None:
+                self._cp.attend_layer((nothing, nothing, nothing), fault, None, None)
         return args, kwargs | {"documents": ModelBatch(self._cp, documents)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Door:

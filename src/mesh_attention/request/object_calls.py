@@ -26,6 +26,7 @@ from mesh_attention.request.arguments import (
     read_arguments,
 )
 from mesh_attention.request.auto import AutoChoice, how_calls_choose
+from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import (
     SIZES,
     USUAL_TOKENS,
@@ -148,11 +149,13 @@ class ObjectCalls:
         is_causal: bool | None = None,
         keeps: bool = True,
         return_lse: bool = True,
+        in_backward: bool = False,
     ) -> PreparedCall:
         """The call that all ranks are about to make. `fault`: what is wrong already, or what is
         found to be wrong here, is raised by all of them. `keeps` False: a graph knows of no rows
-        that its forward pass could keep. `return_lse` False: nobody looks at lse."""
-        source, options = None, self.options
+        that its forward pass could keep. `return_lse` False: nobody looks at lse. `in_backward`:
+        the tensors are stand-ins, and were looked at in the forward pass."""
+        source, options, sample = None, self.options, None
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
             plan = source.first.plan
@@ -162,13 +165,15 @@ class ObjectCalls:
                 or fault_of_sinks(plan, q, sinks)
                 or fault_of_causal(plan, is_causal)
             )
+            if fault is None and documents is None and not in_backward:
+                sample = refuse_other_shards(self.session, self.arguments, plan, k)
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing
                 options = options.for_lse(return_lse, sinks)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
-        return self.user.prepare(source, options, q, needs_grad, fault)
+        return self.user.prepare(source, options, q, needs_grad, fault, sample)
 
     def _source_for(
         self,
@@ -184,6 +189,7 @@ class ObjectCalls:
         if documents is None:
             if self.fixed is None:
                 sizes = sizes_of(session, arguments, q, k, v)
+                refuse_heads_first(session, arguments, q, k)
                 self.latest = kept_source(session, arguments | sizes)[0]
             self.batch = None
             return self.source, self.options
@@ -258,6 +264,17 @@ class ObjectCalls:
             rank_plan.words,
             starts=(starts, kv_starts),
         )
+
+    def cut(self, documents: Documents | None) -> Shards:
+        """The same, for tensors that are cut: calls on them are held against it."""
+        shards, cut = self.shards(documents), self.session.shardings
+        for layout in (shards.q_layout, shards.kv_layout):
+            if shards.of_batch and max(map(len, shards.starts)) > 2:
+                cut.packed.keep(layout.slots, layout.num_tokens)
+            else:
+                cut.plain.keep(layout, shards.of_batch)
+            cut.latest = layout.num_tokens
+        return shards
 
     def _plan_of_length(self) -> RankPlan:
         """A plan for heads of the usual size: it lays out tokens as any other of this length."""

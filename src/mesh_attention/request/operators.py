@@ -149,6 +149,7 @@ def _attention_backward(
         documents=documents,
         keeps=keeps,
         return_lse=return_lse,
+        in_backward=True,
         needs_grad=True,
         sinks=sinks,
         softmax_scale=softmax_scale,

@@ -111,8 +111,8 @@ def _refuse_jumps(positions: Tensor, real: Tensor | None) -> None:
         before, after = positions[row, at : at + 2].tolist()
         raise MeshAttentionError(
             f"position_ids of row {row} go from {before} to {after} at token {at + 1}, which is "
-            "neither the next position nor the begin of a document; give cu_seqlens, then "
-            "positions may be anything"
+            "neither the next position nor the begin of a document: give whole batches, which are "
+            "cut here, and with cu_seqlens positions may be anything"
         )
 
 

@@ -46,7 +46,7 @@ def replaced_attention(
     if buffers and documents is None and not calls.length_is_known:
         documents = calls.documents([0, buffers[0].shape[dims[0]]])
     mode = _OverRanks(calls, documents)
-    with sharded_buffers(calls.shards(documents) if buffers else None, buffers, dims, no_restore):
+    with sharded_buffers(calls.cut(documents) if buffers else None, buffers, dims, no_restore):
         with mode:
             yield documents
         mode.refuse_backward_to_come()

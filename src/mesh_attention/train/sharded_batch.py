@@ -127,6 +127,8 @@ def shard_batch(
     size = next(iter(local.values())).shape[:2]
     if "labels" in local:
         local["labels"].masked_fill_(empty, ignore_index)
+    if handle is not None:
+        handle.position_ids = local.get("position_ids")
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
     real = local.pop("attention_mask", None)
@@ -173,12 +175,12 @@ def _sharing(
             own = shards.starts[0]
             if not same or rows[0] not in (own, (0, own[-1])):
                 raise
-            return None, shards, [own] * len(rows)
+            return None, calls.cut(None), [own] * len(rows)
         made = whole.cu_seqlens
         if not isinstance(made, Pack):
             made = rows[0] if same else rows
         handle = calls.documents(made, also)
-    return handle, calls.shards(handle), rows
+    return handle, calls.cut(handle), rows
 
 
 def _roomy(labels: Tensor, ignore_index: int) -> Tensor:

@@ -40,6 +40,8 @@ OUT_OF_STEP = (
 )
 _FOLLOW = "follow the first rank: "  # with what it chose by
 
+SAMPLE = "sample of the keys"  # in a statement: the same on all ranks where none of them cut it
+
 Said = dict[int, dict[str, Any]]  # by global rank
 
 
@@ -206,6 +208,7 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         return f"rank {rank}{others}: {error}"
     statements = {rank: dict(its["statement"]) for rank, its in said.items()}
     meetings = {rank: its.pop("meetings", None) for rank, its in statements.items()}
+    samples = {its.pop(SAMPLE, None) for its in statements.values()}
     programs = {its.get("programs") for its in statements.values()}
     mixed = AS_MADE in programs and len(programs) > 1
     if mixed:
@@ -221,6 +224,12 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         return f"{differ}; {OUT_OF_STEP}"
     if differ or not complete:
         return differ
+    if len(said) > 1 and len(samples) == 1 and samples != {None}:
+        return (
+            f"ranks {sorted(said)} hold the same keys, which are to be parts of one sequence: cut "
+            "whole tensors by shard or shard_batch; where random numbers of one seed are meant (to "
+            "measure time, say), give seq_len"
+        )
     if follow:
         return f"{_FOLLOW}{chosen_by[min(chosen_by)]}"
     if mixed:

@@ -7,6 +7,7 @@ nothing that ranks do together depends on when an object is garbage collected.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from threading import RLock
 from weakref import WeakSet
 
@@ -14,7 +15,12 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.read.agreement import AS_MADE
 from mesh_attention.runtime.agreement.guard import Guard
-from mesh_attention.runtime.agreement.handshake import OUT_OF_STEP, DisagreementError, Handshake
+from mesh_attention.runtime.agreement.handshake import (
+    OUT_OF_STEP,
+    SAMPLE,
+    DisagreementError,
+    Handshake,
+)
 from mesh_attention.runtime.agreement.identity import AgreedKind, Statement
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.caches import AgreedCache, LruCache
@@ -56,6 +62,8 @@ class Calls:
         call_shape: CallShape,
         needs_grad: bool,
         error: Exception | None = None,
+        *,
+        sample: Callable[[], str | None] | None = None,
     ) -> PreparedCall:
         """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
 
@@ -94,6 +102,8 @@ class Calls:
             if not ahead and not known:
                 meetings = rank_plan.meetings(directions)
             statement = kind | {"meetings": meetings}
+            if sample is not None and not ahead and not known:
+                statement[SAMPLE] = sample()
         except Exception as raised:
             error = raised
         except BaseException as ended:  # the others would wait for us in vain

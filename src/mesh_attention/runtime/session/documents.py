@@ -114,6 +114,7 @@ class Documents:
             batch=batch,
         )
         self.plans = BatchPlans(session, pack, like, batch)
+        self.position_ids: torch.Tensor | None = None  # of this rank, where the caller gave some
         # In compiled code the documents are this tensor: no graph depends on which ones they are,
         # and whoever keeps it for a backward pass keeps the plans, which hang on it.
         with outside_inference_mode():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from threading import RLock
 from typing import NoReturn
 
@@ -32,6 +32,7 @@ from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import NUM_CALLS, Calls
 from mesh_attention.runtime.session.prepared_call import PassReport, PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
+from mesh_attention.runtime.session.shardings import Shardings
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transport.interface import Counters
@@ -57,6 +58,7 @@ class Session:
         self.guard = Guard(self.groups, self.handshake, self._drop)
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
         self.batches = BatchCount()
+        self.shardings = Shardings()
         self._planning = RLock()  # batches are made ready by another thread
         self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
         # What arguments of calls ask for, by these arguments.
@@ -183,13 +185,16 @@ class User:
         q: Tensor,
         needs_grad: bool,
         error: Exception | None,
+        sample: Callable[[], str | None] | None = None,
     ) -> PreparedCall:
-        """The call that all ranks are about to make; `error` is for all of them to raise."""
+        """The call that all ranks are about to make; `error` is for all of them to raise.
+        `sample`: of tensors that must not be the same on all ranks."""
         self.refuse_if_closed()
         options, calls = options.now(), self.session.calls
         if error is not None:
             calls.prepare(source, options, _NO_TENSORS, False, error)
-        return calls.prepare(source, options, CallShape(q.shape[0], q.dtype, q.device), needs_grad)
+        call_shape = CallShape(q.shape[0], q.dtype, q.device)
+        return calls.prepare(source, options, call_shape, needs_grad, sample=sample)
 
     def begin(
         self,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
@@ -217,10 +218,7 @@ class Shards:
         layout = self.layout(side)
         positions = layout.positions(self.rank)
         if restart:
-            starts = np.array(self.starts[side == "kv"], dtype=np.int64)
-            # Of documents that begin at the same token the last one has it.
-            at = np.searchsorted(starts[:-1], positions, side="right") - 1
-            positions = np.where(positions < layout.num_tokens, positions - starts[at], 0)
+            positions = in_documents(positions, self.starts[side == "kv"], layout.num_tokens)
         tensor = torch.from_numpy(positions)
         return tensor if device is None else tensor.to(_checked_device(device))
 
@@ -237,6 +235,16 @@ class Shards:
                 f"dimension before dim {dim} must be the rows, but the shape is {tuple(x.shape)}"
             )
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
+
+
+def in_documents(
+    positions: NDArray[np.int64], starts: tuple[int, ...], num_tokens: int
+) -> NDArray[np.int64]:
+    """Counted from the start of each document; padding is at 0."""
+    # Of documents that begin at the same token the last one has it.
+    begun = np.array(starts, dtype=np.int64)
+    at = np.searchsorted(begun[:-1], positions, side="right") - 1
+    return np.where(positions < num_tokens, positions - begun[at], 0)
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
