@@ -2,13 +2,15 @@
 PYTHON ?= python3
 # Another torch than the pinned one: make test TORCH=2.11.0
 TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
+OLDEST := $(shell sed -n 's/^torch==//p' requirements-oldest.txt)
 VENV := .venv
+OLD := .venv-oldest
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage test-slow test-gpu test-browser mutants lint format clean
+.PHONY: demo test test-oldest coverage test-slow test-gpu test-browser mutants lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -17,7 +19,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-# The same, a fifth slower: SlipCover writes which lines ran, and then says which did not and
+# Hugging Face's libraries and torch as old as they may be, in an environment of their own.
+test-oldest:
+	$(MAKE) $(OLD)/.installed-torch-$(OLDEST) VENV=$(OLD) TORCH=$(OLDEST)
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-oldest.txt
+	$(OLD)/bin/python -m pytest -n 3 --dist worksteal tests/huggingface tests/examples
+
+# The tests of `make test`, a fifth slower: SlipCover writes which lines ran, and then says which did not and
 # whether they are too many.
 coverage: $(STAMP)
 	$(BIN)/python -m slipcover --json --out coverage.json -m pytest -n 3 --dist worksteal
@@ -58,4 +66,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-output coverage.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) demo-output coverage.json .mypy_cache .ruff_cache .pytest_cache

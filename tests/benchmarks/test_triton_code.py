@@ -42,7 +42,7 @@ def test_loops_multiply_and_keep_in_registers_what_they_write(code: list[dict[st
     for one in code:
         whole, masked = one["loops"]  # blocks
         assert whole["spill_stores"] <= 2, one["pass"]
-        assert masked["spill_stores"] <= 8, one["pass"]
+        assert masked["spill_stores"] <= 9, one["pass"]  # 8, 6 and 9 by Triton 3.6, 3.7 and 3.9
         described = one["tile"][4]
         for loop in (whole, masked):
             assert loop["products"] >= 16

@@ -88,7 +88,7 @@ def selective(rank: int, world_size: int, policy: CheckpointPolicy) -> tuple[boo
 
 @pytest.mark.parametrize(
     ("policy", "passes"),
-    [(CheckpointPolicy.MUST_SAVE, 2), (CheckpointPolicy.PREFER_RECOMPUTE, 3)],
+    [(CheckpointPolicy.MUST_SAVE, 2), (CheckpointPolicy.MUST_RECOMPUTE, 3)],
 )
 def test_a_checkpoint_policy_decides_whether_a_block_attends_again(
     pool: WorkerPool, policy: CheckpointPolicy, passes: int

@@ -7,10 +7,16 @@ import re
 import tomllib
 from pathlib import Path
 
+from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH
+
 ROOT = Path(__file__).parents[2]
 CI = (ROOT / ".github/workflows/ci.yml").read_text()
 PACKAGE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PINNED = re.findall(r"^torch==(.*)$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+
+
+def pins(file: str) -> dict[str, str]:
+    text = (ROOT / f"requirements-{file}.txt").read_text()
+    return dict(re.findall(r"^([\w-]+)==(.*)$", text, re.MULTILINE))
 
 
 def versions(name: str) -> list[str]:
@@ -25,16 +31,29 @@ def test_every_python_of_the_package_is_run() -> None:
     assert PACKAGE["requires-python"] == f">={claimed[0]}"
 
 
-def test_every_torch_of_the_package_is_run_up_to_the_pinned_one() -> None:
-    (claimed,) = (d for d in PACKAGE["dependencies"] if d.startswith("torch"))
-    minors = [int(version.split(".")[1]) for version in versions("torch")]
-    assert minors == list(range(minors[0], minors[-1] + 1))
-    assert claimed == f"torch>=2.{minors[0]},<2.{minors[-1] + 1}"
-    assert versions("torch")[-1:] == PINNED
+def test_every_torch_of_the_package_is_run() -> None:
+    ends = versions("torch")
+    between = re.findall(r'- \{python: "[\d.]+", torch: "([\d.]+)"\}', CI)
+    run = [(2, int(version.split(".")[1])) for version in (ends[0], *between, ends[1])]
+    assert run == [(2, minor) for minor in range(OLDEST_TORCH[1], NEWEST_TORCH[1] + 1)]
+    assert f"torch>=2.{OLDEST_TORCH[1]}" in PACKAGE["dependencies"]
+    assert pins("dev")["torch"] in (*ends, *between)
+
+
+def test_the_oldest_versions_are_those_of_the_package_and_of_its_page() -> None:
+    extras = PACKAGE["optional-dependencies"]
+    bounds = [*PACKAGE["dependencies"], *extras["huggingface"], *extras["lora"]]
+    oldest = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(bounds), re.MULTILINE))
+    del oldest["numpy"]  # requirements-oldest.txt says why
+    assert {name: pin.removesuffix(".0") for name, pin in pins("oldest").items()} == oldest
+    page = (ROOT / "docs/huggingface.md").read_text()
+    for name in ("transformers", "accelerate", "peft"):
+        assert f"| {name} | {pins('oldest')[name]} | {pins('dev')[name]} |" in page
 
 
 def test_the_commands_are_targets_of_the_makefile_and_take_the_torch() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    commands = re.findall(r"- run: make (\w+) TORCH=\$\{\{ matrix\.torch \}\}$", CI, re.MULTILINE)
-    assert commands == ["lint", "demo", "test"]
-    assert all(f"\n{command}: $(STAMP)\n" in makefile for command in commands)
+    commands = re.findall(r"- run: make (.*)$", CI, re.MULTILINE)
+    torch = " TORCH=${{ matrix.torch }}"
+    assert commands == ["lint", f"demo{torch}", f"test{torch}", "test-oldest", "test"]
+    assert all(f"\n{command.removesuffix(torch)}:" in makefile for command in commands)

@@ -77,5 +77,7 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., An
     elif name == "and_masks":
         for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
             yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":  # since 5.23: a mask inside documents
+        yield from _parts(inspect.getclosurevars(function).nonlocals["mask_function"])
     else:
         yield name, function

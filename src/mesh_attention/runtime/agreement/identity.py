@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
+from mesh_attention.version import TESTED_TORCH
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
@@ -203,7 +204,7 @@ class SharedNumbers:
         if seen_by_device.data_ptr() != self._memory.data_ptr():
             raise MeshAttentionError(
                 f"torch {torch.__version__} copies pinned memory where it should share it with "
-                f"{device}; use torch 2.11 to 2.13"
+                f"{device}; use {TESTED_TORCH}"
             )
         self.host = [*self._memory.numpy()]
         self.device = [*seen_by_device]

@@ -8,8 +8,10 @@ kept. So documents that change with every batch make new plans and nothing else.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
 from threading import RLock
 from typing import NoReturn
 
@@ -36,6 +38,7 @@ from mesh_attention.runtime.session.shardings import Shardings
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transport.interface import Counters
+from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 NUM_PLANS = 64  # kept, of each session
 
@@ -268,8 +271,20 @@ def session_of(parent: dist.ProcessGroup) -> Session:
         if parent in _SESSIONS:
             _SESSIONS[parent].refuse_copies()
         else:
+            _warn_if_untested(torch.__version__)
             _SESSIONS[parent] = Session(parent)
         return _SESSIONS[parent]
+
+
+@cache  # once in a process
+def _warn_if_untested(version: str) -> None:
+    major, minor, *_ = version.split(".")
+    if not OLDEST_TORCH <= (int(major), int(minor)) <= NEWEST_TORCH:
+        warnings.warn(
+            f"mesh_attention is tested with {TESTED_TORCH}, and this is torch {version}: compare "
+            "the loss of a batch with one process once, or take a tested version",
+            stacklevel=2,
+        )
 
 
 def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

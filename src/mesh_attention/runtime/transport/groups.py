@@ -47,6 +47,7 @@ from mesh_attention.runtime.transport.job_store import (
     PatientStore,
     in_time,
 )
+from mesh_attention.version import TESTED_TORCH
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
@@ -326,7 +327,7 @@ def _make_group(
     if helper is None or parameters[: len(_WANTED)] != _WANTED:
         raise MeshAttentionError(
             f"torch {torch.__version__} is not supported: its process groups are made with "
-            f"{parameters or 'another function'}, expected {_WANTED}; use torch 2.11 to 2.13"
+            f"{parameters or 'another function'}, expected {_WANTED}; use {TESTED_TORCH}"
         )
     members = list(ranks)
     group, _ = helper(

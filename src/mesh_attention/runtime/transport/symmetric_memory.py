@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.runtime.transport.groups import backends_of, group_name
 from mesh_attention.runtime.transport.job_store import forget
+from mesh_attention.version import TESTED_TORCH
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
 READY, DONE, _BARRIER = range(3)
@@ -49,7 +50,7 @@ def obstacle(device: torch.device) -> str | None:
     lacking += [name for name in _WANTED if not hasattr(memory, name)]
     if memory is None or lacking:
         what = ", ".join(lacking) if memory is not None else _CLASS
-        return f"torch {torch.__version__} has no {what}; torch 2.11 to 2.13 have it"
+        return f"torch {torch.__version__} has no {what}; {TESTED_TORCH} have it"
     backend = memory.get_backend(device)
     if backend != "CUDA":
         return f"PyTorch's symmetric memory works by {backend} here, and only 'CUDA' is supported"
