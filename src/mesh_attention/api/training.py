@@ -15,6 +15,7 @@ from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
+from mesh_attention.train.keep_attention import KeepAttention
 from mesh_attention.train.losses import Reduce, TokenMean, cross_entropy
 from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
@@ -123,6 +124,24 @@ class Training:
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
+
+    def keep_attention(
+        self, *, offload: bool = False, host_bytes: int | None = None
+    ) -> KeepAttention:
+        """For blocks that are checkpointed: they keep the results of attention, of this object and
+        all others, and compute the rest again without communicating for it.
+
+            keep = cp.keep_attention()  # once, for all blocks and steps
+            out = checkpoint(block, x, use_reentrant=False, context_fn=keep)
+            out = checkpoint(keep.reentrant(block), x, use_reentrant=True)
+
+        out and lse are kept; q, k and v are computed again and exchanged again in the backward
+        pass, whatever `keep` says (rows that a given `plan` keeps stay besides). All ranks must do
+        the same. `offload` moves them, and the inputs of blocks that autograd has computed, to the
+        host's memory, which is pinned, and back one block ahead of their use; at most `host_bytes`
+        of it, and the rest stays on the device. `keep.host` says how much it is.
+        """
+        return KeepAttention(offload=offload, host_bytes=host_bytes)
 
     def context_parallel(
         self,

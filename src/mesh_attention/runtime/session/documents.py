@@ -39,12 +39,12 @@ class BatchPlans:
         self.contents = ""  # of the tensors of the batch, in words that calls compare
         self._session = session
         self.pack = pack
-        self._sources: dict[Layer, PlanSource] = {}
+        self._sources: dict[tuple[Layer, bool], PlanSource] = {}
         self._releases = session.groups.releases
         self.warm: dict[Any, UserCall] = {}  # prepared calls by what their checks depend on
 
-    def source(self, session: Session, layer: Layer) -> PlanSource:
-        """Plans for the calls of a layer."""
+    def source(self, session: Session, layer: Layer, keeps: bool) -> PlanSource:
+        """Plans for the calls of a layer. Not `keeps`: of shards alone."""
         if session is not self._session:
             raise MeshAttentionError(
                 "these documents were made on another process group; make them with documents() "
@@ -54,15 +54,16 @@ class BatchPlans:
             # What calls held is gone with the last object.
             self._sources.clear()
             self._releases = session.groups.releases
-        if layer not in self._sources:
+        if (layer, keeps) not in self._sources:
             question = self.pack.question(layer)
-            self._sources[layer] = self._session.source_of_batch(question)
-        self._sources[layer].contents = self.contents
-        return self._sources[layer]
+            question = question if keeps else question.of_shards
+            self._sources[layer, keeps] = self._session.source_of_batch(question)
+        self._sources[layer, keeps].contents = self.contents
+        return self._sources[layer, keeps]
 
     def make_ready_like(self, other: BatchPlans) -> None:
-        for layer, source in list(other._sources.items()):
-            source_here = self.source(self._session, layer)
+        for kind_of_layer, source in list(other._sources.items()):
+            source_here = self.source(self._session, *kind_of_layer)
             for kind in list(source.kinds):
                 self._session.calls.make_ready(source_here, *kind)
 
