@@ -108,7 +108,7 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
     documents: Any = None
     with ContextParallel(**options) as cp, ContextParallel(**options, keep="shards") as shards:
         documents = cp.documents([0, 9, TOKENS]) if packed else None
-        wanted, _ = moved(cp, plain, documents=documents)
+        wanted, usual = moved(cp, plain, documents=documents)
         found, once = moved(shards, plain, documents=shards.documents([0, 9, TOKENS]) if packed else None)
         assert equal(wanted, found)
         keep, host = cp.keep_attention(), cp.keep_attention(offload=True)
@@ -127,7 +127,7 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
             if received != once:
                 wrong.append(f"{name}: received {received}, not {once}")
         _, twice = moved(cp, partial(not_reentrant, None), documents=documents)
-        if twice["forward"] != 2 * once["forward"]:
+        if twice["forward"] != 2 * usual["forward"]:
             wrong.append(f"an ordinary checkpoint: {twice} and {once}")
     return wrong
 

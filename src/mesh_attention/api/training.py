@@ -3,7 +3,7 @@ and a block in which PyTorch's own attention is this one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from mesh_attention.train.keep_attention import KeepAttention
 from mesh_attention.train.losses import Reduce, TokenMean, cross_entropy
 from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
+from mesh_attention.train.tiled import Tiled
 
 
 class Training:
@@ -142,6 +143,21 @@ class Training:
         of it, and the rest stays on the device. `keep.host` says how much it is.
         """
         return KeepAttention(offload=offload, host_bytes=host_bytes)
+
+    def tiled(
+        self, block: Callable[[Tensor], Tensor], *, tokens: int = 4096
+    ) -> Callable[[Tensor], Tensor]:
+        """An MLP, or another block that looks at each token by itself, on `tokens` of (..., tokens,
+        width) at a time: what it computes on the way takes the memory of one tile, in both passes.
+
+            self.tiled_mlp = cp.tiled(self.mlp)  # in a model, or from outside:
+            layer.mlp.forward = cp.tiled(layer.mlp.forward)  # also if fully_shard has it
+
+        The backward pass computes each tile again. Results are those of the whole up to what
+        matrix products make of fewer rows; gradients of parameters are sums over tiles, in float32
+        or wider. What mixes tokens is refused where it can be seen.
+        """
+        return Tiled(block, tokens)
 
     def context_parallel(
         self,
