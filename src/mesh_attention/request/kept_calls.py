@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from threading import local
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,8 @@ Make = Callable[..., Results]
 _CALL, _NEEDS_GRAD = 7, 10  # among the inputs of the operator
 
 
-class Held(Protocol):
-    """A tensor that waits for the backward pass."""
-
-    def take(self) -> Tensor: ...
-
-
-class HeldHere:
-    """A tensor that stays where it is; refused if its memory was written to meanwhile."""
+class Held:
+    """A tensor that waits for the backward pass where it is; refused if it changes meanwhile."""
 
     def __init__(self, x: Tensor) -> None:
         # Not the tensor itself, on which autograd hangs its graph; but with its version.
@@ -49,15 +43,20 @@ class HeldHere:
 
 
 class AroundAttention:
-    """A context in which calls of this thread are its own to answer."""
+    """A context in which calls of this thread are its own to answer. `begin`: when it is entered,
+    which may be again and again."""
 
     _outer: AroundAttention | None = None
+
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
         """By default as without it, or as what stands around it says."""
         return make(*inputs) if self._outer is None else self._outer.attend(make, inputs)
 
     def __enter__(self) -> None:
+        self._begin()
         self._outer, _THREAD.innermost = _THREAD.innermost, self
         _KEEPING.depth += 1
         _KEEPING.on = True
@@ -102,7 +101,10 @@ def attend_once(make: Make, inputs: tuple[Any, ...]) -> Results:
 class Recording(AroundAttention):
     """The forward pass of a block. `hold`: how a result waits for the backward pass."""
 
-    def __init__(self, hold: Callable[[Tensor], Held] = HeldHere) -> None:
+    def __init__(
+        self, hold: Callable[[Tensor], Held] = Held, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(begin)
         self._hold = hold
         self.calls: list[tuple[list[Any], Tensor, list[Held]]] = []
 
@@ -116,7 +118,8 @@ class Recording(AroundAttention):
 class Replaying(AroundAttention):
     """Its recomputation, as often as it comes."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, begin: Callable[[], None] = lambda: None) -> None:
+        super().__init__(begin)
         self._calls = recording.calls
 
     def __enter__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mesh_attention.plan.problem.arguments import flag, number
-from mesh_attention.request.kept_calls import AroundAttention, Held, HeldHere, Recording, Replaying
+from mesh_attention.request.kept_calls import AroundAttention, Held, Recording, Replaying
 from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
 
 Result = TypeVar("Result")
@@ -35,8 +35,10 @@ class KeepAttention:
             recording = Recording()
             return recording, Replaying(recording)
         block = self.host.next_block()
-        recording = _RecordingOffloaded(block, inputs and torch.is_grad_enabled())
-        return recording, _ReplayingOffloaded(recording, block)
+        recording = Recording(block.hold)
+        if inputs and torch.is_grad_enabled():
+            recording = Recording(block.hold, _hold_inputs(block))
+        return recording, Replaying(recording, block.fetch_ahead)
 
     def reentrant(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """For `checkpoint(keep.reentrant(block), x, use_reentrant=True)`, which takes no
@@ -50,37 +52,23 @@ class KeepAttention:
         return forward_then_again
 
 
-class _RecordingOffloaded(Recording):
+def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:
     """A checkpoint saves its inputs after it has called its `context_fn` and before it enters what
-    that returned: hooks of that time hold them."""
+    that returned: these hooks are for that time, and what is returned ends them."""
 
-    def __init__(self, block: OffloadedBlock, inputs: bool) -> None:
-        super().__init__(block.hold)
-        self._hooks = saved_tensors_hooks(self._hold_input, lambda x: x.take()) if inputs else None
-        if self._hooks is not None:
-            self._hooks.__enter__()
-
-    def _hold_input(self, x: Tensor) -> Held:
+    def hold(x: Tensor) -> Held:
         # Parameters, and what was computed for all blocks such as rotary angles, are there anyway.
         comes_from_a_block = type(x) is Tensor and x.grad_fn is not None
-        return self._hold(x) if comes_from_a_block else HeldHere(x)
+        return block.hold(x) if comes_from_a_block else Held(x)
 
-    def __enter__(self) -> None:
-        if self._hooks is not None:  # under those of the checkpoint, which has begun
-            autograd: Any = torch._C._autograd
-            hooks_of_checkpoint = autograd._top_saved_tensors_default_hooks(True)
-            autograd._pop_saved_tensors_default_hooks()
-            self._hooks.__exit__()
-            self._hooks = None
-            autograd._push_saved_tensors_default_hooks(*hooks_of_checkpoint)
-        super().__enter__()
+    hooks = saved_tensors_hooks(hold, lambda held: held.take())
+    hooks.__enter__()
 
+    def end() -> None:
+        autograd: Any = torch._C._autograd
+        of_checkpoint = autograd._top_saved_tensors_default_hooks(True)  # put over these
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.__exit__()
+        autograd._push_saved_tensors_default_hooks(*of_checkpoint)
 
-class _ReplayingOffloaded(Replaying):
-    def __init__(self, recording: Recording, block: OffloadedBlock) -> None:
-        super().__init__(recording)
-        self._block = block
-
-    def __enter__(self) -> None:
-        self._block.fetch_ahead()
-        super().__enter__()
+    return end

@@ -49,12 +49,6 @@ class Tiled:
 
     @outside_compile
     def __call__(self, x: Tensor) -> Tensor:
-        if type(x) not in (Tensor, nn.Parameter) or x.ndim < 2 or not x.is_floating_point():
-            shape = tuple(x.shape) if isinstance(x, Tensor) else ""
-            raise _refusal(
-                f"the input is {type(x).__name__} {shape}; give a torch.Tensor of floats, "
-                "(..., tokens, width)"
-            )
         for name, part in self._parts():
             tiles_gather = part is not self.module or part is self.block
             if tiles_gather and "FSDPModule" in [base.__name__ for base in type(part).__mro__]:
@@ -64,8 +58,8 @@ class Tiled:
                 )
         parameters = () if self.module is None else self.module.parameters()
         leaves = [p for p in parameters if p.requires_grad]
-        if self.module is None and torch.is_grad_enabled():
-            if self.block(x.narrow(-2, 0, 0).detach()).requires_grad:
+        with _NoAttention():
+            if self.module is None and self.block(x.narrow(-2, 0, 0).detach()).requires_grad:
                 raise _refusal("the function uses parameters; give a module, or its forward")
         out: Tensor = _InTiles.apply(self, _Modes(x.device), x, *leaves)  # type: ignore[no-untyped-call]
         return out
@@ -140,10 +134,10 @@ def _leaves_of(out: Tensor) -> Iterator[Tensor]:
 
 
 def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if total is None or grad is None:
-        wide = None if grad is None else torch.promote_types(grad.dtype, torch.float32)
-        return total if grad is None else grad.to(wide, copy=True)
-    return total.add_(grad)
+    if grad is None:
+        return total
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return grad.to(wide, copy=True) if total is None else total.add_(grad)
 
 
 class _NoAttention(AroundAttention):
