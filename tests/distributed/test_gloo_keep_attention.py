@@ -4,7 +4,6 @@ that communicates once."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,58 +11,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, MeshAttentionError
-from mesh_attention.train.keep_attention import KeepAttention
+from support.checkpointed_blocks import Block, Run, equal, not_reentrant, plain, reentrant
 from support.gloo_case import handed_bytes
 from support.pool import WorkerPool
 from support.transformer_block import Compiled
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, STARTS = 4, 2, 8, 32, [0, 9, 32]
 WIDTH = HEADS * HEAD_DIM
-SIZES = {"seq_len": TOKENS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-Run = Callable[..., Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, cp: ContextParallel) -> None:
-        super().__init__()
-        self.cp = cp
-        self.split = [HEADS, KV_HEADS, KV_HEADS]
-        self.qkv = nn.Linear(WIDTH, sum(self.split) * HEAD_DIM)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp: Callable[[Tensor], Tensor] = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU()
-        )
-
-    def forward(self, x: Tensor, angles: Tensor, documents: Any = None) -> Tensor:
-        q, k, v = (self.qkv(x).unflatten(-1, (-1, HEAD_DIM)) * angles).split(self.split, dim=2)
-        seen = self.cp.attention(q, k, v, documents=documents)
-        assert isinstance(seen, Tensor)
-        x = x + self.out(seen.flatten(2))
-        return x + self.mlp(x)
-
-
-def plain(block: Any, *args: Any) -> Tensor:
-    out: Tensor = block(*args)
-    return out
-
-
-def not_reentrant(keep: KeepAttention | None, block: Any, *args: Any) -> Tensor:
-    how: dict[str, Any] = {} if keep is None else {"context_fn": keep}
-    out: Tensor = checkpoint(block, *args, use_reentrant=False, **how)
-    return out
-
-
-def reentrant(keep: KeepAttention, block: Any, *args: Any) -> Tensor:
-    out: Tensor = checkpoint(keep.reentrant(block), *args, use_reentrant=True)
-    return out
+SIZES: dict[str, Any] = {
+    "seq_len": TOKENS,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+}
 
 
 def blocks_of(cp: ContextParallel, count: int = 3) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList(Block(cp) for _ in range(count))
+    heads = (HEADS, KV_HEADS, HEAD_DIM)
+    return nn.ModuleList(Block(cp, heads, dropout=0.3) for _ in range(count))
 
 
 def trained(
@@ -105,10 +73,6 @@ def counted(cp: ContextParallel, run: Run, *more: Any) -> tuple[list[Tensor], di
     return found, {name: n - before.get(name, 0) for name, n in received(cp).items()}
 
 
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: bool) -> list[str]:
     """What is wrong."""
     wrong = []
@@ -120,7 +84,8 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
         offloading = cp.keep_attention(offload=True)
         capped = cp.keep_attention(offload=True, host_bytes=20_000)
         memory, small = offloading.host, capped.host
-        assert memory is not None and small is not None
+        assert memory is not None
+        assert small is not None
         ways = {
             "kept": partial(not_reentrant, cp.keep_attention()),
             "offloaded": partial(not_reentrant, offloading),
@@ -175,8 +140,8 @@ def fully_sharded(rank: int, world_size: int) -> list[bool]:
                 for block in blocks:
                     assert isinstance(block, Block)
                     if in_tiles:
-                        block.mlp.forward = tiles(block.mlp.forward)  # type: ignore[attr-defined]
-                    fully_shard(block.mlp, mesh=mesh)  # type: ignore[arg-type]
+                        block.mlp.forward = tiles(block.mlp.forward)  # type: ignore[method-assign]
+                    fully_shard(block.mlp, mesh=mesh)
                     fully_shard(block, mesh=mesh)
                 found = trained(cp, run, blocks)
                 results.append([getattr(x, "full_tensor", lambda x=x: x)() for x in found])
@@ -222,7 +187,7 @@ def in_other_uses(rank: int, world_size: int) -> list[bool]:
         return not_reentrant(keep, blocks[1], inner, angles)
 
     def changes(x: Tensor) -> Tensor:
-        out = cp.attention(*x.unflatten(-1, (3, 4, -1)).unbind(2))
+        out = cp.attention(*x.reshape(*x.shape[:2], 3, 4, -1).unbind(2))
         assert isinstance(out, Tensor)
         return out.mul_(2.0).sin()
 
