@@ -118,12 +118,13 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
 
 @pytest.mark.parametrize(
     ("options", "packed"),
-    [({"method": "ulysses", **SIZES}, False), ({"method": "usp", "ulysses": 2}, True), ({}, True)],
+    [(SIZES, False), ({}, True)],
 )
 def test_every_kind_of_checkpoint_has_the_bits_of_none_and_attends_forward_once(
     pool: WorkerPool, options: dict[str, Any], packed: bool
 ) -> None:
-    assert pool.run(in_every_kind, 2, {"causal": True, **options}, packed) == [[]] * 2
+    options = {"causal": True, "method": "ulysses", **options}
+    assert pool.run(in_every_kind, 2, options, packed) == [[]] * 2
 
 
 def fully_sharded(rank: int, world_size: int) -> list[bool]:
@@ -131,11 +132,9 @@ def fully_sharded(rank: int, world_size: int) -> list[bool]:
 
     mesh, results = init_device_mesh("cpu", (world_size,)), []
     with ContextParallel(mesh, causal=True, method="ulysses", **SIZES) as cp:
-        tiles, keep = partial(cp.tiled, tokens=5), cp.keep_attention()
-        offloading = cp.keep_attention(offload=True)
-        runs: list[Run] = [plain, partial(not_reentrant, keep), partial(not_reentrant, offloading)]
+        tiles, offloading = partial(cp.tiled, tokens=5), cp.keep_attention(offload=True)
         for in_tiles in (False, True):
-            for run in runs:
+            for run in (plain, partial(not_reentrant, offloading)):
                 blocks = blocks_of(cp, 2)
                 for block in blocks:
                     assert isinstance(block, Block)
@@ -145,38 +144,38 @@ def fully_sharded(rank: int, world_size: int) -> list[bool]:
                     fully_shard(block, mesh=mesh)
                 found = trained(cp, run, blocks)
                 results.append([getattr(x, "full_tensor", lambda x=x: x)() for x in found])
-    for whole, in_parts in zip(results[0], results[3], strict=True):
+    for whole, in_parts in zip(results[0], results[2], strict=True):
         torch.testing.assert_close(whole, in_parts)
-    return [equal(results[i], results[i + j]) for i in (0, 3) for j in (1, 2)]
+    return [equal(results[0], results[1]), equal(results[2], results[3])]
 
 
 def test_parameters_may_be_sharded_and_the_mlp_tiled(pool: WorkerPool) -> None:
-    assert pool.run(fully_sharded, 2) == [[True] * 4] * 2
+    assert pool.run(fully_sharded, 2) == [[True] * 2] * 2
 
 
 def compiled(rank: int, world_size: int) -> list[bool]:
+    """The same graph without a checkpoint, in one that keeps, and without again; and one for the
+    documents of batches, of which graphs know no rows that a plan keeps."""
     found = []
-    for sizes, starts in ((SIZES, None), ({}, STARTS)):
+    for sizes, kept in ((SIZES, (False, True, False)), ({}, (True,))):
         with ContextParallel(causal=True, method="ulysses", **sizes) as cp:
-            documents = None if starts is None else cp.documents(starts)
+            documents = None if sizes else cp.documents(STARTS)
             blocks = blocks_of(cp, 1)
             blocks[0].eval()  # random numbers of a graph are others
             wanted = trained(cp, plain, blocks, documents)
-            graph = Compiled(blocks[0])
-            for keep in (None, cp.keep_attention(), cp.keep_attention(offload=True)):
-                run = plain if keep is None else partial(not_reentrant, keep)
+            once, graph = received(cp)["forward"], Compiled(blocks[0])
+            for keeps in kept:
+                keep = cp.keep_attention(offload=not sizes)
+                run = partial(not_reentrant, keep) if keeps else plain
                 before = received(cp)["forward"]
-                again = trained(cp, lambda _, *args: run(graph, *args), blocks, documents)  # noqa: B023
+                again = trained(cp, lambda _, *x: run(graph, *x), blocks, documents)  # noqa: B023
                 found.append(equal(wanted, again))
-                passes = (received(cp)["forward"] - before) / (before or 1)
-                found.append(keep is None or passes < 0.7)
+                found.append(received(cp)["forward"] - before < 1.1 * once)  # lse besides
     return found
 
 
-def test_a_checkpoint_around_compiled_code_keeps_its_attention(
-    compiling_pool: WorkerPool,
-) -> None:
-    assert compiling_pool.run(compiled, 2, seconds=300.0) == [[True] * 12] * 2
+def test_a_checkpoint_around_compiled_code_keeps_its_attention(compiling_pool: WorkerPool) -> None:
+    assert compiling_pool.run(compiled, 2, seconds=300.0) == [[True] * 8] * 2
 
 
 def in_other_uses(rank: int, world_size: int) -> list[bool]:

@@ -10,7 +10,7 @@ kept meanwhile: q, k and v are computed again, and exchanged again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import local
 from typing import Any
 
@@ -123,12 +123,13 @@ class Replaying(AroundAttention):
         self._calls = recording.calls
 
     def __enter__(self) -> None:
-        self._coming: Iterator[Any] = iter(self._calls)
+        self._coming = iter(self._calls)
         super().__enter__()
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
         now = _described(inputs)
-        before, place, held = next(self._coming, (None, None, []))
+        nothing: tuple[Any, Any, list[Held]] = None, None, []
+        before, place, held = next(self._coming, nothing)
         if before != now:
             was = f"was made with {before}" if before else "was not made"
             raise MeshAttentionError(

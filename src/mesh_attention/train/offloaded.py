@@ -126,7 +126,7 @@ class Offloaded(Held):
 
     def __del__(self) -> None:
         self._memory.num_bytes -= self._num_bytes
-        if self._stream is not None:  # nobody may have waited for the copies
-            for x in (self._fetched, self._here and self._here._tensor):
-                if x is not None:
-                    x.record_stream(self._stream)
+        here = None if self._here is None else self._here._tensor
+        for x in (here, self._fetched):
+            if x is not None and self._stream is not None:  # nobody has waited for its copy
+                x.record_stream(self._stream)

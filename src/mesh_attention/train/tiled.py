@@ -72,7 +72,7 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(x, *leaves)  # refused if they change meanwhile
         out, begin = x, 0
         with _NoAttention(), modes.autocast():
-            for tile in x.split(tiled.tokens, -2):
+            for tile in torch.split(x, tiled.tokens, -2):
                 part = tiled.block(tile)
                 if not isinstance(part, Tensor) or part.shape[:-1] != tile.shape[:-1]:
                     shape = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
@@ -100,7 +100,7 @@ class _InTiles(torch.autograd.Function):
                     for y in (x, grad_out, grad_x)
                 )
                 of_tile, *of_leaves = _gradients(ctx.tiled.block, tile.detach(), leaves, grad)
-                grad_tile.copy_(0 if of_tile is None else of_tile)
+                grad_tile.zero_() if of_tile is None else grad_tile.copy_(of_tile)
                 sums = [_sum(*pair) for pair in zip(sums, of_leaves, strict=True)]
                 del of_tile, of_leaves  # before the next
         totals = [s if s is None else s.to(p.dtype) for s, p in zip(sums, leaves, strict=True)]
