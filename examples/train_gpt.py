@@ -73,9 +73,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """It is told where its tokens stand and how they attend, and knows nothing of ranks."""
 
-    def __init__(self, args: argparse.Namespace, attention: nn.Module) -> None:
+    def __init__(self, args: argparse.Namespace, attention: nn.Module, keep: Any = None) -> None:
         super().__init__()
-        self.again = args.activation_checkpointing
+        self.again = args.activation_checkpointing or keep is not None
+        self.how = {} if keep is None else {"context_fn": keep}
         self.half_dim = args.width // args.heads // 2
         self.tokens = nn.Embedding(VOCABULARY, args.width)
         self.blocks = nn.ModuleList(Block(args, attention) for _ in range(args.layers))
@@ -87,7 +88,7 @@ class GPT(nn.Module):
         x = self.tokens(input_ids)
         for block in self.blocks:
             if self.again:
-                x = checkpoint(block, x, angles, documents, use_reentrant=False)
+                x = checkpoint(block, x, angles, documents, use_reentrant=False, **self.how)
             else:
                 x = block(x, angles, documents)
         logits: Tensor = self.head(self.norm(x))
@@ -122,7 +123,8 @@ def packs(args: argparse.Namespace, place: int, places: int, begin: int = 0) -> 
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[float]:
     """The loss of each step, of those before a checkpoint too."""
     with ContextParallel(mesh["cp"], causal=True) as cp, told_progress(args) as tell:
-        model: Any = made(args, ContextParallelAttention(cp), device)
+        keep = cp.keep_attention() if args.keep_attention else None
+        model: Any = made(args, ContextParallelAttention(cp), device, keep)
         if args.wrap == "ddp":
             model = DistributedDataParallel(model)
         else:
@@ -153,9 +155,11 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
         return losses
 
 
-def made(args: argparse.Namespace, attention: nn.Module, device: torch.device) -> GPT:
+def made(
+    args: argparse.Namespace, attention: nn.Module, device: torch.device, keep: Any = None
+) -> GPT:
     torch.manual_seed(args.seed)  # the same parameters everywhere
-    return GPT(args, attention).to(device)
+    return GPT(args, attention, keep).to(device)
 
 
 def saved(args: argparse.Namespace, model: Any, optimizer: Any, losses: list[float]) -> None:
@@ -225,6 +229,7 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=torch.cuda.device_count() or 4, help="without torchrun")
     add("--steps", type=int, default=50, help="in all, with those of a checkpoint")
     add("--activation-checkpointing", action="store_true", help="compute blocks again in backward")
+    add("--keep-attention", action="store_true", help="the same, but for attention")
     add("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from there")
     add("--save-every", type=int, default=20, help="steps between two checkpoints")
     add("--plot", type=Path, metavar="PNG", help="draw the losses")

@@ -51,6 +51,7 @@ RANKS_ON_A_GPU = {
         "deterministic",
         "documents",
         "keep",
+        "keep_attention",
         "nccl",
         "nccl_ranks",
         "ranks",

@@ -119,7 +119,7 @@ def test_training_has_the_losses_of_one_process(
     ("ranks", "more"),
     [
         (1, ["--wrap", "ddp"]),
-        (2, ["--dp", "1", "--activation-checkpointing"]),
+        (2, ["--dp", "1", "--keep-attention"]),
         (4, ["--dp", "1", "--wrap", "ddp"]),
     ],
 )

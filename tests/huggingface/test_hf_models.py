@@ -99,7 +99,11 @@ def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
             fully_shard(plain)
         else:
             model = DistributedDataParallel(plain)
-            plain.gradient_checkpointing_enable({"use_reentrant": False})
+            how = {"context_fn": cp.keep_attention(offload=True)} if way == "ddp" else {}
+            plain.gradient_checkpointing_enable({"use_reentrant": False, **how})
+        if way == "ddp":
+            for layer in plain.model.layers:
+                layer.mlp.forward = cp.tiled(layer.mlp.forward, tokens=3)
         if way == "compile":
             model = torch.compile(model, backend="eager")
         part = cp.shard_batch(**PACKED.whole)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
 from mesh_attention.request.attend import attention
+from mesh_attention.request.kept_calls import keeps_shards
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import sizes_of, with_lengths
@@ -100,6 +101,8 @@ def mesh_attention(
         sizes = sizes_of(session, arguments, q, k, v)
         refuse_heads_first(session, arguments, q, k)
         source, calls = kept_source(session, arguments | sizes)
+        if keeps_shards():
+            source = source.of_shards
         plan = source.first.plan
         if source.first.keeps_lse:
             calls = calls.for_lse(return_lse, sinks)

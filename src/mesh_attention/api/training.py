@@ -3,7 +3,7 @@ and a block in which PyTorch's own attention is this one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +15,11 @@ from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
+from mesh_attention.train.keep_attention import KeepAttention
 from mesh_attention.train.losses import Reduce, TokenMean, cross_entropy
 from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
+from mesh_attention.train.tiled import Tiled
 
 
 class Training:
@@ -126,6 +128,39 @@ class Training:
             label_smoothing=label_smoothing,
             label=label,
         )
+
+    def keep_attention(
+        self, *, offload: bool = False, host_bytes: int | None = None
+    ) -> KeepAttention:
+        """For blocks that are checkpointed: they keep the results of attention, of this object and
+        all others, and compute the rest again without communicating for it.
+
+            keep = cp.keep_attention()  # once, for all blocks and steps
+            out = checkpoint(block, x, use_reentrant=False, context_fn=keep)
+            out = checkpoint(keep.reentrant(block), x, use_reentrant=True)
+
+        out and lse are kept; q, k and v are computed again and exchanged again in the backward
+        pass, whatever `keep` says (rows that a given `plan` keeps stay besides). All ranks must do
+        the same. `offload` moves them, and the inputs of blocks that autograd has computed, to the
+        host's memory, which is pinned, and back one block ahead of their use; at most `host_bytes`
+        of it, and the rest stays on the device. `keep.host` says how much it is.
+        """
+        return KeepAttention(offload=offload, host_bytes=host_bytes)
+
+    def tiled(
+        self, block: Callable[[Tensor], Tensor], *, tokens: int = 4096
+    ) -> Callable[[Tensor], Tensor]:
+        """An MLP, or another block that looks at each token by itself, on `tokens` of (..., tokens,
+        width) at a time: what it computes on the way takes the memory of one tile, in both passes.
+
+            self.tiled_mlp = cp.tiled(self.mlp)  # in a model, or from outside:
+            layer.mlp.forward = cp.tiled(layer.mlp.forward)  # also if fully_shard has it
+
+        The backward pass computes each tile again. Results are those of the whole up to what
+        matrix products make of fewer rows; gradients of parameters are sums over tiles, in float32
+        or wider. What mixes tokens is refused where it can be seen.
+        """
+        return Tiled(block, tokens)
 
     def context_parallel(
         self,

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
+from mesh_attention.request.kept_calls import backward_follows, keeps_shards
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.operators import attention_op, need_grad
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_heads
@@ -54,6 +55,7 @@ def attend(
         "documents": documents,
         "softmax_scale": softmax_scale,
         "is_causal": is_causal,
+        "keeps": not keeps_shards(),
     }
     if is_dynamo_compiling():
         (q, k, v), how["sinks"], spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
@@ -67,11 +69,11 @@ def attend(
     if isinstance(documents, Documents):
         number = documents.number
     if fault is None and (documents is None or number is not None):
-        key = _key(q, k, v, sinks, softmax_scale, is_causal, return_lse)
+        key = _key(q, k, v, sinks, softmax_scale, is_causal, return_lse, how["keeps"])
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         how["sinks"], fault = sinks, fault or spread.fault
-        needs_grad = fault is None and need_grad(q, k, v, sinks)
+        needs_grad = fault is None and (need_grad(q, k, v, sinks) or backward_follows())
         how["return_lse"] = return_lse
         call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
         prepared = UserCall(calls.user, call, calls.name)
@@ -110,7 +112,7 @@ def attention(
         None,
         prepared.name,
         prepared.number,
-        True,
+        not keeps_shards(),
         prepared.call.options.return_lse,
         needs_grad,
         label if isinstance(label, str) else None,
@@ -135,6 +137,7 @@ def _key(
     softmax_scale: float | None,
     is_causal: bool | None,
     return_lse: bool,
+    keeps: bool,
 ) -> tuple[Any, ...] | None:
     """All that the checks and the preparation of a call depend on, first whether gradients are
     needed; None where they must look."""
@@ -153,12 +156,13 @@ def _key(
         needs_grad = needs_grad or x.requires_grad
         key += x.shape, x.dtype, x.device, x.layout
     return (
-        needs_grad and torch.is_grad_enabled(),
+        (needs_grad and torch.is_grad_enabled()) or backward_follows(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         softmax_scale,
         is_causal,
         return_lse,
+        keeps,
         *key,
     )
 
@@ -184,6 +188,7 @@ def _traced_attention(
     label: str | int | None = None,
     softmax_scale: float | None = None,
     is_causal: bool | None = None,
+    keeps: bool = True,
     block: Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -211,7 +216,7 @@ def _traced_attention(
         block,
         calls.name,
         None,
-        documents is None and calls.fixed is not None,
+        documents is None and calls.fixed is not None and (keeps or calls.fixed.is_given),
         return_lse,
         need_grad(q, k, v, sinks),
         label if isinstance(label, str) else None,

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.request.arguments import (
     AskedPlan,
@@ -152,9 +151,10 @@ class ObjectCalls:
         in_backward: bool = False,
     ) -> PreparedCall:
         """The call that all ranks are about to make. `fault`: what is wrong already, or what is
-        found to be wrong here, is raised by all of them. `keeps` False: a graph knows of no rows
-        that its forward pass could keep. `return_lse` False: nobody looks at lse. `in_backward`:
-        the tensors are stand-ins, and were looked at in the forward pass."""
+        found to be wrong here, is raised by all of them. `keeps` False: no rows of the forward pass
+        stay for the backward pass, unless a plan that was given keeps some. `return_lse` False:
+        nobody looks at lse. `in_backward`: the tensors are stand-ins, and were looked at in the
+        forward pass."""
         source, options, sample = None, self.options, None
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
@@ -184,24 +184,23 @@ class ObjectCalls:
         keeps: bool,
     ) -> tuple[PlanSource, CallOptions]:
         """Plans for a call, and its options."""
-        shards = {} if keeps else {"keep": Keep.SHARDS.value}
-        session, arguments = self.session, self.arguments | shards
+        session, arguments = self.session, self.arguments
         if documents is None:
             if self.fixed is None:
                 sizes = sizes_of(session, arguments, q, k, v)
                 refuse_heads_first(session, arguments, q, k)
                 self.latest = kept_source(session, arguments | sizes)[0]
             self.batch = None
-            return self.source, self.options
-        layer = self.layer(shards)
+            return self.source if keeps else self.source.of_shards, self.options
+        layer = self.layer()
         if self.fixed is None:
             sizes = sizes_of(session, arguments, q, k, v) | {
                 "seq_len": USUAL_TOKENS,
                 "kv_seq_len": USUAL_TOKENS,
             }
-            layer = self.layer(sizes | shards)
+            layer = self.layer(sizes)
         plans = documents if isinstance(documents, BatchPlans) else checked(documents).plans
-        source = plans.source(session, layer)
+        source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
         return source, self.options.of_batch()
 
@@ -213,7 +212,7 @@ class ObjectCalls:
         if not has_sizes(arguments):
             # Not those of the last call: a batch may be made ready before it, on some ranks.
             arguments = usual_sizes(arguments)
-        key = tuple(arguments.get(name) for name in (*SIZES, "keep"))
+        key = tuple(arguments.get(name) for name in SIZES)
         if key not in self._layers:
             asked, options = read_arguments(self.session.groups.parent, arguments)
             self._layers[key] = layer_of_batches(asked, arguments, options)

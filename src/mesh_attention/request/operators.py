@@ -25,6 +25,7 @@ from mesh_attention.request.compiled_attention import (
     prepared_in_graph,
     stand_ins,
 )
+from mesh_attention.request.kept_calls import Results, attend_once
 from mesh_attention.request.object_calls import BLOCKS
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
@@ -64,7 +65,11 @@ attention_op = torch.ops.mesh_attention.attention.default
 attention_backward_op = torch.ops.mesh_attention.attention_backward.default
 
 
-def _attention(
+def _attention(*inputs: Any) -> Results:
+    return attend_once(_attention_over_ranks, inputs)
+
+
+def _attention_over_ranks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -81,7 +86,7 @@ def _attention(
     softmax_scale: float | None,
     is_causal: bool | None,
     refusal: str | None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> Results:
     label = label_number if label_text is None else label_text
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
@@ -176,7 +181,7 @@ def forward_pass(
     tensors: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     batch: BatchIdentity | None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> Results:
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():
         inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}

@@ -60,6 +60,12 @@ class Question:
         return replace(self, problem=problem, backward=backward)
 
     @property
+    def of_shards(self) -> Question:
+        """The same question, whose forward pass keeps no rows for the backward pass."""
+        backward = None if self.backward is None else self.backward.of_shards
+        return replace(self, setting=replace(self.setting, keep=Keep.SHARDS), backward=backward)
+
+    @property
     def devices(self) -> tuple[int, ...]:
         """The devices of the plan, without its programs."""
         return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
@@ -82,11 +88,7 @@ def joined(forward: Question, backward: Question) -> Question:
     forward pass keeps only where both have one setting."""
     if replace(forward, directions=backward.directions) == backward:
         return replace(forward, directions=BOTH)
-    forward, backward = (
-        replace(asked, setting=replace(asked.setting, keep=Keep.SHARDS))
-        for asked in (forward, backward)
-    )
-    return replace(forward, backward=backward)
+    return replace(forward, backward=backward).of_shards
 
 
 def ask(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import cached_property
 
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.binding import CallShape
@@ -96,6 +97,18 @@ class PlanSource:
         self._find = find
         self._by_element_bytes: dict[int, RankPlan] = {}
         self.first = asked if isinstance(asked, RankPlan) else find(asked)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller brings the plan."""
+        return isinstance(self._asked, RankPlan)
+
+    @cached_property
+    def of_shards(self) -> PlanSource:
+        """The same plans, whose forward passes leave no rows to backward passes."""
+        if isinstance(self._asked, RankPlan):
+            return self
+        return PlanSource(self._asked.of_shards, self._find, self.calls)
 
     def of(self, element_bytes: int) -> RankPlan:
         """A plan that the caller brings is for one size of element; the executor refuses others."""

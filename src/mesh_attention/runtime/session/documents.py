@@ -45,13 +45,13 @@ class BatchPlans:
         batch: BatchIdentity | None = None,
     ) -> None:
         self.session, self.pack, self.batch = session, pack, batch
-        self._sources: dict[Layer, PlanSource] = {} if like is None else like._sources
+        self._sources: dict[tuple[Layer, bool], PlanSource] = {} if like is None else like._sources
         self._releases: int = session.groups.releases if like is None else like._releases
         # Prepared calls by what their checks depend on.
         self.warm: dict[Any, UserCall] = {} if like is None else like.warm
 
-    def source(self, session: Session, layer: Layer) -> PlanSource:
-        """Plans for the calls of a layer."""
+    def source(self, session: Session, layer: Layer, keeps: bool) -> PlanSource:
+        """Plans for the calls of a layer. Not `keeps`: of shards alone."""
         if session is not self.session:
             raise MeshAttentionError(
                 "these documents were made on another process group; make them with documents() "
@@ -61,14 +61,15 @@ class BatchPlans:
             # What calls held is gone with the last object.
             self._sources.clear()
             self._releases = session.groups.releases
-        if layer not in self._sources:
+        if (layer, keeps) not in self._sources:
             question = self.pack.question(layer)
-            self._sources[layer] = session.source_of_batch(question)
-        return self._sources[layer]
+            question = question if keeps else question.of_shards
+            self._sources[layer, keeps] = session.source_of_batch(question)
+        return self._sources[layer, keeps]
 
     def make_ready_like(self, other: BatchPlans) -> None:
-        for layer, source in list(other._sources.items()):
-            source_here = self.source(self.session, layer)
+        for kind_of_layer, source in list(other._sources.items()):
+            source_here = self.source(self.session, *kind_of_layer)
             for kind in list(source.kinds):
                 self.session.calls.make_ready(source_here, *kind)
 

@@ -1,0 +1,154 @@
+"""Attention that a checkpoint does not repeat: results of its forward pass stand in for the call.
+
+Around the code of a checkpoint stands a context: in the forward pass it holds the results of each
+call, in the recomputation it hands them out in the same order, and no other rank is asked. A call
+that is not repeated has no place of its own among the calls: `place` is a result too, so its
+backward pass belongs to the forward call, on all ranks alike. This stands below the operator, so
+eager and compiled code meet it. Rows that a forward pass would keep for the backward pass are not
+kept meanwhile: q, k and v are computed again, and exchanged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+
+Results = tuple[Tensor, Tensor, Tensor, list[Tensor]]
+Make = Callable[..., Results]
+_CALL, _NEEDS_GRAD = 7, 10  # among the inputs of the operator
+
+
+class Held:
+    """A tensor that waits for the backward pass where it is; refused if it changes meanwhile."""
+
+    def __init__(self, x: Tensor) -> None:
+        # Not the tensor itself, on which autograd hangs its graph; but with its version.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor = x.detach()
+        self._version = x._version
+
+    def take(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise MeshAttentionError(
+                "a tensor that a checkpoint keeps (the result of attention, or an input of the "
+                "block) was changed in place before its backward pass; make a new tensor instead"
+            )
+        return self._tensor.detach()
+
+
+class AroundAttention:
+    """A context in which calls of this thread are its own to answer. `begin`: when it is entered,
+    which may be again and again."""
+
+    _outer: AroundAttention | None = None
+
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
+
+    def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
+        """By default as without it, or as what stands around it says."""
+        return make(*inputs) if self._outer is None else self._outer.attend(make, inputs)
+
+    def __enter__(self) -> None:
+        self._begin()
+        self._outer, _THREAD.innermost = _THREAD.innermost, self
+        _KEEPING.depth += 1
+        _KEEPING.on = True
+
+    def __exit__(self, *_: object) -> None:
+        _THREAD.innermost, self._outer = self._outer, None
+        _KEEPING.depth -= 1
+        _KEEPING.on = _KEEPING.depth > 0
+
+
+class _Thread(local):
+    innermost: AroundAttention | None = None
+
+
+class _Keeping:
+    """Of all threads, since compiled code can depend on no other: at worst another thread's code is
+    compiled for shards, which is right too."""
+
+    depth, on = 0, False
+
+
+_THREAD, _KEEPING = _Thread(), _Keeping()
+
+
+def keeps_shards() -> bool:
+    """Whether calls are to keep nothing but shards: also asked by code that is being compiled."""
+    return _KEEPING.on
+
+
+def backward_follows() -> bool:
+    """Whether results are recorded for a backward pass, although gradients may be off: reentrant
+    checkpoints have none in their forward pass."""
+    return isinstance(_THREAD.innermost, Recording)
+
+
+def attend_once(make: Make, inputs: tuple[Any, ...]) -> Results:
+    """What `make` makes of the inputs of the operator, or has made of them before."""
+    around = _THREAD.innermost
+    return make(*inputs) if around is None else around.attend(make, inputs)
+
+
+class Recording(AroundAttention):
+    """The forward pass of a block. `hold`: how a result waits for the backward pass."""
+
+    def __init__(
+        self, hold: Callable[[Tensor], Held] = Held, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(begin)
+        self._hold = hold
+        self.calls: list[tuple[list[Any], Tensor, list[Held]]] = []
+
+    def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
+        out, lse, place, kept = results = super().attend(make, inputs)
+        held = [self._hold(_own_memory(x, inputs)) for x in (out, lse, *kept)]
+        self.calls.append((_described(inputs), place, held))
+        return results
+
+
+class Replaying(AroundAttention):
+    """Its recomputation, as often as it comes."""
+
+    def __init__(self, recording: Recording, begin: Callable[[], None] = lambda: None) -> None:
+        super().__init__(begin)
+        self._calls = recording.calls
+
+    def __enter__(self) -> None:
+        self._coming = iter(self._calls)
+        super().__enter__()
+
+    def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
+        now = _described(inputs)
+        nothing: tuple[Any, Any, list[Held]] = None, None, []
+        before, place, held = next(self._coming, nothing)
+        if before != now:
+            was = f"was made with {before}" if before else "was not made"
+            raise MeshAttentionError(
+                f"a checkpoint that keeps attention calls it with {now} in the recomputation, and "
+                f"this call {was} in the forward pass: make the same calls in the same order"
+            )
+        out, lse, *kept = (_own_memory(x.take(), inputs) for x in held)
+        return out, lse, place, kept
+
+
+def _own_memory(x: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+    """Compiled code, which names no prepared call, may write to memory that it needs no more."""
+    return x.clone() if inputs[_CALL] is None else x
+
+
+def _described(inputs: tuple[Any, ...]) -> list[Any]:
+    """What a call must have in common with its first time."""
+    return [
+        (*x.shape, x.dtype) if isinstance(x, Tensor) else x
+        for place, x in enumerate(inputs)
+        if place not in (_CALL, _NEEDS_GRAD)
+    ]

@@ -1,0 +1,74 @@
+"""`cp.keep_attention()`: checkpoints that keep out and lse, and compute the rest of a block again.
+
+Under an ordinary checkpoint a block attends, and communicates, a second time. Attention is most of
+the work of long sequences, and its results are small beside all that a block computes, so they are
+what is worth keeping (`request/kept_calls.py`); in the host's memory where a device has no room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mesh_attention.plan.problem.arguments import flag, number
+from mesh_attention.request.kept_calls import AroundAttention, Held, Recording, Replaying
+from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
+
+Result = TypeVar("Result")
+
+
+class KeepAttention:
+    """A `context_fn` of `torch.utils.checkpoint`, for any number of blocks, models and steps.
+    `host`: the memory in which tensors wait, counted; None without `offload`."""
+
+    def __init__(self, *, offload: bool = False, host_bytes: int | None = None) -> None:
+        limit = None if host_bytes is None else number("host_bytes", host_bytes, least=0)
+        self.host = HostMemory(limit) if flag("offload", offload) else None
+
+    def __call__(self, *, inputs: bool = True) -> tuple[AroundAttention, AroundAttention]:
+        """Contexts for the forward pass of one checkpoint and for its recomputation."""
+        if self.host is None:
+            recording = Recording()
+            return recording, Replaying(recording)
+        block = self.host.next_block()
+        recording = Recording(block.hold)
+        if inputs and torch.is_grad_enabled():
+            recording = Recording(block.hold, _hold_inputs(block))
+        return recording, Replaying(recording, block.fetch_ahead)
+
+    def reentrant(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """For `checkpoint(keep.reentrant(block), x, use_reentrant=True)`, which takes no
+        `context_fn`; made anew for each checkpoint. Inputs of the block are not offloaded."""
+        contexts = [*self(inputs=False)]
+
+        def forward_then_again(*args: Any, **kwargs: Any) -> Result:
+            with contexts.pop(0) if len(contexts) > 1 else contexts[0]:
+                return function(*args, **kwargs)
+
+        return forward_then_again
+
+
+def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:
+    """A checkpoint saves its inputs after it has called its `context_fn` and before it enters what
+    that returned: these hooks are for that time, and what is returned ends them."""
+
+    def hold(x: Tensor) -> Held:
+        # Parameters, and what was computed for all blocks such as rotary angles, are there anyway.
+        comes_from_a_block = type(x) is Tensor and x.grad_fn is not None
+        return block.hold(x) if comes_from_a_block else Held(x)
+
+    hooks = saved_tensors_hooks(hold, lambda held: held.take())
+    hooks.__enter__()
+
+    def end() -> None:
+        autograd: Any = torch._C._autograd
+        of_checkpoint = autograd._top_saved_tensors_default_hooks(True)  # put over these
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.__exit__()
+        autograd._push_saved_tensors_default_hooks(*of_checkpoint)
+
+    return end

@@ -1,0 +1,132 @@
+"""Tensors that wait for the backward pass in the host's memory.
+
+On CUDA they are copied to pinned memory on a stream of their own, while their block is computed,
+and back while the block after it has its backward pass. A tensor stays on the device until the next
+block begins, which on the device waits for the copies: nobody can write to it or take its memory
+before, and a change in place is seen. On the CPU they are copies.
+"""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from mesh_attention.request.kept_calls import Held
+
+
+class HostMemory:
+    """`limit_bytes`: the most that is taken; what does not fit stays on its device. `num_bytes` are
+    taken now, `most_bytes` were at some time, and `stayed_bytes` in all did not fit."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = self.most_bytes = self.stayed_bytes = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._latest: OffloadedBlock | None = None
+
+    def next_block(self) -> OffloadedBlock:
+        if self._latest is not None:
+            for held in self._latest.tensors:
+                held.leave()
+        self._latest = OffloadedBlock(self, self._latest)
+        return self._latest
+
+    def hold(self, x: Tensor) -> Offloaded | None:
+        # PyTorch pins memory in powers of two.
+        num_bytes = 1 << (x.nbytes - 1).bit_length() if x.is_cuda else x.nbytes
+        if self.limit_bytes is not None and self.num_bytes + num_bytes > self.limit_bytes:
+            self.stayed_bytes += x.nbytes
+            return None
+        self.num_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+        if x.is_cuda and x.device not in self._streams:
+            self._streams[x.device] = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+        return Offloaded(x, self, num_bytes, self._streams.get(x.device))
+
+
+class OffloadedBlock:
+    """What one block leaves to its backward pass. It knows the block before it, whose backward pass
+    comes next, as long as that is to come."""
+
+    def __init__(self, memory: HostMemory, before: OffloadedBlock | None) -> None:
+        self._memory = memory
+        self._before = [] if before is None else before._held
+        self._held: list[ref[Offloaded]] = []
+
+    @property
+    def tensors(self) -> list[Offloaded]:
+        return [held for weak in self._held if (held := weak()) is not None]
+
+    def hold(self, x: Tensor) -> Held:
+        held = self._memory.hold(x) if x.numel() else None
+        if held is None:
+            return Held(x)
+        self._held.append(ref(held))
+        return held
+
+    def fetch_ahead(self) -> None:
+        """What this block needs and is not on its way yet, then what the one before it needs."""
+        for weak in (*self._held, *self._before):
+            if (held := weak()) is not None:
+                held.fetch()
+
+
+class Offloaded(Held):
+    """A copy in memory of the host, from which a tensor is made for each backward pass; and the
+    tensor itself until it has to `leave` its device."""
+
+    def __init__(
+        self, x: Tensor, memory: HostMemory, num_bytes: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._memory, self._num_bytes = memory, num_bytes
+        self._device, self._stream = x.device, stream
+        self._here: Held | None = Held(x)
+        self._fetched: Tensor | None = None
+        self._host = torch.empty_like(x.detach(), device="cpu", pin_memory=stream is not None)
+        self._copy(self._host, x.detach())
+
+    def _copy(self, to: Tensor, x: Tensor) -> None:
+        """After all that is computed so far."""
+        if self._stream is None:
+            to.copy_(x)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            to.copy_(x, non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def _wait(self) -> None:
+        """What is computed from now on comes after the copy."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def leave(self) -> Tensor | None:
+        if self._here is None:
+            return None
+        self._wait()
+        x, self._here = self._here.take(), None
+        return x
+
+    def fetch(self) -> None:
+        if self._here is None and self._fetched is None:
+            # Memory that the computing stream has given up before the copy begins.
+            self._fetched = torch.empty_like(self._host, device=self._device)
+            self._copy(self._fetched, self._host)
+
+    def take(self) -> Tensor:
+        x = self.leave()
+        if x is None:
+            self.fetch()
+            self._wait()
+            x, self._fetched = self._fetched, None
+        assert x is not None
+        return x
+
+    def __del__(self) -> None:
+        self._memory.num_bytes -= self._num_bytes
+        here = None if self._here is None else self._here._tensor
+        for x in (here, self._fetched):
+            if x is not None and self._stream is not None:  # nobody has waited for its copy
+                x.record_stream(self._stream)

@@ -1,0 +1,251 @@
+"""Checkpoints that keep attention: the bits of a block without any checkpoint, and a forward pass
+that communicates once."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mesh_attention import ContextParallel, MeshAttentionError
+from support.checkpointed_blocks import Block, Run, equal, not_reentrant, plain, reentrant
+from support.gloo_case import handed_bytes
+from support.pool import WorkerPool
+from support.transformer_block import Compiled
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS, STARTS = 4, 2, 8, 32, [0, 9, 32]
+WIDTH = HEADS * HEAD_DIM
+SIZES: dict[str, Any] = {
+    "seq_len": TOKENS,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+}
+
+
+def blocks_of(cp: ContextParallel, count: int = 3) -> nn.ModuleList:
+    torch.manual_seed(0)
+    heads = (HEADS, KV_HEADS, HEAD_DIM)
+    return nn.ModuleList(Block(cp, heads, dropout=0.3) for _ in range(count))
+
+
+def trained(
+    cp: ContextParallel, run: Run, blocks: Any, documents: Any = None, watch: Any = None
+) -> list[Tensor]:
+    """Two steps of two batches each, whose forward passes come before their backward passes: the
+    outputs, and the gradients of all parameters. `watch` is called between the passes."""
+    torch.manual_seed(1)  # of dropout too
+    found = []
+    for _ in range(2):
+        outs = []
+        for _ in range(2):
+            whole = torch.randn(1, TOKENS, WIDTH)
+            x = cp.shard(whole, 1, documents=documents).requires_grad_() * 1
+            angles = torch.rand(HEAD_DIM)
+            for block in blocks:
+                x = run(block, x, angles, documents)
+            outs.append(x)
+        if watch is not None:
+            watch()
+        for out in outs:
+            out.square().sum().backward()  # type: ignore[no-untyped-call]
+        found += [out.detach().clone() for out in outs]
+        for parameter in blocks.parameters():
+            found.append(parameter.grad)
+            parameter.grad = None
+    return found
+
+
+def received(cp: ContextParallel) -> dict[str, int]:
+    handed = handed_bytes(cp)
+    return {name: sum(r for _, r in kinds.values()) for name, kinds in handed.items()}
+
+
+def counted(cp: ContextParallel, run: Run, *more: Any) -> tuple[list[Tensor], dict[str, int]]:
+    """What `trained` gives, and the bytes that were received for it in each pass."""
+    before = received(cp)
+    found = trained(cp, run, blocks_of(cp), *more)
+    return found, {name: n - before.get(name, 0) for name, n in received(cp).items()}
+
+
+def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: bool) -> list[str]:
+    """What is wrong."""
+    wrong = []
+    with ContextParallel(**options) as cp, ContextParallel(**options, keep="shards") as shards:
+        documents, others = (x.documents(STARTS) if packed else None for x in (cp, shards))
+        wanted, usual = counted(cp, plain, documents)
+        found, once = counted(shards, plain, others)
+        assert equal(wanted, found)
+        offloading = cp.keep_attention(offload=True)
+        capped = cp.keep_attention(offload=True, host_bytes=20_000)
+        memory, small = offloading.host, capped.host
+        assert memory is not None
+        assert small is not None
+        ways = {
+            "kept": partial(not_reentrant, cp.keep_attention()),
+            "offloaded": partial(not_reentrant, offloading),
+            "capped": partial(not_reentrant, capped),
+            "reentrant": partial(reentrant, cp.keep_attention()),
+            "reentrant, offloaded": partial(reentrant, cp.keep_attention(offload=True)),
+        }
+        between: list[int] = []
+        for name, run in ways.items():
+            watch = (lambda: between.append(memory.num_bytes)) if name == "offloaded" else None
+            found, moved = counted(cp, run, documents, watch)
+            if not equal(wanted, found):
+                wrong.append(f"{name}: other bits")
+            if moved != once:
+                wrong.append(f"{name}: received {moved}, not {once}")
+        # Of six blocks in flight: their inputs, out, and lse, which has a number for each head.
+        tokens = TOKENS // world_size
+        if between != 2 * [6 * 4 * tokens * (WIDTH + WIDTH + HEADS)]:
+            wrong.append(f"in the host's memory: {between}")
+        if small.most_bytes > 20_000 or not small.stayed_bytes:
+            wrong.append(f"at most 20,000 bytes: {small.most_bytes}, {small.stayed_bytes} stayed")
+        gc.collect()
+        if memory.num_bytes or small.num_bytes or memory.stayed_bytes:
+            wrong.append(f"after it: {memory.num_bytes}, {small.num_bytes}, {memory.stayed_bytes}")
+        _, twice = counted(cp, partial(not_reentrant, None), documents)
+        if twice["forward"] != 2 * usual["forward"]:
+            wrong.append(f"an ordinary checkpoint: {twice} and {usual}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [(SIZES, False), ({}, True)],
+)
+def test_every_kind_of_checkpoint_has_the_bits_of_none_and_attends_forward_once(
+    pool: WorkerPool, options: dict[str, Any], packed: bool
+) -> None:
+    options = {"causal": True, "method": "ulysses", **options}
+    assert pool.run(in_every_kind, 2, options, packed) == [[]] * 2
+
+
+def fully_sharded(rank: int, world_size: int) -> list[bool]:
+    from torch.distributed.fsdp import fully_shard  # seconds, which the pool has spent already
+
+    mesh, results = init_device_mesh("cpu", (world_size,)), []
+    with ContextParallel(mesh, causal=True, method="ulysses", **SIZES) as cp:
+        tiles, offloading = partial(cp.tiled, tokens=5), cp.keep_attention(offload=True)
+        for in_tiles in (False, True):
+            for run in (plain, partial(not_reentrant, offloading)):
+                blocks = blocks_of(cp, 2)
+                for block in blocks:
+                    assert isinstance(block, Block)
+                    if in_tiles:
+                        block.mlp.forward = tiles(block.mlp.forward)  # type: ignore[method-assign]
+                    fully_shard(block.mlp, mesh=mesh)
+                    fully_shard(block, mesh=mesh)
+                found = trained(cp, run, blocks)
+                results.append([getattr(x, "full_tensor", lambda x=x: x)() for x in found])
+    for whole, in_parts in zip(results[0], results[2], strict=True):
+        torch.testing.assert_close(whole, in_parts)
+    return [equal(results[0], results[1]), equal(results[2], results[3])]
+
+
+def test_parameters_may_be_sharded_and_the_mlp_tiled(pool: WorkerPool) -> None:
+    assert pool.run(fully_sharded, 2) == [[True] * 2] * 2
+
+
+def compiled(rank: int, world_size: int) -> list[bool]:
+    """The same graph without a checkpoint, in one that keeps, and without again; and one for the
+    documents of batches, of which graphs know no rows that a plan keeps."""
+    found = []
+    for sizes, kept in ((SIZES, (False, True, False)), ({}, (True,))):
+        with ContextParallel(causal=True, method="ulysses", **sizes) as cp:
+            documents = None if sizes else cp.documents(STARTS)
+            blocks = blocks_of(cp, 1)
+            blocks[0].eval()  # random numbers of a graph are others
+            wanted = trained(cp, plain, blocks, documents)
+            once, graph = received(cp)["forward"], Compiled(blocks[0])
+            for keeps in kept:
+                keep = cp.keep_attention(offload=not sizes)
+                run = partial(not_reentrant, keep) if keeps else plain
+                before = received(cp)["forward"]
+                again = trained(cp, lambda _, *x: run(graph, *x), blocks, documents)  # noqa: B023
+                found.append(equal(wanted, again))
+                found.append(received(cp)["forward"] - before < 1.1 * once)  # lse besides
+    return found
+
+
+def test_a_checkpoint_around_compiled_code_keeps_its_attention(compiling_pool: WorkerPool) -> None:
+    assert compiling_pool.run(compiled, 2, seconds=300.0) == [[True] * 8] * 2
+
+
+def in_other_uses(rank: int, world_size: int) -> list[bool]:
+    """A checkpoint in another one, a second backward pass, and a call after a mistake of all."""
+
+    def two(x: Tensor, angles: Tensor) -> Tensor:
+        inner = not_reentrant(keep, blocks[0], x, angles)
+        return not_reentrant(keep, blocks[1], inner, angles)
+
+    def changes(x: Tensor) -> Tensor:
+        out = cp.attention(*x.reshape(*x.shape[:2], 3, 4, -1).unbind(2))
+        assert isinstance(out, Tensor)
+        return out.mul_(2.0).sin()
+
+    found = []
+    with ContextParallel(causal=True, seq_len=TOKENS) as cp:
+        blocks, angles = blocks_of(cp, 2), torch.rand(HEAD_DIM)
+        for block in blocks:
+            block.eval()
+        x = cp.shard(torch.randn(1, TOKENS, WIDTH), 1).requires_grad_()
+        leaves = [x, *blocks.parameters()]
+        loss = blocks[1](blocks[0](x, angles), angles).square().sum()
+        wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
+        for keep in (cp.keep_attention(), cp.keep_attention(offload=True)):
+            kept = not_reentrant(keep, two, x, angles).square().sum()
+            for more in (True, False):
+                grads = torch.autograd.grad(kept, leaves, retain_graph=more)
+                found.append(equal([*wanted], [*grads]))
+            try:
+                y = cp.shard(torch.randn(2, TOKENS, 48), 1).requires_grad_()
+                torch.autograd.grad(not_reentrant(keep, changes, y).sum(), y)
+            except MeshAttentionError as error:
+                found.append("was changed in place" in str(error))
+        found.append(equal([*wanted], [*torch.autograd.grad(loss, leaves)]))
+    return found
+
+
+def test_nested_checkpoints_second_backward_passes_and_changes_in_place(pool: WorkerPool) -> None:
+    assert pool.run(in_other_uses, 2) == [[True] * 7] * 2
+
+
+def out_of_step(rank: int, world_size: int, mistake: str) -> str:
+    """What a rank is told, if rank 1 calls more often in its recomputation, or keeps nothing."""
+    calls = 0
+
+    def block(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out = cp.attention(x, x, x)
+        if mistake == "calls again" and rank == 1 and calls > 1:
+            out = cp.attention(x, x, x)
+        assert isinstance(out, Tensor)
+        return out.sin()
+
+    with ContextParallel(causal=True, method="mesh", seq_len=TOKENS) as cp:
+        x = cp.shard(torch.randn(1, TOKENS, HEADS, HEAD_DIM), 1).requires_grad_()
+        keep = None if mistake == "keeps nothing" and rank == 1 else cp.keep_attention()
+        try:
+            not_reentrant(keep, block, x).sum().backward()  # type: ignore[no-untyped-call]
+        except MeshAttentionError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [("calls again", "and this call was not made in the forward pass"), ("keeps nothing", "pass")],
+)
+def test_a_rank_that_computes_something_else_again_is_told_to_all(
+    pool: WorkerPool, mistake: str, words: str
+) -> None:
+    told = pool.run(out_of_step, 2, mistake, group_seconds=6.0)
+    assert all(words in each for each in told), told
