@@ -33,7 +33,9 @@ Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
 ORDER = ("pass", "number of the object", "label", "number of its forward call")
-OF_ONE_KIND = ("needs_grad", "unshard", "cross_entropy", "programs")
+OF_ONE_KIND = (
+    "needs_grad", "unshard", "cross_entropy", "linear_cross_entropy", "token_mean", "programs",
+)  # fmt: skip
 
 _SPOILT = -1  # in place of the first call that differs
 _SLOTS = 1024  # more calls than a host can be ahead of its device

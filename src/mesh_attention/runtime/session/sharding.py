@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
@@ -204,11 +205,18 @@ class Shards:
         positions = layout.positions(self.rank)
         if restart:
             starts = np.array(self.starts[side == "kv"], dtype=np.int64)
-            # Of documents that begin at the same token the last one has it.
-            at = np.searchsorted(starts[:-1], positions, side="right") - 1
-            positions = np.where(positions < layout.num_tokens, positions - starts[at], 0)
+            begins = starts[self.documents(side)]
+            positions = np.where(positions < layout.num_tokens, positions - begins, 0)
         tensor = torch.from_numpy(positions)
         return tensor if device is None else tensor.to(_checked_device(device))
+
+    def documents(self, side: Side) -> NDArray[np.int64]:
+        """The number of the document of each slot; padding is in one more than there are."""
+        layout, starts = self.layout(side), self.starts[side == "kv"]
+        positions = layout.positions(self.rank)
+        # Of documents that begin at the same token the last one has it.
+        at = np.searchsorted(starts[:-1], positions, side="right") - 1
+        return np.where(positions < layout.num_tokens, at, len(starts) - 1)
 
     def padding(self, side: Side, device: torch.device | str | None) -> Tensor:
         positions = self.positions(side, device, restart=False)

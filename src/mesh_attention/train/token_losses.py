@@ -1,0 +1,205 @@
+"""What becomes of logits, token by token: losses, or log-probabilities and entropies. Derivatives
+of a chunk are written by hand, so that no more than a chunk is ever there.
+
+`PerToken` computes logits again in its backward pass, in which alone it learns what each result
+weighs. `Summed` makes gradients in its forward pass, with the logits that it has there: of a sum
+they are known but for a factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.train.chunked_logits import Chunk, Gradients, Head
+
+_LEAST = -1e4  # of log-probabilities in sums with their probability, which is 0 far above it
+
+
+class Rule(Protocol):
+    @property
+    def num_results(self) -> int: ...
+
+    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
+        """Of each token of a chunk."""
+        ...
+
+    def gradient(
+        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        """Of the logits, from those of the results; the chunk is used up."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    num_results = 1
+
+    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
+        losses = chunk.log_probs.gather(-1, targets[:, None]).squeeze(-1).neg_()
+        if self.label_smoothing:
+            losses.mul_(1 - self.label_smoothing)
+            losses.sub_(chunk.log_probs.mean(-1), alpha=self.label_smoothing)
+        if self.z_loss:
+            losses.add_(chunk.log_sum_exp().square_(), alpha=self.z_loss)
+        return (losses,)
+
+    def gradient(
+        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        [grad] = grads
+        of_softmax = grad
+        if self.z_loss:
+            of_softmax = grad * (1 + 2 * self.z_loss * chunk.log_sum_exp())
+        chunk.logits = None
+        of_logits = chunk.log_probs.exp_().mul_(of_softmax[:, None])
+        if self.label_smoothing:
+            of_logits.sub_(grad[:, None] * (self.label_smoothing / of_logits.shape[-1]))
+        _add_at(of_logits, targets, grad * (self.label_smoothing - 1))
+        return of_logits
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probability of the token and entropy."""
+
+    num_results = 2
+
+    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
+        chunk.logits = None
+        log_probs = chunk.log_probs.gather(-1, targets[:, None]).squeeze(-1)
+        bounded = chunk.log_probs.clamp_(min=_LEAST)
+        return log_probs, bounded.exp().mul_(bounded).sum(-1).neg_()
+
+    def gradient(
+        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
+    ) -> Tensor:
+        chunk.logits = None
+        grad, of_entropy = grads
+        log_probs = chunk.log_probs.clamp_(min=_LEAST)
+        probs = log_probs.exp()
+        # -p (grad + of_entropy (log p + H)), and grad where the token is
+        of_logits = log_probs.add_(results[1][:, None]).mul_(-of_entropy[:, None])
+        of_logits.sub_(grad[:, None]).mul_(probs)
+        _add_at(of_logits, targets, grad)
+        return of_logits
+
+
+def _add_at(x_NV: Tensor, targets: Tensor, values: Tensor) -> None:
+    """By an assignment: `scatter_add_` is refused where algorithms must be deterministic."""
+    rows = torch.arange(len(targets), device=targets.device)
+    x_NV[rows, targets] = x_NV[rows, targets] + values
+
+
+class PerToken(torch.autograd.Function):
+    """Results of each token, 0 where it has no target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NH: Tensor,
+        weight_VH: Tensor | None,
+        bias_V: Tensor | None,
+        targets: Tensor,
+        ignored: Tensor,
+        head: Head,
+        rule: Rule,
+    ) -> tuple[Tensor, ...]:
+        results = [
+            torch.empty(targets.shape, dtype=head.precise, device=x_NH.device)
+            for _ in range(rule.num_results)
+        ]
+        weight = None if weight_VH is None else weight_VH.to(head.dtype)
+        for rows in head.chunks(x_NH, weight):
+            chunk = head.chunk(x_NH[rows], weight, bias_V)
+            for whole, part in zip(results, rule.results(chunk, targets[rows]), strict=True):
+                whole[rows] = part.masked_fill_(ignored[rows], 0)
+            del chunk, part
+        ctx.head, ctx.rule = head, rule
+        ctx.save_for_backward(x_NH, weight_VH, bias_V, targets, ignored, *results)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        x_NH, weight_VH, bias_V, targets, ignored, *results = ctx.saved_tensors
+        head = ctx.head
+        gradients = Gradients(head, x_NH, weight_VH, bias_V, ctx.needs_input_grad[:3])
+        weight = None if weight_VH is None else weight_VH.to(head.dtype)
+        grads = tuple([grad.masked_fill(ignored, 0) for grad in grads])
+        for rows in head.chunks(x_NH, weight):
+            chunk = head.chunk(x_NH[rows], weight, bias_V)
+            parts = [x[rows] for x in results], [x[rows] for x in grads]
+            of_logits = head.before_head(chunk, ctx.rule.gradient(chunk, targets[rows], *parts))
+            del chunk
+            gradients.add(rows, x_NH[rows], weight, of_logits)
+            del of_logits
+        return (*gradients.parts(), None, None, None, None)
+
+
+class Summed(torch.autograd.Function):
+    """The sum of the losses of all targets, in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets: Tensor,
+        ignored: Tensor,
+        head: Head,
+        rule: Rule,
+        needs_grad: bool,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=x_NH.device)
+        needed = tuple([needs_grad and x for x in ctx.needs_input_grad[:3]])
+        gradients = Gradients(head, x_NH, weight_VH, bias_V, needed)
+        weight = weight_VH.to(head.dtype)
+        grad = (~ignored).to(head.precise)
+        for rows in head.chunks(x_NH, weight):
+            chunk = head.chunk(x_NH[rows], weight, bias_V)
+            [losses] = rule.results(chunk, targets[rows])
+            total += losses.masked_fill_(ignored[rows], 0).sum(dtype=torch.float64)
+            if any(needed):
+                of_logits = rule.gradient(chunk, targets[rows], [losses], [grad[rows]])
+                of_logits = head.before_head(chunk, of_logits)
+                del chunk
+                gradients.add(rows, x_NH[rows], weight, of_logits)
+                del of_logits
+            else:
+                del chunk
+        ctx.gradients = gradients.parts()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        parts = ctx.gradients
+        if parts is None:
+            raise MeshAttentionError(
+                "a second backward pass through linear_cross_entropy, whose gradients the first "
+                "has taken: say retain_graph=True in the first"
+            )
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            scaled = [None if x is None else x * grad for x in parts]
+        else:  # nobody else has them: no copies, and the first to accumulate may keep them
+            ctx.gradients = None
+            scaled = [None if x is None else x.mul_(grad) for x in parts]
+        del parts
+        return (*scaled, None, None, None, None, None)
+
+
+def _refuse_second_derivatives() -> None:
+    """Gradients are recorded in a backward pass only for create_graph=True."""
+    if torch.is_grad_enabled():
+        raise MeshAttentionError(
+            "second derivatives of chunked losses are not supported; call with create_graph=False, "
+            "or take torch.nn.functional.cross_entropy of whole logits"
+        )
