@@ -16,7 +16,7 @@ from mesh_attention.runtime.session.collective_call import collective_call, of_o
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
 from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.runtime.session.sharding import Side
+from mesh_attention.runtime.session.sharding import Grad, Side
 
 
 class Batches:
@@ -95,18 +95,27 @@ class Batches:
     @outside_compile
     @collective_call(of_object)
     def unshard(
-        self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
+        self,
+        x: Tensor,
+        dim: int,
+        *,
+        side: Side = "q",
+        documents: Documents | None = None,
+        grad: Grad | None = None,
     ) -> Tensor:
-        """The whole tensor on every rank, in token order, without padding.
+        """The whole tensor on every rank, in token order, without padding. DTensors as in `shard`.
 
-        Differentiable for a loss that every rank computes alike from the whole tensor: each rank
-        passes on the gradient of its own slots. DTensors as in `shard`.
+        Each rank gets the gradient of its own slots, and where a loss depends on the result `grad`
+        must say which: "sum", that of all ranks' losses added up; "mean", that divided by their
+        number; "own", that of this rank's loss, for which nothing is sent. For a loss that every
+        rank computes alike from the whole tensor: "sum" under DDP and FSDP2 over the group, which
+        divide by its size; "own", or "mean", if gradients of parameters are added up.
         """
         calls = self._calls
         shards = calls.shards(documents)
         calls.user.refuse_if_closed()
         own, spread = own_tokens(calls.ranks, x, dim)
-        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side))
+        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, grad))
 
     @outside_compile
     def positions(

@@ -37,6 +37,7 @@ class Training:
         documents: Documents | None = None,
         also: Sequence[Any] = (),
         shift_labels: bool = True,
+        ahead: int | None = None,
         ignore_index: int = IGNORE_INDEX,
         check: bool | None = None,
         **others: Tensor | None,
@@ -48,6 +49,9 @@ class Training:
                         whole sequence, so that the loss is local and shifts nothing. The last token
                         of a document has no target, nor has padding: `ignore_index`.
                         `shift_labels=False`: they are targets already
+        ahead           that many targets a token, as heads that predict several tokens need them:
+                        `labels[..., 0]` is the next token, `labels[..., 1]` the one after it, ...;
+                        none is in another document or in padding
         position_ids    (tokens) or (batch, tokens); without, counted in each document
         cu_seqlens      the documents, as `documents()` takes them: one list for all rows or one for
                         each; `documents`: what was made of them already, by `prefetch` say. Without
@@ -76,6 +80,7 @@ class Training:
             documents=documents,
             also=also,
             shift_labels=shift_labels,
+            ahead=ahead,
             ignore_index=ignore_index,
             check=check,
         )

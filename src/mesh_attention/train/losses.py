@@ -139,7 +139,9 @@ def safe_targets(targets: Tensor, ignore_index: int, vocabulary: int) -> tuple[T
     return flat, ignored
 
 
-def refuse_wrong_tensors(targets: Any, weight: Any = None, bias: Any = None, **tensors: Any) -> None:
+def refuse_wrong_tensors(
+    targets: Any, weight: Any = None, bias: Any = None, **tensors: Any
+) -> None:
     """`tensors` has the logits, or the hidden states, by that name."""
     [(name, x)] = tensors.items()
     if targets is None:

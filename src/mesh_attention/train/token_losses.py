@@ -182,11 +182,7 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         parts = ctx.gradients
-        if parts is None:
-            raise MeshAttentionError(
-                "a second backward pass through linear_cross_entropy, whose gradients the first "
-                "has taken: say retain_graph=True in the first"
-            )
+        assert parts is not None  # PyTorch refuses a second pass before, at the division
         if torch._C._autograd._get_current_graph_task_keep_graph():
             scaled = [None if x is None else x * grad for x in parts]
         else:  # nobody else has them: no copies, and the first to accumulate may keep them

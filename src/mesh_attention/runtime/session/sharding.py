@@ -8,8 +8,7 @@ out on the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,12 +18,15 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.session import Session, User
+from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.session import User
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.torch_operations import all_gather
 
 Side = Literal["q", "kv"]
+Grad = Literal["sum", "mean", "own"]
 
 
 def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:
@@ -58,26 +60,32 @@ _GATHERED = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Join:
+    """How shards become one tensor: `devices` has the place of each partition in the group."""
+
+    user: User
+    options: CallOptions
+    kind: AgreedKind
+    layout: Layout
+    devices: tuple[int, ...]
+    rank: int
+    dim: int
+    grad: Grad | None
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        layout: Layout,
-        devices: tuple[int, ...],
-        rank: int,
-        session: Session,
-        timeout: timedelta | None,
-        dim: int,
-    ) -> Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
+    def forward(ctx: Any, x: Tensor, join: _Join) -> Tensor:
+        session = join.user.session
+        ctx.join, ctx.place = join, session.guard.place
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
-        size = len(devices)
+        size = len(join.devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
-            return join_shards([own], layout, dim)
+            return join_shards([own], join.layout, join.dim)
         try:
-            group = session.groups.everybody(timeout)
+            group = session.groups.everybody(join.options.timeout)
             all_gather(gathered, own, group).wait()
         except (RuntimeError, dist.DistBackendError) as error:
             first_line = str(error).splitlines()[0]
@@ -85,14 +93,48 @@ class _Unshard(torch.autograd.Function):
         session.guard.settle((gathered,))
         by_place = gathered.chunk(size)
         # Shards come in the order of our group; the layout counts partitions.
-        ranks = [session.groups.ranks[device] for device in devices]
+        ranks = [session.groups.ranks[device] for device in join.devices]
         places = [dist.get_group_rank(group, rank) for rank in ranks]
-        return join_shards([by_place[place] for place in places], layout, dim)
+        return join_shards([by_place[place] for place in places], join.layout, join.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shard = take_shard(grad, ctx.layout, ctx.rank, ctx.dim)
-        return shard, None, None, None, None, None, None
+        join = ctx.join
+        whole = grad if join.grad == "own" else _of_all_ranks(ctx, grad)
+        return take_shard(whole, join.layout, join.rank, join.dim), None
+
+
+@collective_call(lambda ctx, _: (ctx.join.user.session, ctx.join.options))
+def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
+    """Gradients that ranks have of the whole tensor, added up."""
+    join, session = ctx.join, ctx.join.user.session
+    if join.grad is None:
+        raise MeshAttentionError(
+            "a loss depends on unshard(...), and nobody said what becomes of its gradient: "
+            "grad='sum' adds up those of all ranks, for a loss that all compute alike under DDP "
+            "or FSDP2, which then divide by the number of ranks; grad='mean' divides the sum by "
+            "it; grad='own' passes on this rank's alone, for gradients of parameters that are "
+            "added up; or use unshard(x.detach(), ...)"
+        )
+    if torch.is_grad_enabled():
+        raise MeshAttentionError(
+            "second derivatives of unshard are supported with grad='own' alone; call with "
+            "create_graph=False"
+        )
+    join.user.refuse_if_closed()
+    whole, size = grad.clone(memory_format=torch.contiguous_format), len(join.devices)
+    join.user.begin(join.kind, "backward of unshard", join.options, grad.device, of=ctx.place)
+    with session.guard.whole_or_broken():
+        if size > 1:
+            try:
+                dist.all_reduce(whole, group=session.groups.everybody(join.options.timeout))
+            except (RuntimeError, dist.DistBackendError) as error:
+                first_line = str(error).splitlines()[0]
+                raise CommunicationError(
+                    f"the gradients could not be added up ({first_line})"
+                ) from error
+            session.guard.settle((whole,))
+    return whole if join.grad == "sum" else whole.div_(size)
 
 
 def unshard(
@@ -104,6 +146,7 @@ def unshard(
     x: Tensor,
     layout: Layout,
     dim: int,
+    grad: Grad | None,
     *,
     of_batch: bool = False,
 ) -> Tensor:
@@ -120,6 +163,7 @@ def unshard(
             "shape": list(x.shape),
             "dtype": str(x.dtype),
             "device": x.device.type,
+            "grad": grad,
         },
         options,
         ahead=of_batch,
@@ -132,7 +176,8 @@ def unshard(
         )
     user.begin(kind, "unshard", options, x.device)
     with session.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, options.timeout, dim)  # type: ignore[no-untyped-call]
+        join = _Join(user, options, kind, layout, devices, rank, dim, grad)
+        whole: Tensor = _Unshard.apply(x, join)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -173,8 +218,18 @@ class Shards:
             )
         return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
-    def unshard(self, user: User, options: CallOptions, x: Tensor, dim: int, side: Side) -> Tensor:
+    def unshard(
+        self,
+        user: User,
+        options: CallOptions,
+        x: Tensor,
+        dim: int,
+        side: Side,
+        grad: Grad | None = None,
+    ) -> Tensor:
         user.refuse_if_closed()
+        if grad not in (None, *get_args(Grad)):
+            raise MeshAttentionError(f"grad={grad!r}: must be one of {', '.join(get_args(Grad))}")
         layout = self.layout(side)
         dim = _checked_dim(x, dim)
         if x.shape[dim] != layout.slots:
@@ -191,6 +246,7 @@ class Shards:
             x,
             layout,
             dim,
+            grad,
             of_batch=self.of_batch,
         )
         if self.num_rows == 1:
