@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mesh_attention import ContextParallel
 from support.live_memory import LiveMemory
 from support.pool import WorkerPool
-from support.tiny_gpt import VOCABULARY, WIDTH, Model, WholeCase, make_model, one_process
+from support.tiny_gpt import VOCABULARY, WIDTH, Model, WholeCase, one_process
 from support.training import FEW, PACKED, PLAIN, RATE, RIGHT, ROWS, Trained, refusal, sharded
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -241,9 +241,7 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
             torch.autograd.grad(mean.loss, hidden)
         whole = cp.cross_entropy(hidden @ weight.T, batch.labels, reduce="sum")
         for name, mean in (("second", loss(hidden, weight)), ("second of logits", whole)):
-            seen[name] = refusal(
-                partial(torch.autograd.grad, mean.loss, hidden, create_graph=True)
-            )
+            seen[name] = refusal(partial(torch.autograd.grad, mean.loss, hidden, create_graph=True))
         wrong = {
             "bias": {"bias": bias[1:]},
             "softcap": {"softcap": 0.0},
@@ -253,6 +251,7 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         for name, how in wrong.items():
             seen[name] = refusal(partial(loss, hidden, weight, **how))
         seen["dtypes"] = refusal(lambda: loss(hidden.float(), weight))
+        seen["no weight"] = refusal(lambda: loss(hidden, None))
         seen["width"] = refusal(lambda: loss(hidden, weight[:, 1:]))
     return seen
 
@@ -261,7 +260,8 @@ TOLD = {
     "vocabulary": "weight is a DTensor; give x.full_tensor()",
     "second": "second derivatives",
     "second of logits": "second derivatives",
-    "bias": f"expected ({VOCABULARY},)",
+    "bias": f"a bias of (vocabulary,), here ({VOCABULARY},)",
+    "no weight": "weight is NoneType; it must be a torch.Tensor",
     "softcap": "softcap=0.0: must be above 0",
     "z_loss": "z_loss=-1.0: must be 0 or more",
     "chunk_tokens": "chunk_tokens=0: must be a whole number above 0",

@@ -42,7 +42,9 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
     random = partial(torch.randn, generator=chance, dtype=torch.float64)
     tokens = torch.randint(0, 13, (2, 7), generator=chance)
     tokens[0, 2] = -100
-    hidden, weight, bias = (x.requires_grad_() for x in (random(2, 7, 5), random(13, 5), random(13)))
+    hidden, weight, bias = (
+        x.requires_grad_() for x in (random(2, 7, 5), random(13, 5), random(13))
+    )
     logits = random(2, 7, 13).requires_grad_()
     coefficients = random(2, 2, 7)
 
@@ -53,7 +55,11 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
     with ContextParallel(causal=True) as cp:
         for name, how in HOW.items():
             both = (
-                (log_probs_of(logits, tokens, **how), cp.log_probs(logits, tokens, **how), [logits]),
+                (
+                    log_probs_of(logits, tokens, **how),
+                    cp.log_probs(logits, tokens, **how),
+                    [logits],
+                ),
                 (
                     log_probs_of(hidden @ weight.T + bias, tokens, **how),
                     cp.log_probs(hidden, tokens, weight=weight, bias=bias, **how),

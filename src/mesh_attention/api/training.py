@@ -120,9 +120,7 @@ class Training:
         those of other replicas with them: what differs is an error, on CUDA a loss of NaN.
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets)
-        return cross_entropy(
-            means, logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing
-        )
+        return cross_entropy(means, logits, targets, ignore_index, label_smoothing)
 
     @outside_compile
     @collective_call(of_object)
@@ -160,12 +158,12 @@ class Training:
             hidden,
             weight,
             labels,
-            bias=bias,
-            ignore_index=ignore_index,
+            bias,
+            ignore_index,
+            chunk_tokens,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
-            chunk_tokens=chunk_tokens,
         )
 
     @outside_compile
@@ -192,11 +190,11 @@ class Training:
             self._calls.ranks,
             hidden_or_logits,
             tokens,
-            weight=weight,
-            bias=bias,
-            temperature=temperature,
+            weight,
+            bias,
+            ignore_index,
             softcap=softcap,
-            ignore_index=ignore_index,
+            temperature=temperature,
             chunk_tokens=chunk_tokens,
         )
 

@@ -49,7 +49,7 @@ class Head:
         size = max(size, 1)
         return (slice(at, at + size) for at in range(0, tokens, size))
 
-    def chunk(self, x_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None) -> Chunk:
+    def chunk(self, x_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None) -> LogitsChunk:
         if weight_VH is None:
             logits = x_NH
         else:
@@ -61,9 +61,9 @@ class Head:
             logits = capped = logits.to(self.precise).div(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1:
             logits = logits.to(self.precise) / self.temperature
-        return Chunk(logits, torch.log_softmax(logits, -1, dtype=self.precise), capped)
+        return LogitsChunk(logits, torch.log_softmax(logits, -1, dtype=self.precise), capped)
 
-    def before_head(self, chunk: Chunk, grad_NV: Tensor) -> Tensor:
+    def before_head(self, chunk: LogitsChunk, grad_NV: Tensor) -> Tensor:
         """The gradient of what the matrix gave, from that of the logits, whose memory it takes."""
         if self.temperature != 1:
             grad_NV.div_(self.temperature)
@@ -74,7 +74,7 @@ class Head:
 
 
 @dataclass
-class Chunk:
+class LogitsChunk:
     """`logits` are let go, by whoever needs them last; `capped` are kept for the gradient of
     softcap."""
 

@@ -4,6 +4,7 @@ and the matrix of the head, whose logits are then never there as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
@@ -21,30 +22,17 @@ from mesh_attention.train.token_losses import CrossEntropy, PerToken, Summed
 
 
 def cross_entropy(
-    means: Means,
-    logits: Tensor,
-    targets: Tensor | None,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
+    means: Means, logits: Tensor, targets: Any, ignore_index: int, label_smoothing: float
 ) -> TokenMean:
     """As `ContextParallel.cross_entropy` describes it."""
-    ranks = means.user.session.groups.ranks
+    groups = means.user.session.groups
     means.refuse_wrong()
-    logits, targets = own_copies(ranks, logits=logits, targets=targets)
-    refuse_wrong_tensors(targets, logits=logits)
+    logits, targets = own_copies(groups.ranks, logits=logits, targets=targets)
+    refuse_wrong_tensors("logits", logits, targets)
     refuse_wrong_numbers(ignore_index, label_smoothing=label_smoothing)
-    assert targets is not None
-    means.user.session.groups.check_device(logits.device)
-    losses, *_ = per_token(
-        logits,
-        None,
-        None,
-        targets,
-        ignore_index,
-        Head(logits.dtype),
-        CrossEntropy(label_smoothing),
-    )
+    groups.check_device(logits.device)
+    head, rule = Head(logits.dtype), CrossEntropy(label_smoothing)
+    [losses] = per_token(logits, None, None, targets, ignore_index, head, rule)
     return means.mean(
         losses.sum(dtype=torch.float64),
         (targets != ignore_index).sum(dtype=torch.float64),
@@ -58,49 +46,37 @@ def linear_cross_entropy(
     means: Means,
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor | None,
-    *,
+    labels: Any,
     bias: Tensor | None,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
     chunk_tokens: int | None,
+    **numbers: Any,
 ) -> TokenMean:
-    """As `ContextParallel.linear_cross_entropy` describes it."""
-    ranks = means.user.session.groups.ranks
+    """As `ContextParallel.linear_cross_entropy` describes it; `numbers` are `label_smoothing`,
+    `z_loss` and `softcap`."""
+    groups = means.user.session.groups
     means.refuse_wrong()
-    hidden, labels = own_copies(ranks, hidden=hidden, labels=labels)
-    weight, bias = own_weight(ranks, weight=weight, bias=bias)
-    refuse_wrong_tensors(labels, hidden=hidden, weight=weight, bias=bias)
-    refuse_wrong_numbers(
-        ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        chunk_tokens=chunk_tokens,
-    )
-    assert labels is not None
-    means.user.session.groups.check_device(hidden.device)
-    head = Head(as_under_autocast(hidden[:0])[0].dtype, softcap, chunk_tokens=chunk_tokens)
-    rule = CrossEntropy(label_smoothing, z_loss)
+    hidden, labels = own_copies(groups.ranks, hidden=hidden, labels=labels)
+    weight, bias = own_weight(groups.ranks, weight=weight, bias=bias)
+    refuse_wrong_tensors("hidden", hidden, labels, weight=weight, bias=bias)
+    refuse_wrong_numbers(ignore_index, chunk_tokens=chunk_tokens, **numbers)
+    groups.check_device(hidden.device)
+    dtype = as_under_autocast(hidden[:0])[0].dtype
+    head = Head(dtype, numbers["softcap"], chunk_tokens=chunk_tokens)
+    rule = CrossEntropy(numbers["label_smoothing"], numbers["z_loss"])
     targets, ignored = safe_targets(labels, ignore_index, len(weight))
     needs_grad = need_grad(hidden, weight, bias)
     with outside_autocast():
         total: Tensor = Summed.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, -2), weight, bias, targets, ignored, head, rule, needs_grad
         )
-    alike = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+    shapes = {"shape": list(hidden.shape), "shape of the weight": list(weight.shape)}
     return means.mean(
         total,
         (~ignored).sum(dtype=torch.float64),
         head.precise,
-        {"ignore_index": ignore_index} | alike,
-        {
-            "shape": list(hidden.shape),
-            "shape of the weight": list(weight.shape),
-            "dtype": str(hidden.dtype),
-        },
+        {"ignore_index": ignore_index} | numbers,
+        shapes | {"dtype": str(hidden.dtype)},
     )
 
 
@@ -139,49 +115,35 @@ def safe_targets(targets: Tensor, ignore_index: int, vocabulary: int) -> tuple[T
     return flat, ignored
 
 
-def refuse_wrong_tensors(
-    targets: Any, weight: Any = None, bias: Any = None, **tensors: Any
-) -> None:
-    """`tensors` has the logits, or the hidden states, by that name."""
-    [(name, x)] = tensors.items()
+def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
+    """`name` is that of logits, or of hidden states with a `head` of weight and bias."""
     if targets is None:
         raise MeshAttentionError("targets is None: give labels to shard_batch")
-    others = {"weight": weight, "bias": bias}
-    parts = {which: part for which, part in others.items() if part is not None}
-    fault = fault_of_kind(**{name: x}, targets=targets, **parts)
+    if head.get("bias", 0) is None:
+        del head["bias"]
+    fault = fault_of_kind(**{name: x}, targets=targets, **head)
     if fault is not None:
         raise fault
-    for which, part in {name: x, **parts}.items():
-        if not part.is_floating_point():
-            raise MeshAttentionError(f"{which} is {part.dtype}: must be floating-point numbers")
+    if not x.is_floating_point():
+        raise MeshAttentionError(f"{name} is {x.dtype}: must be floating-point numbers")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise MeshAttentionError(f"targets are {targets.dtype}: must be whole numbers")
     if x.ndim < 2 or x.shape[:-1] != targets.shape:
-        last = "vocabulary" if name == "logits" else "width"
         raise MeshAttentionError(
             f"{name} has shape {tuple(x.shape)} and targets {tuple(targets.shape)}; expected "
-            f"(batch, local tokens, {last}) and (batch, local tokens), both of this rank: "
-            "shard_batch gives such targets as labels"
-        )
-    if weight is not None:
-        _refuse_wrong_head(name, x, weight, bias)
-
-
-def _refuse_wrong_head(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise MeshAttentionError(
-            f"weight has shape {tuple(weight.shape)} and {name} {tuple(x.shape)}: expected "
-            f"(vocabulary, {x.shape[-1]}), as nn.Linear has it"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise MeshAttentionError(
-            f"bias has shape {tuple(bias.shape)}: expected ({len(weight)},), as weight has rows"
+            f"(batch, local tokens, {'width' if head else 'vocabulary'}) and (batch, local "
+            "tokens), both of this rank: shard_batch gives such targets as labels"
         )
     autocast = torch.is_autocast_enabled(x.device.type)
-    for which, part in (("weight", weight), ("bias", bias)):
-        if part is not None and (
-            part.device != x.device or (part.dtype != x.dtype and not autocast)
-        ):
+    for which, part in head.items():
+        rows = head["weight"].shape[:1]
+        if part.shape != (rows if which == "bias" else (*rows, x.shape[-1])):
+            raise MeshAttentionError(
+                f"{which} has shape {tuple(part.shape)} and {name} {tuple(x.shape)}: expected a "
+                f"weight of (vocabulary, {x.shape[-1]}), as nn.Linear has it, and a bias of "
+                f"(vocabulary,), here {tuple(rows)}"
+            )
+        if part.device != x.device or (part.dtype != x.dtype and not autocast):
             raise MeshAttentionError(
                 f"{which} is {part.dtype} on {part.device} and {name} {x.dtype} on {x.device}: "
                 "give both alike, or call under torch.autocast"
@@ -189,22 +151,23 @@ def _refuse_wrong_head(name: str, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def refuse_wrong_numbers(ignore_index: Any, **numbers: Any) -> None:
-    """Those of `label_smoothing`, `z_loss`, `softcap`, `temperature` and `chunk_tokens` that there
-    are."""
+    """Those of a loss or of log-probabilities, by their names."""
     if type(ignore_index) is not int:
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     for name, value in numbers.items():
+        fits, words = _LIMITS[name]
         if value is None and name in ("softcap", "chunk_tokens"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if type(value) not in (int, float):
             raise MeshAttentionError(f"{name}={value!r}: must be a number")
-        if name == "label_smoothing":
-            fits, words = 0 <= value <= 1, "from 0 to 1"  # NaN neither
-        elif name == "chunk_tokens":
-            fits, words = type(value) is int and value > 0, "a whole number above 0"
-        elif name == "z_loss":
-            fits, words = isfinite(value) and value >= 0, "0 or more"
-        else:
-            fits, words = isfinite(value) and value > 0, "above 0"
-        if not fits:
+        if not (isfinite(value) and fits(value)):
             raise MeshAttentionError(f"{name}={value!r}: must be {words}")
+
+
+_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "label_smoothing": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "z_loss": (lambda value: value >= 0, "0 or more"),
+    "softcap": (lambda value: value > 0, "above 0"),
+    "temperature": (lambda value: value > 0, "above 0"),
+    "chunk_tokens": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+}

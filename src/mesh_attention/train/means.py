@@ -96,11 +96,11 @@ class Means:
         `alike` is what replicas must say too, `statement` what ranks of the group compare
         besides."""
         session = self.user.session
-        ranks = Ranks.of(session.groups.ranks, self.data_parallel)
+        ranks = _Ranks.of(session.groups.ranks, self.data_parallel)
         number = self.num_targets
         if isinstance(number, Tensor):
             number = number.detach().reshape(())
-        said = Said(self.name, number, {"reduce": self.reduce} | alike, own.device)
+        said = _Said(self.name, number, {"reduce": self.reduce} | alike, own.device)
         sums = torch.cat([torch.stack([own.detach(), counted]), said.sums])
         replicas = ranks.number // len(session.groups.ranks)
         statement = statement | alike | {"data parallel ranks": replicas}
@@ -120,7 +120,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class _Ranks:
     """
     number   of those that have a part of the batch
     group    over which sums of a context-parallel group are added up, if there are others
@@ -132,9 +132,9 @@ class Ranks:
     within: bool
 
     @staticmethod
-    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> _Ranks:
         if data_parallel is None:
-            return Ranks(len(own), None, True)
+            return _Ranks(len(own), None, True)
         group = process_group(data_parallel)
         others = dist.get_process_group_ranks(group)
         if {*own} == {*others} and len(own) < dist.get_world_size():
@@ -144,9 +144,9 @@ class Ranks:
                 "mesh['dp'], or leave it out"
             )
         if {*own} <= {*others}:
-            return Ranks(len(others), group, False)
+            return _Ranks(len(others), group, False)
         if {*own} & {*others} == {dist.get_rank()}:
-            return Ranks(len(own) * len(others), group, True)
+            return _Ranks(len(own) * len(others), group, True)
         raise MeshAttentionError(
             f"data_parallel has the ranks {others}, and the context-parallel group {list(own)}: "
             "give the group of the ranks that hold the same tokens of other batches, as in "
@@ -154,7 +154,7 @@ class Ranks:
         )
 
 
-class Said:
+class _Said:
     """What all ranks must say alike, those of other replicas too. It travels with the sums of the
     losses: numbers below 4,093 and their squares, which are exact when added up, and of which the
     mean of the squares is the square of the mean only where all are equal."""
@@ -211,6 +211,4 @@ def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
         dist.all_reduce(x, group=group)
     except (RuntimeError, dist.DistBackendError) as error:
         first_line = str(error).splitlines()[0]
-        raise CommunicationError(
-            f"the sums {whose}could not be added up ({first_line})"
-        ) from error
+        raise CommunicationError(f"the sums {whose}could not be added up ({first_line})") from error

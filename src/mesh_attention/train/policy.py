@@ -28,29 +28,25 @@ def log_probs(
     ranks: tuple[int, ...],
     x: Tensor,
     tokens: Tensor,
-    *,
     weight: Tensor | None,
     bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
     ignore_index: int,
-    chunk_tokens: int | None,
+    **numbers: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As `ContextParallel.log_probs` describes it."""
-    x, tokens = own_copies(ranks, hidden_or_logits=x, tokens=tokens)
-    weight, bias = own_weight(ranks, weight=weight, bias=bias)
-    refuse_wrong_tensors(
-        tokens, weight, bias, **{"logits" if weight is None else "hidden_or_logits": x}
-    )
-    refuse_wrong_numbers(
-        ignore_index, temperature=temperature, softcap=softcap, chunk_tokens=chunk_tokens
-    )
+    """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
+    `chunk_tokens`."""
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
+    x, tokens = own_copies(ranks, hidden_or_logits=x, tokens=tokens)
+    weight, bias = own_weight(ranks, weight=weight, bias=bias)
+    head = {} if weight is None else {"weight": weight, "bias": bias}
+    refuse_wrong_tensors("hidden_or_logits", x, tokens, **head)
+    refuse_wrong_numbers(ignore_index, **numbers)
     dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype
-    head = Head(dtype, softcap, temperature, chunk_tokens)
-    result = per_token(x, weight, bias, tokens, ignore_index, head, LogProbs())
-    return result[0], result[1]
+    log_probs, entropy = per_token(
+        x, weight, bias, tokens, ignore_index, Head(dtype, **numbers), LogProbs()
+    )
+    return log_probs, entropy
 
 
 def token_mean(

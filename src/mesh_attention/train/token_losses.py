@@ -9,39 +9,27 @@ they are known but for a factor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.train.chunked_logits import Chunk, Gradients, Head
+from mesh_attention.train.chunked_logits import LogitsChunk, Gradients, Head
 
 _LEAST = -1e4  # of log-probabilities in sums with their probability, which is 0 far above it
 
 
-class Rule(Protocol):
-    @property
-    def num_results(self) -> int: ...
-
-    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
-        """Of each token of a chunk."""
-        ...
-
-    def gradient(
-        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
-    ) -> Tensor:
-        """Of the logits, from those of the results; the chunk is used up."""
-        ...
-
-
 @dataclass(frozen=True)
 class CrossEntropy:
+    """A rule: `results` of each token of a chunk, and from their gradients the `gradient` of the
+    logits, which uses up the chunk."""
+
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     num_results = 1
 
-    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
+    def results(self, chunk: LogitsChunk, targets: Tensor) -> tuple[Tensor, ...]:
         losses = chunk.log_probs.gather(-1, targets[:, None]).squeeze(-1).neg_()
         if self.label_smoothing:
             losses.mul_(1 - self.label_smoothing)
@@ -51,7 +39,7 @@ class CrossEntropy:
         return (losses,)
 
     def gradient(
-        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
+        self, chunk: LogitsChunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
         [grad] = grads
         of_softmax = grad
@@ -67,18 +55,18 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probability of the token and entropy."""
+    """A rule too: log-probability of the token and entropy."""
 
     num_results = 2
 
-    def results(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, ...]:
+    def results(self, chunk: LogitsChunk, targets: Tensor) -> tuple[Tensor, ...]:
         chunk.logits = None
         log_probs = chunk.log_probs.gather(-1, targets[:, None]).squeeze(-1)
         bounded = chunk.log_probs.clamp_(min=_LEAST)
         return log_probs, bounded.exp().mul_(bounded).sum(-1).neg_()
 
     def gradient(
-        self, chunk: Chunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
+        self, chunk: LogitsChunk, targets: Tensor, results: list[Tensor], grads: list[Tensor]
     ) -> Tensor:
         chunk.logits = None
         grad, of_entropy = grads
@@ -89,6 +77,9 @@ class LogProbs:
         of_logits.sub_(grad[:, None]).mul_(probs)
         _add_at(of_logits, targets, grad)
         return of_logits
+
+
+Rule = CrossEntropy | LogProbs
 
 
 def _add_at(x_NV: Tensor, targets: Tensor, values: Tensor) -> None:

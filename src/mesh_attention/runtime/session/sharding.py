@@ -62,14 +62,13 @@ _GATHERED = (
 
 @dataclass(frozen=True)
 class _Join:
-    """How shards become one tensor: `devices` has the place of each partition in the group."""
+    """A call of `unshard`."""
 
     user: User
     options: CallOptions
     kind: AgreedKind
+    shards: Shards
     layout: Layout
-    devices: tuple[int, ...]
-    rank: int
     dim: int
     grad: Grad | None
 
@@ -80,7 +79,7 @@ class _Unshard(torch.autograd.Function):
         session = join.user.session
         ctx.join, ctx.place = join, session.guard.place
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
-        size = len(join.devices)
+        size = len(join.shards.devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
             return join_shards([own], join.layout, join.dim)
@@ -93,7 +92,7 @@ class _Unshard(torch.autograd.Function):
         session.guard.settle((gathered,))
         by_place = gathered.chunk(size)
         # Shards come in the order of our group; the layout counts partitions.
-        ranks = [session.groups.ranks[device] for device in join.devices]
+        ranks = [session.groups.ranks[device] for device in join.shards.devices]
         places = [dist.get_group_rank(group, rank) for rank in ranks]
         return join_shards([by_place[place] for place in places], join.layout, join.dim)
 
@@ -101,7 +100,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         join = ctx.join
         whole = grad if join.grad == "own" else _of_all_ranks(ctx, grad)
-        return take_shard(whole, join.layout, join.rank, join.dim), None
+        return take_shard(whole, join.layout, join.shards.rank, join.dim), None
 
 
 @collective_call(lambda ctx, _: (ctx.join.user.session, ctx.join.options))
@@ -122,7 +121,7 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
             "create_graph=False"
         )
     join.user.refuse_if_closed()
-    whole, size = grad.clone(memory_format=torch.contiguous_format), len(join.devices)
+    whole, size = grad.clone(memory_format=torch.contiguous_format), len(join.shards.devices)
     join.user.begin(join.kind, "backward of unshard", join.options, grad.device, of=ctx.place)
     with session.guard.whole_or_broken():
         if size > 1:
@@ -135,50 +134,6 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
                 ) from error
             session.guard.settle((whole,))
     return whole if join.grad == "sum" else whole.div_(size)
-
-
-def unshard(
-    user: User,
-    words: str,
-    devices: tuple[int, ...],
-    rank: int,
-    options: CallOptions,
-    x: Tensor,
-    layout: Layout,
-    dim: int,
-    grad: Grad | None,
-    *,
-    of_batch: bool = False,
-) -> Tensor:
-    """The whole tensor from the shards of all ranks, which hand in the same kind of tensor.
-
-    `words` say where it comes from; `devices` has the place of each partition in the group.
-    """
-    session = user.session
-    kind = session.calls.agree_on(
-        {
-            "plan": words,
-            "unshard": layout.num_tokens,
-            "dim": dim,
-            "shape": list(x.shape),
-            "dtype": str(x.dtype),
-            "device": x.device.type,
-            "grad": grad,
-        },
-        options,
-        ahead=of_batch,
-    )
-    if len(devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
-        wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
-        raise MeshAttentionError(
-            f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
-            f"convert it, as in x.to({wider}), and convert the whole tensor back"
-        )
-    user.begin(kind, "unshard", options, x.device)
-    with session.guard.whole_or_broken():
-        join = _Join(user, options, kind, layout, devices, rank, dim, grad)
-        whole: Tensor = _Unshard.apply(x, join)  # type: ignore[no-untyped-call]
-    return whole
 
 
 @dataclass(frozen=True)
@@ -219,14 +174,9 @@ class Shards:
         return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
     def unshard(
-        self,
-        user: User,
-        options: CallOptions,
-        x: Tensor,
-        dim: int,
-        side: Side,
-        grad: Grad | None = None,
+        self, user: User, options: CallOptions, x: Tensor, dim: int, side: Side, grad: Grad | None
     ) -> Tensor:
+        """The whole tensor from the shards of all ranks, which hand in the same kind of tensor."""
         user.refuse_if_closed()
         if grad not in (None, *get_args(Grad)):
             raise MeshAttentionError(f"grad={grad!r}: must be one of {', '.join(get_args(Grad))}")
@@ -236,19 +186,28 @@ class Shards:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
-        user.session.groups.check_device(x.device)
-        whole = unshard(
-            user,
-            self.words,
-            self.devices,
-            self.rank,
-            options,
-            x,
-            layout,
-            dim,
-            grad,
-            of_batch=self.of_batch,
-        )
+        session = user.session
+        session.groups.check_device(x.device)
+        statement = {
+            "plan": self.words,
+            "unshard": layout.num_tokens,
+            "dim": dim,
+            "shape": list(x.shape),
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+            "grad": grad,
+        }
+        kind = session.calls.agree_on(statement, options, ahead=self.of_batch)
+        if len(self.devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
+            wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
+            raise MeshAttentionError(
+                f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
+                f"convert it, as in x.to({wider}), and convert the whole tensor back"
+            )
+        user.begin(kind, "unshard", options, x.device)
+        join = _Join(user, options, kind, self, layout, dim, grad)
+        with session.guard.whole_or_broken():
+            whole: Tensor = _Unshard.apply(x, join)  # type: ignore[no-untyped-call]
         if self.num_rows == 1:
             return whole
         tokens = layout.num_tokens // self.num_rows
