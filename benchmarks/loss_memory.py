@@ -71,7 +71,7 @@ def compare(losses: dict[str, Loss], tokens: int, vocabulary: int, width: int) -
     """The largest error of each loss and its gradients, against float64."""
     hidden, weight, labels = tensors(tokens, vocabulary, width, torch.bfloat16)
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    wanted = whole_logits(*doubles, labels)
+    wanted = whole_logits(doubles[0], doubles[1], labels)
     true = torch.autograd.grad(wanted, doubles)
     errors = {}
     for name, loss in losses.items():
@@ -94,7 +94,7 @@ def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor, rounds: 
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events()
         begin.record()
         loss(hidden, weight, labels).backward()  # type: ignore[no-untyped-call]
         end.record()
@@ -105,11 +105,16 @@ def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor, rounds: 
     return {"peak_bytes": peak, "ms": median(times[2:])}
 
 
+def events() -> tuple[Any, Any]:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
+
+
 def ideal_ms(hidden: Tensor, weight: Tensor) -> float:
     """Of the three products, at the best rate of one with 4,096 tokens."""
     part, best = hidden.detach()[:4096], float("inf")
     for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events()
         begin.record()
         part @ weight.detach().T
         end.record()
@@ -125,9 +130,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    with tempfile.NamedTemporaryFile() as file:
-        store = dist.FileStore(file.name, 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/meeting"
+        dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
         with ContextParallel(causal=True) as cp:
             result = run(cp, args)
         dist.destroy_process_group()
@@ -141,12 +146,13 @@ def run(cp: ContextParallel, args: Any) -> dict[str, Any]:
     if find_spec("liger_kernel") is not None:
         losses["liger"] = liger
     errors = compare(losses, 4096, min(args.vocabulary, 16384), min(args.width, 1024))
-    inputs = tensors(args.tokens, args.vocabulary, args.width, torch.bfloat16)
-    hidden, weight, _ = inputs
+    hidden, weight, labels = tensors(args.tokens, args.vocabulary, args.width, torch.bfloat16)
     logits_bytes = 2 * args.tokens * args.vocabulary
     rows = []
     for name, loss in losses.items():
-        row = {"loss": name, "error": errors[name]} | measure(loss, *inputs, args.rounds)
+        row = {"loss": name, "error": errors[name]} | measure(
+            loss, hidden, weight, labels, args.rounds
+        )
         if "logits" in name:
             row["logits"] = row["peak_bytes"] / logits_bytes
             row["share"] = row["logits"] / 2.5

@@ -46,7 +46,8 @@ def true_loss(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
         label_smoothing=how.get("label_smoothing", 0.0),
     )
     squares = logits.flatten(0, -2).logsumexp(-1).square() * how.get("z_loss", 0.0)
-    return losses.sum() + squares[targets.flatten() != -100].sum()
+    total: Tensor = losses.sum() + squares[targets.flatten() != -100].sum()
+    return total
 
 
 def error(a: Tensor | None, b: Tensor) -> float:
@@ -116,7 +117,8 @@ class ModelWithLoss(Model):
     def forward(self, *inputs: Any, loss: Callable[..., Any] | None = None) -> Any:
         if loss is None:
             return super().forward(*inputs)
-        head, self.head = self.head, torch.nn.Identity()
+        head: Any = self.head
+        self.head = torch.nn.Identity()  # type: ignore[assignment]
         try:
             hidden = super().forward(*inputs)
         finally:
@@ -136,12 +138,11 @@ def tied_truth(rank: int, world_size: int) -> Trained:
     return one_process(STEPS, RATE, tied_model())
 
 
-def by_framework(rank: int, world_size: int, name: str) -> Trained:
+def by_framework(rank: int, world_size: int, name: Any) -> Trained:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model: Any = tied_model()
-    names = [which for which, _ in model.named_parameters()]
     if name == "ddp":
         model = DistributedDataParallel(model)
     else:
@@ -177,7 +178,6 @@ def by_framework(rank: int, world_size: int, name: str) -> Trained:
             hidden = torch.zeros(*batch.position_ids.shape, WIDTH)
             told = refusal(lambda: loss(hidden, model.head.weight))
             assert "forward of the module that fully_shard wraps" in told, told
-    assert names
     return steps
 
 
@@ -215,13 +215,13 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         seen["adapters"] = max(map(error, grads, (true_grad, *wanted)))
         seen["frozen"] = error(torch.autograd.grad(loss(hidden, weight).loss, hidden)[0], true_grad)
 
-        parts = distribute_tensor(weight, mesh["tp"], [Shard(0)]).requires_grad_()
+        parts: Any = distribute_tensor(weight, mesh["tp"], [Shard(0)]).requires_grad_()
         seen["vocabulary"] = refusal(lambda: loss(hidden, parts))
         torch.autograd.backward(loss(hidden.detach(), parts.full_tensor()).loss)
         plain = weight.clone().requires_grad_()
         torch.autograd.backward(loss(hidden.detach(), plain).loss)
-        assert parts.grad is not None
-        seen["gathered"] = error(parts.grad.full_tensor(), plain.grad)  # type: ignore[arg-type]
+        assert plain.grad is not None
+        seen["gathered"] = error(parts.grad.full_tensor(), plain.grad)
 
         with torch.autocast("cpu", torch.bfloat16):
             low = loss(hidden.float(), weight.float())
@@ -242,7 +242,7 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         whole = cp.cross_entropy(hidden @ weight.T, batch.labels, reduce="sum")
         for name, mean in (("second", loss(hidden, weight)), ("second of logits", whole)):
             seen[name] = refusal(partial(torch.autograd.grad, mean.loss, hidden, create_graph=True))
-        wrong = {
+        wrong: dict[str, dict[str, Any]] = {
             "bias": {"bias": bias[1:]},
             "softcap": {"softcap": 0.0},
             "z_loss": {"z_loss": -1.0},
@@ -251,7 +251,7 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         for name, how in wrong.items():
             seen[name] = refusal(partial(loss, hidden, weight, **how))
         seen["dtypes"] = refusal(lambda: loss(hidden.float(), weight))
-        seen["no weight"] = refusal(lambda: loss(hidden, None))
+        seen["no weight"] = refusal(lambda: loss(hidden, None))  # type: ignore[arg-type]
         seen["width"] = refusal(lambda: loss(hidden, weight[:, 1:]))
     return seen
 

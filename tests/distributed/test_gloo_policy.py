@@ -50,7 +50,7 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
 
     def gradients(results: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
         total = sum((c * x).sum() for c, x in zip(coefficients, results, strict=True))
-        return [*results, *torch.autograd.grad(total, leaves)]  # type: ignore[arg-type]
+        return [*results, *torch.autograd.grad(total, leaves)]
 
     with ContextParallel(causal=True) as cp:
         for name, how in HOW.items():
@@ -146,7 +146,7 @@ def means_of(rank: int, world_size: int, dp: int) -> list[list[float]]:
                 mean = cp.token_mean(
                     values,
                     mask,
-                    per=per,  # type: ignore[arg-type]
+                    per=per,
                     reduce="sum" if dp == 1 else "ddp",
                     data_parallel=mesh["dp"] if dp > 1 else None,
                     documents=batch.documents,

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["LiveMemory"]
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`peak_bytes` leaves out what was there before."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        self._bytes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._know((args, kwargs), new=False)
@@ -33,6 +33,6 @@ class LiveMemory(TorchDispatchMode):
     def _know(self, tensors: Any, *, new: bool) -> None:
         for x in tree_leaves(tensors):
             if isinstance(x, torch.Tensor):
-                storage = StorageWeakRef(x.untyped_storage())
+                storage: Any = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
                 size = x.untyped_storage().nbytes() if new else 0
                 self._bytes.setdefault(storage.cdata, (storage, size))

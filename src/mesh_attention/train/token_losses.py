@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.train.chunked_logits import LogitsChunk, Gradients, Head
+from mesh_attention.train.chunked_logits import Gradients, Head, LogitsChunk
 
 _LEAST = -1e4  # of log-probabilities in sums with their probability, which is 0 far above it
 
