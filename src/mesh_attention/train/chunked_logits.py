@@ -8,9 +8,8 @@ N tokens, H the width of hidden states, V the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,16 +93,14 @@ class Gradients:
     def __init__(
         self,
         head: Head,
-        x_NH: Tensor,
-        weight_VH: Tensor | None,
-        bias_V: Tensor | None,
-        needed: tuple[bool, ...],
+        inputs: tuple[Tensor, Tensor | None, Tensor | None],
+        needed: Sequence[bool],
     ) -> None:
-        def zeros(like: Tensor | None, needed: bool) -> Any:
-            return torch.zeros_like(like, dtype=head.precise) if needed else None  # type: ignore[arg-type]
-
-        self.x = torch.empty_like(x_NH) if needed[0] else None
-        self.weight, self.bias = zeros(weight_VH, needed[1]), zeros(bias_V, needed[2])
+        x_NH, *weight_and_bias = [x if needed[at] else None for at, x in enumerate(inputs)]
+        self.x = None if x_NH is None else torch.empty_like(x_NH)
+        self.weight, self.bias = (
+            None if x is None else torch.zeros_like(x, dtype=head.precise) for x in weight_and_bias
+        )
         self._head = head
 
     def add(self, rows: slice, x_NH: Tensor, weight_VH: Tensor | None, grad_NV: Tensor) -> None:
@@ -123,7 +120,6 @@ class Gradients:
                 )
             else:
                 self.weight.addmm_(grad_NV.T, x_NH.to(grad_NV.dtype))
-        del grad_NV
         if self.x is not None:
             self.x[rows] = low @ weight_VH
 

@@ -18,7 +18,7 @@ from mesh_attention.runtime.session.distributed_tensors import own_copies, own_w
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Head
 from mesh_attention.train.means import Means, TokenMean
-from mesh_attention.train.token_losses import CrossEntropy, PerToken, Summed
+from mesh_attention.train.token_losses import CrossEntropy, LogProbs, PerToken, Summed, Targets
 
 
 def cross_entropy(
@@ -32,10 +32,11 @@ def cross_entropy(
     refuse_wrong_numbers(ignore_index, label_smoothing=label_smoothing)
     groups.check_device(logits.device)
     head, rule = Head(logits.dtype), CrossEntropy(label_smoothing)
-    [losses] = per_token(logits, None, None, targets, ignore_index, head, rule)
+    checked = checked_targets(targets, ignore_index, logits.shape[-1], head, rule)
+    [losses] = per_token(logits, None, None, checked)
     return means.mean(
         losses.sum(dtype=torch.float64),
-        (targets != ignore_index).sum(dtype=torch.float64),
+        (~checked.ignored).sum(dtype=torch.float64),
         losses.dtype,
         {"ignore_index": ignore_index, "label_smoothing": label_smoothing},
         {"shape": list(logits.shape), "dtype": str(logits.dtype)},
@@ -64,16 +65,14 @@ def linear_cross_entropy(
     dtype = as_under_autocast(hidden[:0])[0].dtype
     head = Head(dtype, numbers["softcap"], chunk_tokens=chunk_tokens)
     rule = CrossEntropy(numbers["label_smoothing"], numbers["z_loss"])
-    targets, ignored = safe_targets(labels, ignore_index, len(weight))
-    needs_grad = need_grad(hidden, weight, bias)
+    targets = checked_targets(labels, ignore_index, len(weight), head, rule)
+    flat, needs_grad = hidden.flatten(0, -2), need_grad(hidden, weight, bias)
     with outside_autocast():
-        total: Tensor = Summed.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2), weight, bias, targets, ignored, head, rule, needs_grad
-        )
+        total: Tensor = Summed.apply(flat, weight, bias, targets, needs_grad)  # type: ignore[no-untyped-call]
     shapes = {"shape": list(hidden.shape), "shape of the weight": list(weight.shape)}
     return means.mean(
         total,
-        (~ignored).sum(dtype=torch.float64),
+        (~targets.ignored).sum(dtype=torch.float64),
         head.precise,
         {"ignore_index": ignore_index} | numbers,
         shapes | {"dtype": str(hidden.dtype)},
@@ -81,29 +80,20 @@ def linear_cross_entropy(
 
 
 def per_token(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    targets: Tensor,
-    ignore_index: int,
-    head: Head,
-    rule: Any,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Targets
 ) -> tuple[Tensor, ...]:
-    """Results of a rule, each in the shape of the targets."""
-    vocabulary = x.shape[-1] if weight is None else len(weight)
-    flat, ignored = safe_targets(targets, ignore_index, vocabulary)
+    """Results of a rule, each in the shape of the tokens."""
     with outside_autocast():
-        results = PerToken.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, -2), weight, bias, flat, ignored, head, rule
-        )
-    return tuple([result.view(targets.shape) for result in results])
+        results = PerToken.apply(x.flatten(0, -2), weight, bias, targets)  # type: ignore[no-untyped-call]
+    return tuple([result.view(x.shape[:-1]) for result in results])
 
 
-def safe_targets(targets: Tensor, ignore_index: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Flat, 0 where there is none; and where that is. One outside the vocabulary is named where
-    nobody waits for it: on CPU."""
-    ignored = (targets == ignore_index).flatten()
-    flat = targets.flatten().long().masked_fill(ignored, 0)
+def checked_targets(
+    tokens: Tensor, ignore_index: int, vocabulary: int, head: Head, rule: CrossEntropy | LogProbs
+) -> Targets:
+    """One outside the vocabulary is named where nobody waits for it: on CPU."""
+    ignored = (tokens == ignore_index).flatten()
+    flat = tokens.flatten().long().masked_fill(ignored, 0)
     if flat.device.type == "cpu":
         wrong = (flat < 0) | (flat >= vocabulary)
         if bool(wrong.any()):
@@ -112,7 +102,7 @@ def safe_targets(targets: Tensor, ignore_index: int, vocabulary: int) -> tuple[T
                 f"{vocabulary} nor ignore_index ({ignore_index}): give the loss the ignore_index "
                 "that shard_batch was given"
             )
-    return flat, ignored
+    return Targets(flat, ignored, head, rule)
 
 
 def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:

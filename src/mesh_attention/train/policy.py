@@ -17,7 +17,12 @@ from mesh_attention.runtime.session.distributed_tensors import own_copies, own_w
 from mesh_attention.runtime.session.modes import as_under_autocast
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.chunked_logits import Head
-from mesh_attention.train.losses import per_token, refuse_wrong_numbers, refuse_wrong_tensors
+from mesh_attention.train.losses import (
+    checked_targets,
+    per_token,
+    refuse_wrong_numbers,
+    refuse_wrong_tensors,
+)
 from mesh_attention.train.means import Means, TokenMean
 from mesh_attention.train.token_losses import LogProbs
 
@@ -43,9 +48,10 @@ def log_probs(
     refuse_wrong_tensors("hidden_or_logits", x, tokens, **head)
     refuse_wrong_numbers(ignore_index, **numbers)
     dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype
-    log_probs, entropy = per_token(
-        x, weight, bias, tokens, ignore_index, Head(dtype, **numbers), LogProbs()
-    )
+    vocabulary = x.shape[-1] if weight is None else len(weight)
+    rule = LogProbs()
+    targets = checked_targets(tokens, ignore_index, vocabulary, Head(dtype, **numbers), rule)
+    log_probs, entropy = per_token(x, weight, bias, targets)
     return log_probs, entropy
 
 

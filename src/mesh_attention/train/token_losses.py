@@ -79,13 +79,20 @@ class LogProbs:
         return of_logits
 
 
-Rule = CrossEntropy | LogProbs
-
-
 def _add_at(x_NV: Tensor, targets: Tensor, values: Tensor) -> None:
     """By an assignment: `scatter_add_` is refused where algorithms must be deterministic."""
     rows = torch.arange(len(targets), device=targets.device)
     x_NV[rows, targets] = x_NV[rows, targets] + values
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Of N tokens, 0 where there is none, and where that is; and what is made of logits there."""
+
+    tokens: Tensor
+    ignored: Tensor
+    head: Head
+    rule: CrossEntropy | LogProbs
 
 
 class PerToken(torch.autograd.Function):
@@ -93,45 +100,35 @@ class PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NH: Tensor,
-        weight_VH: Tensor | None,
-        bias_V: Tensor | None,
-        targets: Tensor,
-        ignored: Tensor,
-        head: Head,
-        rule: Rule,
+        ctx: Any, x_NH: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Targets
     ) -> tuple[Tensor, ...]:
-        results = [
-            torch.empty(targets.shape, dtype=head.precise, device=x_NH.device)
-            for _ in range(rule.num_results)
-        ]
-        weight = None if weight_VH is None else weight_VH.to(head.dtype)
+        head, rule = targets.head, targets.rule
+        results = [x_NH.new_empty(len(x_NH), dtype=head.precise) for _ in range(rule.num_results)]
+        low = None if weight is None else weight.to(head.dtype)
         for rows in head.chunks(x_NH, weight):
-            chunk = head.chunk(x_NH[rows], weight, bias_V)
-            for whole, part in zip(results, rule.results(chunk, targets[rows]), strict=True):
-                whole[rows] = part.masked_fill_(ignored[rows], 0)
+            chunk = head.chunk(x_NH[rows], low, bias)
+            for whole, part in zip(results, rule.results(chunk, targets.tokens[rows]), strict=True):
+                whole[rows] = part.masked_fill_(targets.ignored[rows], 0)
             del chunk, part
-        ctx.head, ctx.rule = head, rule
-        ctx.save_for_backward(x_NH, weight_VH, bias_V, targets, ignored, *results)
+        ctx.targets = targets
+        ctx.save_for_backward(x_NH, weight, bias, *results)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        x_NH, weight_VH, bias_V, targets, ignored, *results = ctx.saved_tensors
-        head = ctx.head
-        gradients = Gradients(head, x_NH, weight_VH, bias_V, ctx.needs_input_grad[:3])
-        weight = None if weight_VH is None else weight_VH.to(head.dtype)
-        grads = tuple([grad.masked_fill(ignored, 0) for grad in grads])
+        x_NH, weight, bias, *results = ctx.saved_tensors
+        targets, head = ctx.targets, ctx.targets.head
+        gradients = Gradients(head, (x_NH, weight, bias), ctx.needs_input_grad)
+        low = None if weight is None else weight.to(head.dtype)
+        grads = tuple([grad.masked_fill(targets.ignored, 0) for grad in grads])
         for rows in head.chunks(x_NH, weight):
-            chunk = head.chunk(x_NH[rows], weight, bias_V)
+            chunk = head.chunk(x_NH[rows], low, bias)
             parts = [x[rows] for x in results], [x[rows] for x in grads]
-            of_logits = head.before_head(chunk, ctx.rule.gradient(chunk, targets[rows], *parts))
-            del chunk
-            gradients.add(rows, x_NH[rows], weight, of_logits)
-            del of_logits
-        return (*gradients.parts(), None, None, None, None)
+            of_logits = targets.rule.gradient(chunk, targets.tokens[rows], *parts)
+            gradients.add(rows, x_NH[rows], low, head.before_head(chunk, of_logits))
+            del chunk, of_logits
+        return (*gradients.parts(), None)
 
 
 class Summed(torch.autograd.Function):
@@ -141,31 +138,25 @@ class Summed(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets: Tensor,
-        ignored: Tensor,
-        head: Head,
-        rule: Rule,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Targets,
         needs_grad: bool,
     ) -> Tensor:
+        head, rule = targets.head, targets.rule
         total = torch.zeros((), dtype=torch.float64, device=x_NH.device)
-        needed = tuple([needs_grad and x for x in ctx.needs_input_grad[:3]])
-        gradients = Gradients(head, x_NH, weight_VH, bias_V, needed)
-        weight = weight_VH.to(head.dtype)
-        grad = (~ignored).to(head.precise)
+        needed = [needs_grad and x for x in ctx.needs_input_grad[:3]]
+        gradients = Gradients(head, (x_NH, weight, bias), needed)
+        low, grad = weight.to(head.dtype), (~targets.ignored).to(head.precise)
         for rows in head.chunks(x_NH, weight):
-            chunk = head.chunk(x_NH[rows], weight, bias_V)
-            [losses] = rule.results(chunk, targets[rows])
-            total += losses.masked_fill_(ignored[rows], 0).sum(dtype=torch.float64)
+            chunk = head.chunk(x_NH[rows], low, bias)
+            [losses] = rule.results(chunk, targets.tokens[rows])
+            total += losses.masked_fill_(targets.ignored[rows], 0).sum(dtype=torch.float64)
             if any(needed):
-                of_logits = rule.gradient(chunk, targets[rows], [losses], [grad[rows]])
-                of_logits = head.before_head(chunk, of_logits)
-                del chunk
-                gradients.add(rows, x_NH[rows], weight, of_logits)
+                of_logits = rule.gradient(chunk, targets.tokens[rows], [losses], [grad[rows]])
+                gradients.add(rows, x_NH[rows], low, head.before_head(chunk, of_logits))
                 del of_logits
-            else:
-                del chunk
+            del chunk
         ctx.gradients = gradients.parts()
         return total
 
@@ -180,7 +171,7 @@ class Summed(torch.autograd.Function):
             ctx.gradients = None
             scaled = [None if x is None else x.mul_(grad) for x in parts]
         del parts
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None)
 
 
 def _refuse_second_derivatives() -> None:
