@@ -21,9 +21,9 @@ import random
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +82,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(args, attention) for _ in range(args.layers))
         self.norm, self.head = nn.RMSNorm(args.width), nn.Linear(args.width, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, documents: Any) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, documents: Any, loss: Any = None
+    ) -> Any:
+        """Logits; or a `loss` of hidden states and the head, which is whole here alone if FSDP2
+        holds it, and whose logits are then never there as a whole."""
         speeds = 1e4 ** -torch.linspace(0, 1, self.half_dim, device=input_ids.device)
         angles = position_ids[..., None, None] * speeds
         x = self.tokens(input_ids)
@@ -91,8 +95,8 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, angles, documents, use_reentrant=False, **self.how)
             else:
                 x = block(x, angles, documents)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        x = self.norm(x)
+        return self.head(x) if loss is None else loss(x, self.head.weight, bias=self.head.bias)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -141,11 +145,14 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
         loader = packs(args, place, mesh["dp"].size(), len(losses))
         for whole, docs in cp.prefetch(loader, lambda whole: whole["cu_seqlens"]):
             batch = cp.shard_batch(**whole, documents=docs).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = model(**batch.model_inputs())
-            mean = cp.cross_entropy(
-                logits, batch.labels, reduce=args.wrap, data_parallel=mesh["dp"]
+            loss = partial(
+                cp.linear_cross_entropy,
+                labels=batch.labels,
+                reduce=args.wrap,
+                data_parallel=mesh["dp"],
             )
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                mean = model(**batch.model_inputs(), loss=loss)
             mean.loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -290,8 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if gpu else "gloo")
     sizes = (args.dp, dist.get_world_size() // args.dp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
-    # Its logits are a view, and nothing here changes them in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     begin = time.monotonic()
     losses = train(args, mesh, device)
     if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
-from mesh_attention.train.losses import TokenMean
+from mesh_attention.train.means import TokenMean
 from support.pool import WorkerPool
 from support.tiny_gpt import HEAD_DIM, HEADS, VOCABULARY, WholeCase, make_model
 from support.training import (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,17 +135,34 @@ def test_tokens_positions_and_targets_stay_together(pool: WorkerPool, layout: st
     assert sorted(found, key=lambda triple: triple[1]) == expected
 
 
-def unshard_gradient(rank: int, world_size: int) -> bool:
-    """A loss that every rank computes alike from the whole tensor: each gets its own slots."""
+def unshard_gradient(rank: int, world_size: int) -> list[str]:
+    """Each rank has a loss of its own; then all ranks are told, and go on."""
     case = Case(world_size, 19, 19, mask=Mask(causal=True))
     with context(case) as cp:
         x = cp.shard(torch.randn(19, generator=torch.Generator().manual_seed(0)), 0)
         x.requires_grad_()
         weight = torch.arange(1.0, 20.0)
-        torch.autograd.backward((cp.unshard(x, 0) * weight).sum())
-        assert x.grad is not None
-        return torch.equal(x.grad, cp.shard(weight, 0))
+
+        def gradient(**how: Any) -> Tensor:
+            loss = (cp.unshard(x, 0, **how) * weight * (rank + 1)).sum()
+            [grad] = torch.autograd.grad(loss, x)
+            return grad
+
+        parts = cp.shard(weight, 0)
+        total = world_size * (world_size + 1) / 2
+        for grad, factor in {"own": rank + 1, "sum": total, "mean": total / world_size}.items():
+            assert torch.equal(gradient(grad=grad), parts * factor), grad
+        told = []
+        for how in ({}, {"grad": "average"}, {"grad": "own" if rank else "sum"}):
+            with pytest.raises(MeshAttentionError) as error:
+                gradient(**how)
+            told.append(str(error.value))
+        assert torch.equal(gradient(grad="sum"), parts * total)
+        return told
 
 
-def test_the_gradient_of_unshard_is_that_of_the_own_slots(pool: WorkerPool) -> None:
-    assert all(pool.run(unshard_gradient, 4))
+def test_a_loss_on_unshard_says_whose_gradients_are_meant(pool: WorkerPool) -> None:
+    for silent, unknown, other in pool.run(unshard_gradient, 4):
+        assert all(f"grad='{grad}'" in silent for grad in ("sum", "mean", "own"))
+        assert "grad='average': must be one of sum, mean, own" in unknown
+        assert "grad is 'sum'" in other

@@ -18,7 +18,7 @@ from mesh_attention.runtime.session.collective_call import collective_call, of_o
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
 from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.runtime.session.sharding import Side
+from mesh_attention.runtime.session.sharding import Grad, Side
 
 
 class Batches:
@@ -105,20 +105,24 @@ class Batches:
         *,
         side: Side = "q",
         documents: Documents | None = None,
+        grad: Grad | None = None,
         label: str | int | None = None,
     ) -> Tensor:
-        """The whole tensor on every rank, in token order, without padding. `label`: as in
-        `attention`.
+        """The whole tensor on every rank, in token order, without padding. DTensors as in `shard`,
+        `label` as in `attention`.
 
-        Differentiable for a loss that every rank computes alike from the whole tensor: each rank
-        passes on the gradient of its own slots. DTensors as in `shard`.
+        Each rank gets the gradient of its own slots, and where a loss depends on the result `grad`
+        must say which: "sum", that of all ranks' losses added up; "mean", that divided by their
+        number; "own", that of this rank's loss, for which nothing is sent. For a loss that every
+        rank computes alike from the whole tensor: "sum" under DDP and FSDP2 over the group, which
+        divide by its size; "own", or "mean", if gradients of parameters are added up.
         """
         calls = self._calls
         shards = calls.shards(documents)
         calls.user.refuse_if_closed()
         refuse_label(label)
         own, spread = own_tokens(calls.ranks, x, dim)
-        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, label))
+        return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, grad, label))
 
     @outside_compile
     def positions(

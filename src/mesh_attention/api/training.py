@@ -12,14 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.tensor_checks import refuse_label
+from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.keep_attention import KeepAttention
-from mesh_attention.train.losses import Reduce, TokenMean, cross_entropy
+from mesh_attention.train.losses import cross_entropy, linear_cross_entropy
+from mesh_attention.train.means import Means, Reduce, TokenMean
+from mesh_attention.train.policy import Per, log_probs, token_mean
 from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
 from mesh_attention.train.tiled import Tiled
+from mesh_attention.train.whole_batch import MARK
 
 
 class Training:
@@ -37,6 +42,7 @@ class Training:
         documents: Documents | None = None,
         also: Sequence[Any] = (),
         shift_labels: bool = True,
+        ahead: int | None = None,
         ignore_index: int = IGNORE_INDEX,
         check: bool | None = None,
         **others: Tensor | None,
@@ -48,6 +54,9 @@ class Training:
                         whole sequence, so that the loss is local and shifts nothing. The last token
                         of a document has no target, nor has padding: `ignore_index`.
                         `shift_labels=False`: they are targets already
+        ahead           that many targets a token, as heads that predict several tokens need them:
+                        `labels[..., 0]` is the next token, `labels[..., 1]` the one after it, ...;
+                        none is in another document or in padding
         position_ids    (tokens) or (batch, tokens); without, counted in each document
         cu_seqlens      the documents, as `documents()` takes them: one list for all rows or one for
                         each; `documents`: what was made of them already, by `prefetch` say. Without
@@ -76,6 +85,7 @@ class Training:
             documents=documents,
             also=also,
             shift_labels=shift_labels,
+            ahead=ahead,
             ignore_index=ignore_index,
             check=check,
         )
@@ -116,18 +126,110 @@ class Training:
         those of other replicas with them: what differs is an error, on CUDA a loss of NaN. `label`
         as in `attention`, for several losses of one batch.
         """
-        return cross_entropy(
-            self._calls.user,
-            self._calls.options,
-            logits,
-            targets,
-            reduce=reduce,
-            data_parallel=data_parallel,
-            num_targets=num_targets,
-            ignore_index=ignore_index,
+        means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
+        return cross_entropy(means, logits, targets, ignore_index, label_smoothing)
+
+    @outside_compile
+    @collective_call(of_object)
+    def linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor | None,
+        *,
+        bias: Tensor | None = None,
+        reduce: Reduce,
+        data_parallel: dist.ProcessGroup | DeviceMesh | None = None,
+        num_targets: int | Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        chunk_tokens: int | None = None,
+        label: str | int | None = None,
+    ) -> TokenMean:
+        """`cross_entropy` of the logits `hidden @ weight.T + bias` without these: from hidden
+        states (batch, local tokens, width) and the head's weight (vocabulary, width).
+
+        softcap         logits become softcap * tanh(logits / softcap)
+        z_loss          times the square of the log-sum-exp of each target's logits is added
+        chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
+
+        Gradients are made in the forward pass, that of the weight in float32, and multiplied in the
+        backward pass: under `torch.no_grad`, or for a frozen weight, nothing of it is done. Under
+        autocast products are in its dtype, for which the weight is copied; logits and sums are
+        float32 or better. Call it in the forward of the module that holds the weight: FSDP2 has
+        the whole weight there alone.
+        """
+        return linear_cross_entropy(
+            self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
+            hidden,
+            weight,
+            labels,
+            bias,
+            ignore_index,
+            chunk_tokens,
             label_smoothing=label_smoothing,
-            label=label,
+            z_loss=z_loss,
+            softcap=softcap,
         )
+
+    @outside_compile
+    def log_probs(
+        self,
+        hidden_or_logits: Tensor,
+        tokens: Tensor,
+        *,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        chunk_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
+        `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
+
+        From logits, or with a `weight` from hidden states, whose logits are then there in chunks,
+        and made again in the backward pass. Logits are divided by `temperature`, after `softcap`.
+        Nothing is sent.
+        """
+        return log_probs(
+            self._calls.ranks,
+            hidden_or_logits,
+            tokens,
+            weight,
+            bias,
+            ignore_index,
+            softcap=softcap,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+        )
+
+    @outside_compile
+    @collective_call(of_object)
+    def token_mean(
+        self,
+        values: Tensor,
+        mask: Tensor,
+        *,
+        per: Per = "token",
+        reduce: Reduce,
+        data_parallel: dist.ProcessGroup | DeviceMesh | None = None,
+        num_targets: int | Tensor | None = None,
+        documents: Documents | None = None,
+        label: str | int | None = None,
+    ) -> TokenMean:
+        """The mean of this and all other ranks' values (batch, local tokens) where `mask` is true,
+        as policy losses need it: `reduce`, `data_parallel` and the result as in `cross_entropy`.
+
+        per="sequence": the mean over documents, those of `documents` (of a batch) in each row, of
+        the means over their tokens, wherever these lie; documents in which the mask is false do
+        not count. `num_targets` then counts sequences, of all accumulated batches.
+        """
+        shards = self._calls.shards(documents) if per == "sequence" else None
+        means = self._means("token_mean", reduce, data_parallel, num_targets, label, mask)
+        return token_mean(means, values, mask, per=per, shards=shards)
 
     def keep_attention(
         self, *, offload: bool = False, host_bytes: int | None = None
@@ -161,6 +263,21 @@ class Training:
         or wider. What mixes tokens is refused where it can be seen.
         """
         return Tiled(block, tokens)
+
+    def _means(
+        self,
+        name: str,
+        reduce: Reduce,
+        data_parallel: dist.ProcessGroup | DeviceMesh | None,
+        num_targets: int | Tensor | None,
+        label: str | int | None,
+        of_batch: Any,
+    ) -> Means:
+        refuse_label(label)
+        calls, mark = self._calls, getattr(of_batch, MARK, None)  # where shard_batch made it
+        batch = mark and BatchIdentity(*mark)
+        asked = (calls.user, calls.options, reduce, data_parallel, num_targets, label, batch)
+        return Means(name, *asked)
 
     def context_parallel(
         self,

@@ -182,7 +182,7 @@ def _refuse_head(model: Any) -> None:
             f"{names[0]} has a head that may take the tokens of this rank for the whole sequence, "
             "as where it reads the last one; supported: ...ForCausalLM, ...ForTokenClassification "
             "and models without a head (...Model). Take the last, and call the head on what "
-            "cp.unshard(hidden, 1, documents=batch.documents) gives"
+            "cp.unshard(hidden, 1, documents=batch.documents, grad='sum') gives under DDP"
         )
 
 

@@ -29,12 +29,14 @@ IGNORE_INDEX = -100
 class ShardedBatch(Mapping[str, Any]):
     """This rank's slots of a batch, (rows, local tokens) each; also a mapping of what there is.
 
-    labels        targets: what each token is to predict, `ignore_index` where nothing
+    labels        targets: what each token is to predict, `ignore_index` where nothing; with `ahead`
+                  of (rows, local tokens, ahead)
     position_ids  as given, or counted in each document
     padding       true where a slot holds no token, or one that the mask says is padding
     documents     to hand to `attention` and `unshard`; None where the object says all
     others        tensors that were given by other names
-    num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it
+    num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it; with
+                  `ahead` a number for each distance
 
     Where rows have documents of their own they are one pack, and `rows` is 1 here.
     """
@@ -93,6 +95,7 @@ def shard_batch(
     documents: Documents | None,
     also: Sequence[Any],
     shift_labels: bool,
+    ahead: int | None,
     ignore_index: int,
     check: bool | None,
 ) -> ShardedBatch:
@@ -107,18 +110,24 @@ def shard_batch(
             "shift_labels is True or False: give labels that are targets already as labels, with "
             "shift_labels=False"
         )
+    if ahead is not None and (type(ahead) is not int or ahead < 1):
+        raise MeshAttentionError(
+            f"ahead={ahead!r}: give how many targets a token has, 1 or more, or leave it out"
+        )
+    if ahead is not None and "labels" not in whole.tensors:
+        raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
     if type(ignore_index) is not int:
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
     handle, shards, rows = _sharing(calls, whole, also)
-    contents = whole.contents(shift_labels=shift_labels, ignore_index=ignore_index)
+    contents = whole.contents(shift_labels=shift_labels, ahead=ahead, ignore_index=ignore_index)
     batch = batches.holds(number, contents)
     tensors = {**whole.tensors}
     num_targets = None
     if "labels" in tensors:
-        tensors["labels"] = _targets(whole, rows, shift_labels, ignore_index)
-        num_targets = (tensors["labels"] != ignore_index).sum()
+        tensors["labels"] = _targets(whole, rows, shift_labels, ahead, ignore_index)
+        num_targets = (tensors["labels"] != ignore_index).sum((0, 1))
     device = next(iter(tensors.values())).device  # what else was kept on the CPU goes there too
     local = {
         name: shards.shard(x, 1, "q").to(device, non_blocking=True) for name, x in tensors.items()
@@ -126,7 +135,7 @@ def shard_batch(
     empty = shards.padding("q", device)
     size = next(iter(local.values())).shape[:2]
     if "labels" in local:
-        local["labels"].masked_fill_(empty, ignore_index)
+        local["labels"].masked_fill_(empty if ahead is None else empty[:, None], ignore_index)
     if handle is not None:
         handle.position_ids = local.get("position_ids")
     if "position_ids" not in local:
@@ -191,17 +200,26 @@ def _roomy(labels: Tensor, ignore_index: int) -> Tensor:
     return labels if range_of.min <= ignore_index <= range_of.max else labels.long()
 
 
-def _targets(whole: WholeBatch, rows: Rows, shift_labels: bool, ignore_index: int) -> Tensor:
-    """What each token of the whole batch is to predict: nothing at the end of a document."""
-    targets = labels = _roomy(whole.tensors["labels"], ignore_index)
+def _targets(
+    whole: WholeBatch, rows: Rows, shift_labels: bool, ahead: int | None, ignore_index: int
+) -> Tensor:
+    """What each token of the whole batch is to predict: nothing behind the end of its document.
+    With `ahead`, (rows, tokens, ahead): of the next token, of that after it, and so on."""
+    labels = _roomy(whole.tensors["labels"], ignore_index)
     if shift_labels:
         whole.refuse_next_tokens(ignore_index)
-        targets = labels.new_full(labels.shape, ignore_index)
-        targets[:, :-1] = labels[:, 1:]
-        tokens = labels.shape[1]
-        ends = [at * tokens + s - 1 for at, row in enumerate(rows) for s in row[1:] if s]
-        targets.view(-1)[torch.tensor(ends, device=labels.device)] = ignore_index
-    mask = whole.tensors.get("attention_mask")
-    if mask is None:
-        return targets
-    return targets.masked_fill((mask == 0).to(targets.device), ignore_index)
+    tokens, device = labels.shape[1], labels.device
+    starts = torch.tensor([s for row in rows for s in row[:-1]], device=device)
+    ends = torch.tensor([s for row in rows for s in row[1:]], device=device)
+    size = labels.numel()
+    ends = torch.repeat_interleave(ends, ends - starts, output_size=size).view(labels.shape)
+    at = torch.arange(tokens, device=device)
+    mask, targets = whole.tensors.get("attention_mask"), []
+    for distance in range(shift_labels, shift_labels + (ahead or 1)):
+        shifted = labels.roll(-distance, 1)
+        # Labels that are targets already may stand at the end of a document.
+        shifted = shifted.masked_fill(at + distance >= ends, ignore_index)
+        if mask is not None:
+            shifted = shifted.masked_fill((mask == 0).to(device), ignore_index)
+        targets.append(shifted)
+    return targets[0] if ahead is None else torch.stack(targets, -1)

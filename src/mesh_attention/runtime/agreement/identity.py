@@ -41,7 +41,9 @@ ORDER = (
     "number of its forward call",
     "number of the batch",
 )
-OF_ONE_KIND = ("needs_grad", "unshard", "cross_entropy", "programs")
+OF_ONE_KIND = (
+    "needs_grad", "unshard", "cross_entropy", "linear_cross_entropy", "token_mean", "programs",
+)  # fmt: skip
 
 _SPOILT = -1  # in place of the first call that differs
 _SLOTS = 1024  # more calls than a host can be ahead of its device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,12 +20,15 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.session import Session, User
+from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.session import User
 from mesh_attention.runtime.transport.distributed import CommunicationError
 from mesh_attention.runtime.transport.torch_operations import all_gather
 
 Side = Literal["q", "kv"]
+Grad = Literal["sum", "mean", "own"]
 
 
 def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:
@@ -59,23 +62,29 @@ _GATHERED = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Join:
+    """A call of `unshard`."""
+
+    user: User
+    options: CallOptions
+    kind: AgreedKind
+    shards: Shards
+    layout: Layout
+    dim: int
+    grad: Grad | None
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        layout: Layout,
-        devices: tuple[int, ...],
-        rank: int,
-        session: Session,
-        dim: int,
-    ) -> Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
+    def forward(ctx: Any, x: Tensor, join: _Join) -> Tensor:
+        session = join.user.session
+        ctx.join, ctx.place = join, session.guard.place
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
-        size = len(devices)
+        size = len(join.shards.devices)
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
-            return join_shards([own], layout, dim)
+            return join_shards([own], join.layout, join.dim)
         try:
             group = session.groups.everybody()
             all_gather(gathered, own, group).wait()
@@ -85,57 +94,48 @@ class _Unshard(torch.autograd.Function):
         session.guard.settle((gathered,))
         by_place = gathered.chunk(size)
         # Shards come in the order of our group; the layout counts partitions.
-        ranks = [session.groups.ranks[device] for device in devices]
+        ranks = [session.groups.ranks[device] for device in join.shards.devices]
         places = [dist.get_group_rank(group, rank) for rank in ranks]
-        return join_shards([by_place[place] for place in places], layout, dim)
+        return join_shards([by_place[place] for place in places], join.layout, join.dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shard = take_shard(grad, ctx.layout, ctx.rank, ctx.dim)
-        return shard, None, None, None, None, None
+        join = ctx.join
+        whole = grad if join.grad == "own" else _of_all_ranks(ctx, grad)
+        return take_shard(whole, join.layout, join.shards.rank, join.dim), None
 
 
-def unshard(
-    user: User,
-    words: str,
-    devices: tuple[int, ...],
-    rank: int,
-    options: CallOptions,
-    x: Tensor,
-    layout: Layout,
-    dim: int,
-    label: str | int | None,
-    *,
-    of_batch: bool = False,
-    batch: BatchIdentity | None = None,
-) -> Tensor:
-    """The whole tensor from the shards of all ranks, which hand in the same kind of tensor.
-
-    `words` say where it comes from; `devices` has the place of each partition in the group.
-    """
-    session = user.session
-    kind = session.calls.agree_on(
-        {
-            "plan": words,
-            "unshard": layout.num_tokens,
-            "dim": dim,
-            "shape": list(x.shape),
-            "dtype": str(x.dtype),
-            "device": x.device.type,
-        },
-        options,
-        ahead=of_batch,
-    )
-    if len(devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
-        wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
+@collective_call(lambda ctx, _: (ctx.join.user.session, ctx.join.options))
+def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
+    """Gradients that ranks have of the whole tensor, added up."""
+    join, session = ctx.join, ctx.join.user.session
+    if join.grad is None:
         raise MeshAttentionError(
-            f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
-            f"convert it, as in x.to({wider}), and convert the whole tensor back"
+            "a loss depends on unshard(...), and nobody said what becomes of its gradient: "
+            "grad='sum' adds up those of all ranks, for a loss that all compute alike under DDP "
+            "or FSDP2, which then divide by the number of ranks; grad='mean' divides the sum by "
+            "it; grad='own' passes on this rank's alone, for gradients of parameters that are "
+            "added up; or use unshard(x.detach(), ...)"
         )
-    user.begin(kind, "unshard", options, x.device, label, batch=batch)
+    if torch.is_grad_enabled():
+        raise MeshAttentionError(
+            "second derivatives of unshard are supported with grad='own' alone; call with "
+            "create_graph=False"
+        )
+    join.user.refuse_if_closed()
+    whole, size = grad.clone(memory_format=torch.contiguous_format), len(join.shards.devices)
+    join.user.begin(join.kind, "backward of unshard", join.options, grad.device, of=ctx.place)
     with session.guard.whole_or_broken():
-        whole: Tensor = _Unshard.apply(x, layout, devices, rank, session, dim)  # type: ignore[no-untyped-call]
-    return whole
+        if size > 1:
+            try:
+                dist.all_reduce(whole, group=session.groups.everybody())
+            except (RuntimeError, dist.DistBackendError) as error:
+                first_line = str(error).splitlines()[0]
+                raise CommunicationError(
+                    f"the gradients could not be added up ({first_line})"
+                ) from error
+            session.guard.settle((whole,))
+    return whole if join.grad == "sum" else whole.div_(size)
 
 
 @dataclass(frozen=True)
@@ -184,29 +184,41 @@ class Shards:
         x: Tensor,
         dim: int,
         side: Side,
+        grad: Grad | None,
         label: str | int | None,
     ) -> Tensor:
+        """The whole tensor from the shards of all ranks, which hand in the same kind of tensor."""
         user.refuse_if_closed()
+        if grad not in (None, *get_args(Grad)):
+            raise MeshAttentionError(f"grad={grad!r}: must be one of {', '.join(get_args(Grad))}")
         layout = self.layout(side)
         dim = _checked_dim(x, dim)
         if x.shape[dim] != layout.slots:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
-        user.session.groups.check_device(x.device)
-        whole = unshard(
-            user,
-            self.words,
-            self.devices,
-            self.rank,
-            options,
-            x,
-            layout,
-            dim,
-            label,
-            of_batch=self.of_batch,
-            batch=self.batch,
-        )
+        session = user.session
+        session.groups.check_device(x.device)
+        statement = {
+            "plan": self.words,
+            "unshard": layout.num_tokens,
+            "dim": dim,
+            "shape": list(x.shape),
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+            "grad": grad,
+        }
+        kind = session.calls.agree_on(statement, options, ahead=self.of_batch)
+        if len(self.devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
+            wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
+            raise MeshAttentionError(
+                f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
+                f"convert it, as in x.to({wider}), and convert the whole tensor back"
+            )
+        user.begin(kind, "unshard", options, x.device, label, batch=self.batch)
+        join = _Join(user, options, kind, self, layout, dim, grad)
+        with session.guard.whole_or_broken():
+            whole: Tensor = _Unshard.apply(x, join)  # type: ignore[no-untyped-call]
         if self.num_rows == 1:
             return whole
         tokens = layout.num_tokens // self.num_rows
@@ -221,6 +233,14 @@ class Shards:
             positions = in_documents(positions, self.starts[side == "kv"], layout.num_tokens)
         tensor = torch.from_numpy(positions)
         return tensor if device is None else tensor.to(_checked_device(device))
+
+    def documents(self, side: Side) -> NDArray[np.int64]:
+        """The number of the document of each slot; padding is in one more than there are."""
+        layout, starts = self.layout(side), self.starts[side == "kv"]
+        positions = layout.positions(self.rank)
+        # Of documents that begin at the same token the last one has it.
+        at = np.searchsorted(starts[:-1], positions, side="right") - 1
+        return np.where(positions < layout.num_tokens, at, len(starts) - 1)
 
     def padding(self, side: Side, device: torch.device | str | None) -> Tensor:
         positions = self.positions(side, device, restart=False)

@@ -1,0 +1,218 @@
+"""A mean over the tokens of all ranks, on each of them.
+
+A mean that every rank takes over its own tokens, averaged by the framework, is another number
+whenever ranks have different numbers of them. So they are counted over all ranks, and each rank
+divides by that count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from numbers import Integral
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.runtime.agreement.identity import Statement
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.session import User, process_group
+from mesh_attention.runtime.transport.distributed import CommunicationError
+
+Reduce = Literal["ddp", "fsdp", "sum"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMean:
+    """
+    loss         to call `backward` on; scaled for what becomes of gradients, so not for people
+    value        the mean over all targets of all ranks, the same on each of them, without a graph
+    num_targets  how many there are
+    """
+
+    loss: Tensor
+    value: Tensor
+    num_targets: Tensor
+
+
+# So that FSDP2 and DDP find the loss in what a module returns.
+_pytree.register_dataclass(TokenMean)
+
+
+@dataclass(frozen=True)
+class Means:
+    """How a mean is taken, and of which ranks; `name` is that of the method that was called."""
+
+    name: str
+    user: User
+    options: CallOptions
+    reduce: Reduce
+    data_parallel: dist.ProcessGroup | DeviceMesh | None
+    num_targets: int | Tensor | None
+    label: str | int | None
+    batch: BatchIdentity | None
+
+    def refuse_wrong(self) -> None:
+        self.user.refuse_if_closed()
+        if self.reduce not in get_args(Reduce):
+            raise MeshAttentionError(
+                f"reduce={self.reduce!r}: must be one of {', '.join(get_args(Reduce))}"
+            )
+        number = self.num_targets
+        if isinstance(number, Tensor):
+            fits = number.numel() == 1 and number.dtype != torch.bool
+        else:
+            whole = isinstance(number, Integral) and not isinstance(number, bool)
+            fits = number is None or (whole and number >= 0)
+        if not fits:
+            raise MeshAttentionError(
+                f"num_targets={number!r}: give how many targets all ranks have in all batches "
+                "whose gradients are accumulated, one number, or leave it out"
+            )
+
+    def add_up(self, statement: Statement, sums: Tensor, *, within: bool = True) -> None:
+        """In place, over the context-parallel group: a call that ranks make together."""
+        session = self.user.session
+        statement = {self.name: self.reduce, "device": sums.device.type} | statement
+        kind = session.calls.agree_on(statement, self.options, ahead=True)
+        where = (self.options, sums.device, self.label)
+        self.user.begin(kind, self.name, *where, batch=self.batch)
+        with session.guard.whole_or_broken():
+            if within and len(session.groups.ranks) > 1:
+                _add_up(sums, session.groups.everybody())
+            session.guard.settle((sums,))
+
+    def mean(
+        self,
+        own: Tensor,
+        counted: Tensor,
+        dtype: torch.dtype,
+        alike: dict[str, object],
+        statement: Statement,
+    ) -> TokenMean:
+        """From this rank's sum, in float64 and with its graph, and count. `dtype` of the loss;
+        `alike` is what replicas must say too, `statement` what ranks of the group compare
+        besides."""
+        session = self.user.session
+        ranks = _Ranks.of(session.groups.ranks, self.data_parallel)
+        number = self.num_targets
+        if isinstance(number, Tensor):
+            number = number.detach().reshape(())
+        said = _Said(self.name, number, {"reduce": self.reduce} | alike, own.device)
+        sums = torch.cat([torch.stack([own.detach(), counted]), said.sums])
+        replicas = ranks.number // len(session.groups.ranks)
+        statement = statement | alike | {"data parallel ranks": replicas}
+        self.add_up(statement, sums, within=ranks.within)
+        if ranks.group is not None:
+            _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
+        total, count = sums[:2].unbind()
+        try:
+            wrong = said.is_wrong(sums[2:], count, ranks.number)
+        except MeshAttentionError as error:  # of the sums, so on all ranks
+            raise session.guard.known(error) from None
+        # Where nothing is counted sums are 0, and so is the loss, by whichever number.
+        divisor = (count if number is None else torch.zeros_like(count) + number) + (count == 0)
+        divisor = divisor.masked_fill(wrong, torch.nan)
+        scale = 1 if self.reduce == "sum" else ranks.number
+        return TokenMean((own * scale / divisor).to(dtype), total / divisor, count.long())
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """
+    number   of those that have a part of the batch
+    group    over which sums of a context-parallel group are added up, if there are others
+    within   whether they must be added up in the group before
+    """
+
+    number: int
+    group: dist.ProcessGroup | None
+    within: bool
+
+    @staticmethod
+    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> _Ranks:
+        if data_parallel is None:
+            return _Ranks(len(own), None, True)
+        group = process_group(data_parallel)
+        others = dist.get_process_group_ranks(group)
+        if {*own} == {*others} and len(own) < dist.get_world_size():
+            raise MeshAttentionError(
+                f"data_parallel has the ranks {others} of the context-parallel group itself: give "
+                "the group of the ranks that hold the same tokens of other batches, as in "
+                "mesh['dp'], or leave it out"
+            )
+        if {*own} <= {*others}:
+            return _Ranks(len(others), group, False)
+        if {*own} & {*others} == {dist.get_rank()}:
+            return _Ranks(len(own) * len(others), group, True)
+        raise MeshAttentionError(
+            f"data_parallel has the ranks {others}, and the context-parallel group {list(own)}: "
+            "give the group of the ranks that hold the same tokens of other batches, as in "
+            "mesh['dp'], or one of all ranks"
+        )
+
+
+class _Said:
+    """What all ranks must say alike, those of other replicas too. It travels with the sums of the
+    losses: numbers below 4,093 and their squares, which are exact when added up, and of which the
+    mean of the squares is the square of the mean only where all are equal."""
+
+    def __init__(
+        self,
+        name: str,
+        num_targets: int | Tensor | None,
+        alike: dict[str, object],
+        device: torch.device,
+    ) -> None:
+        *others, last = alike
+        self._words = f"replicas call {name} with another {', '.join(others)} or {last}"
+        self._num_targets = num_targets
+        number = int.from_bytes(blake2b(repr(alike).encode(), digest_size=3).digest(), "big")
+        count = torch.as_tensor(-1 if num_targets is None else num_targets, device=device)
+        settings = torch.tensor(number, device=device)
+        both = torch.stack([count.round().long(), settings])
+        values = torch.stack([both % modulus for modulus in _MODULI], 1).flatten().double()
+        self.sums = torch.cat([values, values**2])
+
+    def is_wrong(self, sums: Tensor, count: Tensor, num_ranks: int) -> Tensor:
+        """Whether results must be NaN: on the CPU, where nobody waits for it, an error on all."""
+        total, squares = sums.chunk(2)
+        numbers, settings = (total**2 != num_ranks * squares).view(2, -1).any(1)
+        few = count > (count if self._num_targets is None else self._num_targets)
+        if sums.device.type == "cpu":
+            if bool(settings):
+                raise MeshAttentionError(self._words)
+            if bool(numbers):
+                raise MeshAttentionError(
+                    f"num_targets is {_number(self._num_targets)} here and another number on other "
+                    "ranks: it is the number of all ranks' targets, data-parallel ranks included, "
+                    "in all batches whose gradients are accumulated"
+                )
+            if bool(few):
+                raise MeshAttentionError(
+                    f"num_targets is {_number(self._num_targets)}, fewer than the {int(count)} "
+                    "targets of this batch"
+                )
+        wrong: Tensor = numbers | settings | few
+        return wrong
+
+
+_MODULI = (4093, 4091)
+
+
+def _number(value: int | Tensor | None) -> float | None:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
+    try:
+        dist.all_reduce(x, group=group)
+    except (RuntimeError, dist.DistBackendError) as error:
+        first_line = str(error).splitlines()[0]
+        raise CommunicationError(f"the sums {whose}could not be added up ({first_line})") from error

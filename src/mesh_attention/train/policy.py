@@ -1,0 +1,115 @@
+"""What policy losses (PPO, GRPO, DPO) need of a batch whose tokens are on many ranks:
+log-probabilities and entropies of this rank's tokens, and means over tokens or over sequences,
+which may lie on several ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.session.distributed_tensors import own_copies, own_weight
+from mesh_attention.runtime.session.modes import as_under_autocast
+from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.train.chunked_logits import Head
+from mesh_attention.train.losses import (
+    checked_targets,
+    per_token,
+    plain_numbers,
+    refuse_wrong_tensors,
+)
+from mesh_attention.train.means import Means, TokenMean
+from mesh_attention.train.token_losses import LogProbs
+
+Per = Literal["token", "sequence"]
+
+
+def log_probs(
+    ranks: tuple[int, ...],
+    x: Tensor,
+    tokens: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    ignore_index: int,
+    **numbers: Any,
+) -> tuple[Tensor, Tensor]:
+    """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
+    `chunk_tokens`."""
+    if weight is None and bias is not None:
+        raise MeshAttentionError("bias without a weight: logits have it already")
+    x, tokens = own_copies(ranks, hidden_or_logits=x, tokens=tokens)
+    weight, bias = own_weight(ranks, weight=weight, bias=bias)
+    head = {} if weight is None else {"weight": weight, "bias": bias}
+    refuse_wrong_tensors("hidden_or_logits", x, tokens, **head)
+    ignore_index, numbers = plain_numbers(ignore_index, **numbers)
+    dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype
+    vocabulary = x.shape[-1] if weight is None else len(weight)
+    rule = LogProbs()
+    targets = checked_targets(tokens, ignore_index, vocabulary, Head(dtype, **numbers), rule)
+    log_probs, entropy = per_token(x, weight, bias, targets)
+    return log_probs, entropy
+
+
+def token_mean(
+    means: Means, values: Tensor, mask: Tensor, *, per: Per, shards: Shards | None
+) -> TokenMean:
+    """As `ContextParallel.token_mean` describes it; `shards` of the batch, for sequences."""
+    groups = means.user.session.groups
+    means.refuse_wrong()
+    values, mask = own_copies(groups.ranks, values=values, mask=mask)
+    _refuse_wrong_values(values, mask, per)
+    groups.check_device(values.device)
+    mask = mask != 0
+    statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    # Where the mask is false nothing is multiplied: values there may be anything, NaN too.
+    kept = torch.where(mask, values, 0).double()
+    if shards is None:
+        counted = mask.sum(dtype=torch.float64)
+        return means.mean(kept.sum(), counted, dtype, {"per": per}, statement)
+    sequences, number = _sequences(shards, values)
+    mask = mask & (sequences < number)
+    lengths = torch.zeros(number + 1, dtype=torch.float64, device=values.device)
+    lengths.index_add_(0, sequences.flatten(), mask.flatten().double())
+    means.add_up(statement | {"sequences": number}, lengths)
+    own = (torch.where(mask, kept, 0) / lengths[sequences].clamp(min=1)).sum()
+    counted = (lengths[:number] > 0).sum(dtype=torch.float64)
+    if dist.get_rank(groups.parent) != 0:  # of a group that all see, counted once
+        counted.zero_()
+    return means.mean(own, counted, dtype, {"per": per}, statement)
+
+
+def _sequences(shards: Shards, values: Tensor) -> tuple[Tensor, int]:
+    """The sequence of each slot, in the shape of the values, and how many there are; slots without
+    a token are of one more."""
+    slots = shards.q_layout.slots
+    if values.ndim != 2 or values.shape[1] != slots:
+        raise MeshAttentionError(
+            f"values have shape {tuple(values.shape)}: expected (batch, {slots}), the local tokens "
+            "of these documents"
+        )
+    own, number = torch.from_numpy(shards.documents("q")), len(shards.starts[0]) - 1
+    rows = torch.arange(len(values))[:, None] * number
+    everywhere = torch.where(own < number, own + rows, len(values) * number)
+    return everywhere.to(values.device, non_blocking=True), len(values) * number
+
+
+def _refuse_wrong_values(values: Any, mask: Any, per: Any) -> None:
+    if per not in get_args(Per):
+        raise MeshAttentionError(f"per={per!r}: must be one of {', '.join(get_args(Per))}")
+    fault = fault_of_kind(values=values, mask=mask)
+    if fault is not None:
+        raise fault
+    if not values.is_floating_point():
+        raise MeshAttentionError(f"values are {values.dtype}: must be floating-point numbers")
+    if mask.is_floating_point() or mask.shape != values.shape or mask.device != values.device:
+        raise MeshAttentionError(
+            f"mask is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}: expected bool of "
+            f"{tuple(values.shape)} on {values.device}, as values have it; multiply weights into "
+            "the values"
+        )
