@@ -11,22 +11,22 @@ import pytest
 from mesh_attention.cli.main import main
 from mesh_attention.cli.values import size, starts, window
 
-SMALL = ["advise", "--step", "--cluster", "hgx-h100", "--ranks", "2", "--tokens", "64k"]
+SMALL = ["advise", "--step", "--cluster", "hgx-h100", "--ranks", "2", "--tokens", "256k"]
 
 
 def test_it_answers_with_splits_a_verdict_and_lines_to_paste(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "24GB", "--largest"]) == 0
+    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "20GB", "--largest"]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0] == "2 ranks of hgx-h100 (H100 SXM), 1 node of 8"
-    assert lines[1] == "qwen3-0.6b, 0.60 billion parameters, sequences of 65536 tokens, causal"
+    assert lines[1] == "qwen3-0.6b, 0.60 billion parameters, sequences of 262144 tokens, causal"
     assert lines[2].split()[:4] == ["data", "x", "context", "sequences"]
     assert lines[3].startswith("1 x 2 ")
     assert "Largest context on 2 ranks: " in out
     assert "are lacking." in out
-    assert 'cp = ContextParallel(mesh["cp"], seq_len=65536, num_heads=16, num_kv_heads=8' in out
+    assert 'cp = ContextParallel(mesh["cp"], seq_len=262144, num_heads=16, num_kv_heads=8' in out
     assert "keep = cp.keep_attention(offload=" in out
     assert "cp.linear_cross_entropy(hidden, head.weight, batch.labels, " in out
     assert "chunk_tokens=1024)" in out
@@ -34,10 +34,10 @@ def test_it_answers_with_splits_a_verdict_and_lines_to_paste(
 
 
 def test_json_has_every_policy_with_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "16GB", "--json"]) == 0
+    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "20GB", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["steps"]) == 2 * 4 * 2
-    assert answer["gpu_bytes"] == 16 * 10**9
+    assert answer["gpu_bytes"] == 20 * 10**9
     assert answer["model"]["parameters"] > 5e8
     best = answer["steps"][0]
     counted = [x for n, x in best["time_seconds"].items() if n not in ("parameters", "offload")]
@@ -51,7 +51,7 @@ def test_json_has_every_policy_with_its_parts(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "12GB"]) == 0
+    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "16GB"]) == 0
     out = capsys.readouterr().out
     assert "It does not fit: " in out
     assert "!" in out.splitlines()[3]

@@ -164,10 +164,10 @@ def test_splits_come_best_first_each_with_its_best_policy(million: StepPlan) -> 
 
 
 def test_a_batch_is_shared_out_over_the_groups() -> None:
-    plan = plan_step("qwen3-0.6b", 8192, 4, cluster=H100, batch=6)
+    plan = plan_step("qwen3-0.6b", 1 << 18, 4, cluster=H100, batch=6)
     assert {(step.data, step.context) for step in plan.steps} == {(1, 4), (2, 2)}
     assert {step.sequences for step in plan.steps} == {6}
-    single = plan_step("qwen3-0.6b", 8192, 4, cluster=H100)
+    single = plan_step("qwen3-0.6b", 1 << 18, 4, cluster=H100)
     many, few = (step_of(x, 4, Keeps.EVERYTHING, tiled=False).time for x in (plan, single))
     assert many.linear_layers == pytest.approx(6 * few.linear_layers)
     assert many.optimizer == few.optimizer
@@ -175,7 +175,7 @@ def test_a_batch_is_shared_out_over_the_groups() -> None:
 
 def test_memory_and_time_grow_with_the_tokens() -> None:
     plans = [
-        plan_step("llama-3.2-1b", tokens, 2, cluster=H100) for tokens in (65536, 98304, 1 << 18)
+        plan_step("llama-3.2-1b", tokens, 2, cluster=H100) for tokens in (1 << 18, 400_000, 1 << 19)
     ]
     for rows in zip(
         *(sorted(x.steps, key=lambda s: (s.context, s.policy)) for x in plans), strict=True
@@ -188,14 +188,14 @@ def test_memory_and_time_grow_with_the_tokens() -> None:
 
 def test_the_largest_context_fits_and_the_next_does_not() -> None:
     for limits in ({"memory_bytes": 30 * 10**9}, {"host_bytes": 10**11}):
-        asked = plan_step("qwen3-0.6b", 65536, 2, cluster=H100, **limits).asked
+        asked = plan_step("qwen3-0.6b", 1 << 18, 2, cluster=H100, **limits).asked
         fitting, beyond = largest_context(asked)
         assert fitting is not None
         assert beyond is not None
         assert fitting.fits
         assert not beyond.fits
         assert fitting.tokens < beyond.tokens < 1.05 * fitting.tokens
-    nothing = plan_step("qwen3-8b", 65536, 2, cluster=H100, memory_bytes=10**9)
+    nothing = plan_step("qwen3-8b", 1 << 18, 2, cluster=H100, memory_bytes=10**9)
     assert not nothing.best.fits
     assert largest_context(nothing.asked)[0] is None
 
