@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_shapes_of_models_can_be_planned() -> None:
     for shape in MODELS.values():
-        problem = Problem(1024, **shape.heads)  # type: ignore[arg-type]
+        problem = Problem(1024, **shape.heads)
         assert problem.num_heads % problem.kv_heads == 0
 
 

@@ -13,7 +13,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.step.layer_attention import LayerAttention
 from mesh_attention.step.model_shapes import MODELS, ModelShape, model_shape
-from mesh_attention.step.splits import Step, StepPlan, largest_context, plan_step
+from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
 from mesh_attention.step.step_memory import Keeps, Policy, policies, step_memory
 from mesh_attention.step.step_time import step_time
 
@@ -40,7 +40,7 @@ def million() -> StepPlan:
     return plan_step("qwen3-8b", 1 << 20, 8, cluster=H100)
 
 
-def step_of(plan: StepPlan, context: int, keeps: Keeps, *, tiled: bool) -> Step:
+def step_of(plan: StepPlan, context: int, keeps: Keeps, *, tiled: bool) -> PlannedStep:
     (step,) = (
         step
         for step in plan.steps
@@ -187,8 +187,9 @@ def test_memory_and_time_grow_with_the_tokens() -> None:
 
 
 def test_the_largest_context_fits_and_the_next_does_not() -> None:
+    plan = plan_step("qwen3-0.6b", 1 << 18, 2, cluster=H100)
     for limits in ({"memory_bytes": 30 * 10**9}, {"host_bytes": 10**11}):
-        asked = plan_step("qwen3-0.6b", 1 << 18, 2, cluster=H100, **limits).asked
+        asked = replace(plan.asked, **limits)
         fitting, beyond = largest_context(asked)
         assert fitting is not None
         assert beyond is not None

@@ -12,7 +12,7 @@ from mesh_attention.cli.options import problem_of, question_flags, ranks_of
 from mesh_attention.cli.output import nodes_text, progress, show, table
 from mesh_attention.cli.values import byte_size, size
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.step.splits import Step, StepPlan, largest_context, plan_step
+from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
 from mesh_attention.step.step_memory import Keeps
 
 FLAGS = (
@@ -80,8 +80,7 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
                 f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
                 f"tokens, {asked.mask.describe()}",
                 _table(plan),
-                f"! more than the {_gb(asked.memory_bytes)} of a GPU or the "
-                f"{_gb(asked.host_bytes)} of a host.",
+                f"A GPU has {_gb(asked.memory_bytes)}, a host {_gb(asked.host_bytes)}; ! is more.",
                 *(f"{split}: {reason}" for split, reason in plan.refused.items()),
                 "",
                 *_verdict(best),
@@ -112,10 +111,10 @@ def _table(plan: StepPlan) -> str:
     return table(rows)
 
 
-def _verdict(step: Step) -> list[str]:
+def _verdict(step: PlannedStep) -> list[str]:
     times, parts = step.time._asdict(), step.memory._asdict()
     moment, peak = step.memory.peak
-    names = [name for name in parts if not name.startswith("at_") or name == moment]
+    names = [n for n in parts if n == moment or not n.startswith(("at_", "host"))]
     gpu, host = map(_gb, step.lacking_bytes)
     words = [
         f"Best: {step.data} x {step.context}. Seconds: "
@@ -123,7 +122,8 @@ def _verdict(step: Step) -> list[str]:
         + ". Of parameters and offload only what is exposed counts.",
         f"A GPU holds {_gb(peak)}: "
         + ", ".join(f"{n.replace('_', ' ')} {_gb(parts[n])}" for n in names if parts[n])
-        + f". Attention's workspace is {_gb(step.attention.workspace_bytes)}.",
+        + f". Attention's workspace is {_gb(step.attention.workspace_bytes)}; on the host "
+        f"{_gb(step.memory.host)}.",
     ]
     if not step.fits:
         words.append(
@@ -133,7 +133,7 @@ def _verdict(step: Step) -> list[str]:
     return words
 
 
-def _largest_text(fitting: Step | None, beyond: Step | None, num_ranks: int) -> str:
+def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_ranks: int) -> str:
     if fitting is None:
         return f"No context fits on {num_ranks} ranks: the model itself is too large for them."
     text = f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, "
@@ -145,7 +145,7 @@ def _largest_text(fitting: Step | None, beyond: Step | None, num_ranks: int) -> 
     return f"{text} With {beyond.tokens} {' and '.join(what)} are lacking."
 
 
-def _python(step: Step) -> list[str]:
+def _python(step: PlannedStep) -> list[str]:
     """The settings to type."""
     keeps, tile_tokens, chunk_tokens = step.policy
     lines = [

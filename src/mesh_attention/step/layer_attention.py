@@ -64,8 +64,10 @@ def _kernel_bytes(backward: Timeline) -> int:
     program = programs[len(programs) // 2]
     table, largest = program.buffer_table(), 0
     for op in program.operations:
-        for call in op.calls if isinstance(op, AttendBackward) else ():
-            heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
+        if not isinstance(op, AttendBackward):
+            continue
+        heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
+        for call in op.calls:
             dq = (call.q_stop - call.q_start) * heads * problem.head_dim
             dkv = (call.k_stop - call.k_start) * kv_heads * (problem.head_dim + problem.v_dim)
             sums = 4 * (dq + (dkv if heads != kv_heads else 0))

@@ -44,7 +44,7 @@ class StepQuestion:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """A split with a policy. `sequences` are those of all ranks together."""
 
     asked: StepQuestion
@@ -103,8 +103,8 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         moment, peak = self.memory.peak
-        names = ("tokens", "data", "context", "sequences", "seconds", "tokens_per_second_per_gpu")
-        names += ("mfu_percent", "fits", "lacking_bytes", "node_host_bytes")
+        names = ["tokens", "data", "context", "sequences", "seconds", "tokens_per_second_per_gpu"]
+        names += ["mfu_percent", "fits", "lacking_bytes", "node_host_bytes"]
         return {name: getattr(self, name) for name in names} | {
             **self.policy._asdict(),
             "methods": [scored.name for scored in self.attention.choice.chosen.values()],
@@ -119,17 +119,17 @@ class StepPlan:
     """`steps` has every policy of every split, the best first. `refused`: splits that cannot be."""
 
     asked: StepQuestion
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStep, ...]
     refused: dict[str, str]
 
     @property
-    def best(self) -> Step:
+    def best(self) -> PlannedStep:
         return self.steps[0]
 
     @property
-    def splits(self) -> list[Step]:
+    def splits(self) -> list[PlannedStep]:
         """Each split with its best policy, the best first."""
-        best: dict[int, Step] = {}
+        best: dict[int, PlannedStep] = {}
         for step in self.steps:
             best.setdefault(step.context, step)
         return list(best.values())
@@ -173,7 +173,7 @@ def plan_step(
         Mask(causal=True) if mask is None else mask,
     )
     groups = [n for n in range(1, ranks + 1) if ranks % n == 0 and (asked.batch or n) % n == 0]
-    steps: list[Step] = []
+    steps: list[PlannedStep] = []
     refused: dict[str, str] = {}
     for done, data in enumerate(groups):
         if progress:
@@ -187,7 +187,7 @@ def plan_step(
     return StepPlan(asked, tuple(sorted(steps, key=lambda step: step.order)), refused)
 
 
-def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[Step]:
+def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[PlannedStep]:
     """Every policy of a split, from the least to switch on to the most."""
     data, model = asked.num_ranks // context, asked.model
     in_turn = 1 if asked.batch is None else asked.batch // data
@@ -200,18 +200,18 @@ def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[Step]:
         layer = attention[policy.keeps_attention]
         time = step_time(model, layer, policy, asked.cluster, asked.num_ranks, in_turn)
         memory = step_memory(model, layer, policy, asked.num_ranks)
-        yield Step(asked, tokens, data, context, data * in_turn, policy, layer, time, memory)
+        yield PlannedStep(asked, tokens, data, context, data * in_turn, policy, layer, time, memory)
 
 
 @collector_paused()
 def largest_context(
     asked: StepQuestion, progress: Progress | None = None
-) -> tuple[Step | None, Step | None]:
+) -> tuple[PlannedStep | None, PlannedStep | None]:
     """The longest sequence that fits if all ranks share it, one a step, and the next that does not.
     Memory is about linear in the tokens, so each probe says about where the end is."""
     unit, asked = 1024 * asked.num_ranks, replace(asked, batch=None)
-    fitting: Step | None = None
-    beyond: Step | None = None
+    fitting: PlannedStep | None = None
+    beyond: PlannedStep | None = None
     length, probes = max(1, asked.tokens // unit), 0
     while 0 < length <= MAX_TOKENS // unit:
         steps = list(_steps(asked, length * unit, asked.num_ranks))
