@@ -188,8 +188,8 @@ def test_memory_and_time_grow_with_the_tokens() -> None:
 
 def test_the_largest_context_fits_and_the_next_does_not() -> None:
     plan = plan_step("qwen3-0.6b", 1 << 18, 2, cluster=H100)
-    for limits in ({"memory_bytes": 30 * 10**9}, {"host_bytes": 10**11}):
-        asked = replace(plan.asked, **limits)
+    by_gpu = replace(plan.asked, memory_bytes=30 * 10**9)
+    for asked in (by_gpu, replace(plan.asked, host_bytes=10**11)):
         fitting, beyond = largest_context(asked)
         assert fitting is not None
         assert beyond is not None

@@ -22,7 +22,7 @@ FLAGS = (
     Flag("--host-memory", "of a node, for --step (default: the cluster's)", byte_size, "SIZE"),
     Flag("--largest", "also the largest context that fits, and what ends it"),
 )
-_TAKEN = {"--tokens", "--ranks", "--causal", "--no-causal", "--window", "--documents", "--prefix"}
+_TAKEN = {"--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix"}
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -115,7 +115,6 @@ def _verdict(step: PlannedStep) -> list[str]:
     times, parts = step.time._asdict(), step.memory._asdict()
     moment, peak = step.memory.peak
     names = [n for n in parts if n == moment or not n.startswith(("at_", "host"))]
-    gpu, host = map(_gb, step.lacking_bytes)
     words = [
         f"Best: {step.data} x {step.context}. Seconds: "
         + ", ".join(f"{name.replace('_', ' ')} {x:.3g}" for name, x in times.items() if x)
@@ -127,8 +126,8 @@ def _verdict(step: PlannedStep) -> list[str]:
     ]
     if not step.fits:
         words.append(
-            f"It does not fit: {gpu} of a GPU and {host} of a host are lacking, and no policy "
-            "lacks less; take more ranks, fewer tokens or more memory."
+            f"It does not fit: {_lacking(step)}, and no policy lacks less; take more ranks, fewer "
+            "tokens or more memory."
         )
     return words
 
@@ -136,13 +135,17 @@ def _verdict(step: PlannedStep) -> list[str]:
 def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_ranks: int) -> str:
     if fitting is None:
         return f"No context fits on {num_ranks} ranks: the model itself is too large for them."
-    text = f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, "
-    text += f"{fitting.seconds:.0f} s a step ({fitting.policy.text})."
-    if beyond is None:
-        return text
-    gpu, host = beyond.lacking_bytes
-    what = [f"{_gb(gpu)} of a GPU"] * bool(gpu) + [f"{_gb(host)} of a host"] * bool(host)
-    return f"{text} With {beyond.tokens} {' and '.join(what)} are lacking."
+    ends = "" if beyond is None else f" With {beyond.tokens} {_lacking(beyond)}."
+    return (
+        f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, {fitting.seconds:.0f} s "
+        f"a step ({fitting.policy.text}).{ends}"
+    )
+
+
+def _lacking(step: PlannedStep) -> str:
+    places = zip(step.lacking_bytes, ("GPU", "host"), strict=True)
+    lacking = [f"{_gb(num_bytes)} of a {place}" for num_bytes, place in places if num_bytes]
+    return f"{' and '.join(lacking)} are lacking"
 
 
 def _python(step: PlannedStep) -> list[str]:
@@ -171,8 +174,8 @@ def _assumptions(cluster: Cluster) -> list[str]:
         "Assumed: FSDP2 over all ranks; fp32 weights, gradients and fused AdamW, 16 bytes a "
         "parameter; bf16 compute. A block's weights are gathered twice and its gradients reduced "
         "once, in fp32; two blocks, embedding and head are held gathered. Blocks are RMSNorm, "
-        "attention, RMSNorm and SwiGLU in eager PyTorch; one that is checkpointed is computed "
-        "once more, a tiled MLP another time.",
+        "attention, RMSNorm and SwiGLU in eager PyTorch, norms fused; one that is checkpointed is "
+        "computed once more, a tiled MLP another time.",
         f"Matrix products run at {rates.matmul_tflops:g} TFLOP/s, elementwise work at "
         f"{cluster.gpu.memory_gb_per_second:g} GB/s, copies to the host at "
         f"{rates.host_gb_per_second:g} GB/s each way; what is hidden costs nothing. Attention is "
