@@ -117,7 +117,7 @@ def _verdict(step: PlannedStep) -> list[str]:
     names = [n for n in parts if n == moment or not n.startswith(("at_", "host"))]
     words = [
         f"Best: {step.data} x {step.context}. Seconds: "
-        + ", ".join(f"{name.replace('_', ' ')} {x:.3g}" for name, x in times.items() if x)
+        + ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in times.items() if x)
         + ". Of parameters and offload only what is exposed counts.",
         f"A GPU holds {_gb(peak)}: "
         + ", ".join(f"{n.replace('_', ' ')} {_gb(parts[n])}" for n in names if parts[n])

@@ -108,7 +108,7 @@ def model_shape(name: str) -> ModelShape:
         return MODELS[name]
     if name.endswith(".json"):
         return _of_config(name)
-    close = get_close_matches(name, MODELS, n=1, cutoff=0.5)
+    close = get_close_matches(name, [*MODELS, *_SHORT_NAMES], n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]}?)" if close else ""
     known = ", ".join(MODELS)
     raise PlanError(f"{name[:99]!r} is not a model{hint}; known: {known}, or a path/config.json")
