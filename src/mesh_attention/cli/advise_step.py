@@ -157,7 +157,7 @@ def _python(step: PlannedStep) -> list[str]:
         default_line(step.attention.choice, 'mesh["cp"]'),
     ]
     if tile_tokens:
-        lines.append(f"block.mlp = cp.tiled(block.mlp, tokens={tile_tokens})")
+        lines.append(f"block.mlp.forward = cp.tiled(block.mlp.forward, tokens={tile_tokens})")
     if step.policy.keeps_attention:
         lines.append(f"keep = cp.keep_attention(offload={keeps is Keeps.HOST})")
     if keeps is not Keeps.EVERYTHING:
