@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mesh_attention.plan.problem.problem import Problem
     from mesh_attention.plan.read.count import count
     from mesh_attention.plan.read.verify import verify
+    from mesh_attention.step.splits import plan_step
 
 _HOMES = {
     "ContextParallel": ("mesh_attention.api.context_parallel", "ContextParallel"),
@@ -35,6 +36,7 @@ _HOMES = {
     "count": ("mesh_attention.plan.read.count", "count"),
     "make_plan": ("mesh_attention.choose.ask", "make_plan"),
     "mesh_attention": ("mesh_attention.api.functional", "mesh_attention"),
+    "plan_step": ("mesh_attention.step.splits", "plan_step"),
     "register_kernel": ("mesh_attention.kernels", "register"),
     "release": ("mesh_attention.api.functional", "release"),
     "unregister_kernel": ("mesh_attention.kernels", "unregister"),
@@ -52,6 +54,7 @@ __all__ = [
     "count",
     "make_plan",
     "mesh_attention",
+    "plan_step",
     "register_kernel",
     "release",
     "unregister_kernel",

@@ -16,7 +16,7 @@ from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.choose.scored import Scored
 from mesh_attention.cli import advise, output
-from mesh_attention.cli.advise import MODELS, _default_note, _moved_note
+from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.options import add_plan_flags, options_of
 from mesh_attention.cost.planning import plan_on
@@ -26,6 +26,7 @@ from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.step.model_shapes import MODELS
 
 SMALL = ["--ranks", "4", "--tokens", "8192"]
 
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_shapes_of_models_can_be_planned() -> None:
     for shape in MODELS.values():
-        problem = Problem(1024, **shape._asdict())
+        problem = Problem(1024, **shape.heads)
         assert problem.num_heads % problem.kv_heads == 0
 
 

@@ -21,6 +21,7 @@ import mesh_attention.choose
 import mesh_attention.cost
 import mesh_attention.machine
 import mesh_attention.plan
+import mesh_attention.step
 
 # From the top down. A row is a file or a folder with all in it, unless a folder inside has a row of
 # its own. Names of one row may not import each other.
@@ -42,6 +43,7 @@ LAYERS = (
     ("kernels.fused",),
     ("kernels.rows",),
     ("report",),
+    ("step",),
     ("choose",),
     ("cost",),
     ("plan.read.verify",),
@@ -58,6 +60,7 @@ LAYERS = (
 )
 WITHOUT_TORCH = (
     "report",
+    "step",
     "choose",
     "cost",
     "plan",
@@ -75,6 +78,7 @@ MODULES = sorted(
         mesh_attention.plan,
         mesh_attention.cost,
         mesh_attention.choose,
+        mesh_attention.step,
     )
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 )

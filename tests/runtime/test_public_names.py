@@ -20,6 +20,7 @@ NAMES = [
     "count",
     "make_plan",
     "mesh_attention",
+    "plan_step",
     "register_kernel",
     "release",
     "unregister_kernel",
@@ -47,6 +48,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     [
         "import mesh_attention",
         "from mesh_attention import Mask, Plan, Problem, count, make_plan, verify",
+        "from mesh_attention import plan_step; plan_step('qwen3-0.6b', 4096, 2)",
         "import mesh_attention as m; p = m.make_plan(m.Problem(64, 2, 8), 4); m.count(p)",
     ],
 )

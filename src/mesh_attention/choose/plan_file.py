@@ -132,6 +132,12 @@ def python_line(choice: PlanChoice, file: Path | None = None) -> str:
     return f"cp = ContextParallel(group, {_sizes(choice.asked.problem)}, {how})"
 
 
+def default_line(choice: PlanChoice, group: str) -> str:
+    """For what `find_default` chose: sizes and the caller's options, from which objects choose."""
+    sizes, options = _sizes(choice.asked.problem), _arguments(choice.asked.options)
+    return f"cp = ContextParallel({group}, {sizes}{options})"
+
+
 def _options_of_all_passes(choice: PlanChoice) -> dict[str, Any] | None:
     """Options of one method that make the chosen plan without the cluster, whose costs may decide
     on an order of tasks; None where there are none."""

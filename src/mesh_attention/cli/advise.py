@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice, find_best, find_default
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
+from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
+from mesh_attention.cli.advise_step import check_flags, run_step
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -33,7 +35,6 @@ from mesh_attention.cli.output import (
     show,
     table,
 )
-from mesh_attention.cli.values import one_of
 from mesh_attention.cost.detect_cluster import (
     NEAREST,
     Machine,
@@ -49,32 +50,10 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.read.count import least_bytes
+from mesh_attention.step.model_shapes import MODELS, model_shape
 
-
-class Model(NamedTuple):
-    """The shape of attention in a model whose configuration is public."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
-
-
-MODELS = {
-    "llama-8b": Model(32, 8, 128),
-    "llama-70b": Model(64, 8, 128),
-    "llama-405b": Model(128, 8, 128),
-    "llama2-7b": Model(32, 32, 128),
-    "qwen3-8b": Model(32, 8, 128),
-    "qwen3-32b": Model(64, 8, 128),
-    "qwen3-235b": Model(64, 4, 128),
-    "mistral-7b": Model(32, 8, 128),
-    "mixtral-8x22b": Model(48, 8, 128),
-    "gpt-oss-120b": Model(64, 8, 64),
-    "deepseek-v3": Model(128, 128, 192, 128),  # MLA, as it trains: keys and values for each head
-}
-_MODEL_HELP = f"heads of a known model, causal: {', '.join(MODELS)}"
-MODEL_FLAG = Flag("--model", _MODEL_HELP, one_of("model", MODELS), "NAME")
+_MODEL_HELP = f"a known model, causal: {', '.join(MODELS)}; or a config.json of Hugging Face"
+MODEL_FLAG = Flag("--model", _MODEL_HELP, str, "NAME|FILE")
 
 
 @dataclass(frozen=True)
@@ -107,23 +86,30 @@ def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
             f"{command} compares all methods; leave --method out, or see simulate --best"
         )
     if args.model is not None:
-        for name, value in MODELS[args.model]._asdict().items():
+        for name, value in model_shape(args.model).heads.items():
             if getattr(args, name) is None:
                 setattr(args, name, value)
         if args.causal is None and args.slices is None:
             args.causal = True
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
+    cluster, found_by = _cluster_of(args)
+    return AskedOfAll(problem, ranks, cluster, found_by, directions_of(args), options, args.kernel)
+
+
+def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
+    """The cluster, and how it was chosen."""
     if args.cluster is None:
         gpu = gpu_of_driver()
-        cluster, found_by = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
-    else:
-        cluster = load_cluster(args.cluster)
-        found_by = f"{cluster.name}, as given"
-    return AskedOfAll(problem, ranks, cluster, found_by, directions_of(args), options, args.kernel)
+        return find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
+    cluster = load_cluster(args.cluster)
+    return cluster, f"{cluster.name}, as given"
 
 
 @collector_paused()
 def run(args: argparse.Namespace) -> int:
+    check_flags(args)
+    if args.step:
+        return run_step(args, *_cluster_of(args))
     asked = asked_of_all(args, "advise")
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster
     if args.output is not None:
@@ -277,11 +263,13 @@ COMMAND = Command(
     flags=(
         *FLAGS,
         Flag("--output", "write the plan for ContextParallel(plan=...)", Path, "FILE.json"),
+        *STEP_FLAGS,
     ),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention advise --ranks 32 --model llama-70b --tokens 131072",
         "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 524288 --causal --json",
         "mesh-attention advise --ranks 32 --model llama-70b --output plan.json",
+        "mesh-attention advise --ranks 8 --model qwen3-8b --tokens 1M --step --largest",
     ),
 )

@@ -41,7 +41,7 @@ PASSES = ("forward", "backward", "both")
 _WINDOW_HELP = "keys around the query; RIGHT is 0 when left out, inf is no limit"
 _SLICES_HELP = 'in place of these: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
 _PROBLEM = (
-    Flag("--tokens", f"query tokens (default {_TOKENS})", size, "N", to="q_tokens"),
+    Flag("--tokens", f"query tokens, as 128k or 1M (default {_TOKENS})", size, "N", to="q_tokens"),
     Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
     Flag("--heads", f"query heads (default {_HEADS})", size, "N", to="num_heads"),
     Flag("--kv-heads", "key and value heads (default: as --heads)", size, "N", to="num_kv_heads"),

@@ -1,4 +1,4 @@
-"""Readers of option values: `3x3`, `512MiB`, `128:0`, `0,100,400`, a file of JSON.
+"""Readers of option values: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, a file of JSON.
 
 Each reader takes the text of a value and raises with an example when it does not fit. Patterns say
 [0-9], since \\d would also match digits of other scripts.
@@ -10,6 +10,7 @@ import json
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any
 
 from mesh_attention.cli.command import did_you_mean
@@ -20,7 +21,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for ending, base in (("ib", 1024), ("b", 1000))
 }
-_MOST_DIGITS = 18  # of what fits into 64 bits
+_NUMBER = r"[0-9]{1,18}(?:(?:\.[0-9]{1,6})?[kKmMgG])?"  # 18 digits fit into 64 bits
 _MOST_BYTES = 1 << 26  # of a file that is a value
 
 
@@ -32,6 +33,10 @@ def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
 
 
 def size(text: str) -> int:
+    """
+    >>> size("8"), size("128k"), size("1M"), size("1.5M")
+    (8, 131072, 1048576, 1572864)
+    """
     return _whole_number(text, at_least=1)
 
 
@@ -40,14 +45,24 @@ def count(text: str) -> int:
 
 
 def _whole_number(text: str, *, at_least: int) -> int:
-    _matched(text, r"-?[0-9]+", "a whole number such as 8")
-    if len(text) > _MOST_DIGITS:
+    if re.fullmatch(r"[0-9]{19,}", text):
         raise ArgumentTypeError(f"a number of {len(text)} digits is too large")
-    if int(text) < at_least:
+    match = _matched(text, f"-?{_NUMBER}", "a whole number such as 8, 128k or 1M")
+    number = _number(match[0])
+    if number < at_least:
         raise ArgumentTypeError(
             f"{text} is not possible; give a whole number of at least {at_least}"
         )
-    return int(text)
+    return number
+
+
+def _number(text: str) -> int:
+    """k, M and G are powers of 1,024, as lengths of contexts are written."""
+    power = " kmg".find(text[-1].lower())
+    value = Fraction(text.rstrip("kKmMgG")) * 1024 ** max(power, 0)
+    if value.denominator != 1:
+        raise ArgumentTypeError(f"{text} is not a whole number: it is {float(value):g}")
+    return int(value)
 
 
 def fraction(text: str) -> float:
@@ -86,19 +101,19 @@ def byte_size(text: str) -> int:
 def window(text: str) -> tuple[int | None, int | None]:
     """LEFT or LEFT:RIGHT; `inf` is no limit. LEFT alone is the causal sliding window.
 
-    >>> window("128"), window("128:64"), window("inf:0")
-    ((128, 0), (128, 64), (None, 0))
+    >>> window("4k"), window("128:64"), window("inf:0")
+    ((4096, 0), (128, 64), (None, 0))
     """
-    side = "[0-9]{1,18}|inf"
+    side = f"{_NUMBER}|inf"
     match = _matched(text, f"({side})(?::({side}))?", "a window such as 128, 128:64 or 128:inf")
-    left, right = (None if end == "inf" else int(end) for end in (match[1], match[2] or "0"))
+    left, right = (None if end == "inf" else _number(end) for end in (match[1], match[2] or "0"))
     return left, right
 
 
 def starts(text: str) -> tuple[int, ...]:
-    pattern = r"[0-9]{1,18}(,[0-9]{1,18})+"
-    match = _matched(text, pattern, "a list of document starts such as 0,100,400")
-    return tuple(map(int, match[0].split(",")))
+    pattern = f"{_NUMBER}(,{_NUMBER})+"
+    match = _matched(text, pattern, "a list of document starts such as 0,100,400 or 0,4k,1M")
+    return tuple(map(_number, match[0].split(",")))
 
 
 def json_file(path: str) -> Any:

@@ -124,8 +124,19 @@ class Disturbance:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRates:
+    """What a training step meets besides attention: large matrix products in bf16, and the host, to
+    which each GPU copies at this rate, each way, and whose memory the GPUs of a node share."""
+
+    matmul_tflops: float
+    host_gb_per_second: float
+    host_memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """`host_driven`: a thread of the host computes and begins all transfers, in program order, and
+    """`step` left out: whole steps are not planned.
+    `host_driven`: a thread of the host computes and begins all transfers, in program order, and
     those in flight run beside each other, as on processors with gloo. Left out: transfers have a
     stream of their own and follow each other there, as on GPUs."""
 
@@ -137,6 +148,7 @@ class Cluster:
     node: Node
     network: Network
     disturbance: Disturbance
+    step: StepRates | None = None
     host_driven: bool | None = None
 
     def passes(self, direction: str) -> dict[str, PassRates]:

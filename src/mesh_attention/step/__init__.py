@@ -1,0 +1,1 @@
+"""A whole training step, planned: what fits, how long it takes, and what to switch on."""
