@@ -31,7 +31,7 @@ class ExactCase:
 
     face: Literal["object", "documents", "function"]
     problem: Problem
-    shown: Tensor  # (q_tokens, kv_tokens), written pair by pair
+    shown: Tensor = field(repr=False)  # (q_tokens, kv_tokens), written pair by pair
     batch: int
     seed: int
     options: dict[str, Any] = field(default_factory=dict)

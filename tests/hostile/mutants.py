@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -75,11 +75,11 @@ def mutated(name: str | None) -> Iterator[None]:
             setattr(owner, attribute, old)
 
 
-_in_this_process: set[str] = set()
+_held: dict[str, ExitStack] = {}  # a mistake ends with what holds it
 
 
 def mutate_for_good(name: str | None) -> None:
     """In a process of a pool that has no other use."""
-    if name and name not in _in_this_process:
-        _in_this_process.add(name)
-        mutated(name).__enter__()
+    if name and name not in _held:
+        _held[name] = ExitStack()
+        _held[name].enter_context(mutated(name))

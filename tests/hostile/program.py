@@ -43,6 +43,11 @@ class Instruction:
     change: Literal["", "dtype", "rows", "no gradient"] = ""
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        batch = "" if self.batch == self.step else f" with batch {self.batch}"
+        change = f", other {self.change}" if self.change else ""
+        return f"{self.kind} {self.step}.{self.layer}{batch}{change}"
+
 
 @dataclass(frozen=True)
 class Program:
@@ -72,6 +77,12 @@ class Program:
         if self.style != "shard":
             return "batch"
         return "label" if self.labels else "nothing"
+
+    def __str__(self) -> str:
+        words = (self.style, f"labels {self.labels or 'none'}", f"{self.rows} rows", self.dtype)
+        after = f"documents {self.documents}, {self.after_error} after an error"
+        calls = "; ".join(map(str, self.instructions))
+        return f"{', '.join(words)}, {after}: {calls}"
 
     def with_instructions(self, instructions: list[Instruction]) -> Program:
         return replace(self, instructions=tuple(instructions))

@@ -39,7 +39,7 @@ class Programs:
             fault, odd, changed = with_fault(draw, program)
         programs = [changed if rank == odd else program for rank in range(program.ranks)]
         where = f"{fault}, {program.identity} known"
-        described = f"{fault} on rank {odd} of {program.ranks}: {program}"
+        described = f"{fault} on rank {odd} of {program.ranks}, which does: {changed}"
         try:
             by_rank = self._pool.run(
                 run_own, program.ranks, programs, self._mutant,
@@ -47,7 +47,7 @@ class Programs:
             )  # fmt: skip
         except WorkerError as error:
             outcome = "hang" if "did not finish in time" in str(error) else "ended"
-            return Verdict(Counter({f"{outcome}: {where}": 1}), (f"{error}\n{described}",))
+            return Verdict(Counter({f"{outcome}: {where}": 1}), (f"{described}\n{error}"[:4000],))
         return _judge(by_rank, fault, program, where, described)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from hostile.mutants import MUTANTS, mutated
 
 __all__ = ["CAMPAIGNS", "campaign", "main", "run_campaign"]
 
-CAMPAIGNS = ("programs", "exact", "plans", "arguments", "command_line")
+CAMPAIGNS = ("programs", "exact", "plans", "arguments", "arguments_on_ranks", "command_line")
 PROGRESS_SECONDS = 15.0
 SHOWN = 20  # wrong cases that are printed in full
 
@@ -48,6 +48,10 @@ def campaign(name: str, seed: int, mutant: str | None) -> Campaign:
         from hostile.arguments import Arguments
 
         return Arguments(seed)
+    if name == "arguments_on_ranks":
+        from hostile.arguments_on_ranks import ArgumentsOnRanks
+
+        return ArgumentsOnRanks(seed, mutant)
     from hostile.command_line import CommandLine
 
     return CommandLine(seed)
