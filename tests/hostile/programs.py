@@ -18,7 +18,7 @@ from hostile.program import Program, random_program
 from hostile.program_rank import Event, run
 from support.pool import WorkerError, WorkerPool
 
-__all__ = ["Programs"]
+__all__ = ["Programs", "judge"]
 
 TIMEOUT = 12.0  # seconds of the process group
 LATE = TIMEOUT + 10.0  # a call that takes longer kept its rank waiting
@@ -48,7 +48,8 @@ class Programs:
         except WorkerError as error:
             outcome = "hang" if "did not finish in time" in str(error) else "ended"
             return Verdict(Counter({f"{outcome}: {where}": 1}), (f"{described}\n{error}"[:4000],))
-        return _judge(by_rank, fault, program, where, described)
+        verdict = judge(by_rank, fault, program, where)
+        return Verdict(verdict.counts, tuple(f"{described}\n  {x}" for x in verdict.wrong))
 
     def close(self) -> None:
         self._pool.close()
@@ -58,24 +59,24 @@ def run_own(rank: int, world_size: int, programs: list[Program], mutant: str | N
     return run(rank, world_size, programs[rank], mutant)
 
 
-def _judge(
-    by_rank: list[list[Event]], fault: str, program: Program, where: str, described: str
-) -> Verdict:
-    events = [(rank, event) for rank, events in enumerate(by_rank) for event in events]
-    counts = Counter({"calls": len(events), f"programs, {program.identity} known": 1})
+def judge(by_rank: list[list[Event]], fault: str, program: Program, where: str) -> Verdict:
+    """By what happened on each rank."""
+    counts = Counter({f"programs, {program.identity} known": 1})
     by_outcome: dict[str, list[str]] = {}
-    for rank, event in events:
-        words = f"rank {rank}, {event.instruction}: {event.outcome} {event.words}"
-        by_outcome.setdefault(event.outcome, []).append(words)
-        if event.seconds > LATE:
-            by_outcome.setdefault("late", []).append(f"{words} after {event.seconds:.0f} s")
-        if event.outcome == "told":
-            counts[f"error: {event.words.partition(':')[0]}"] += 1
+    for rank, events in enumerate(by_rank):
+        for event in events:
+            words = f"rank {rank}, {event.instruction}: {event.outcome} {event.words}"
+            by_outcome.setdefault(event.outcome, []).append(words)
+            if event.seconds > LATE:
+                by_outcome.setdefault("late", []).append(f"{words} after {event.seconds:.0f} s")
+            if event.outcome == "told":
+                counts[f"error: {event.words.partition(':')[0]}"] += 1
+            counts["calls"] += 1
     worst = next((x for x in ("wrong", "foreign", "late", "told") if x in by_outcome), "right")
     counts[f"{worst}: {where}"] += 1
     wrong = [words for name in ("wrong", "foreign", "late") for words in by_outcome.get(name, ())]
     if fault in ("no fault", "sleep_shortly"):
         wrong += by_outcome.get("told", [])
     if wrong and (program.identity != "nothing" or worst != "wrong"):
-        return Verdict(counts, ("\n  ".join([described, *wrong[:3]]),))
+        return Verdict(counts, ("\n  ".join(wrong[:3]),))
     return Verdict(counts)

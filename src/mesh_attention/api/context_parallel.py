@@ -28,7 +28,11 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.request.tensor_checks import fault_of_label, fault_of_unsupported
+from mesh_attention.request.tensor_checks import (
+    fault_of_flag,
+    fault_of_label,
+    fault_of_unsupported,
+)
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 
@@ -183,8 +187,10 @@ class ContextParallel(Batches, Training, Reports):
         step by such a call are told apart too.
         """
         fault = None
-        if dropout_p or alibi_slopes is not None:
-            fault = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        if return_lse is not True and return_lse is not False:
+            fault = fault_of_flag("return_lse", return_lse)
+        if type(dropout_p) is not float or dropout_p or alibi_slopes is not None:
+            fault = fault or fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
         if label is not None:
             fault = fault or fault_of_label(label)
         out, lse = attend(
@@ -196,9 +202,9 @@ class ContextParallel(Batches, Training, Reports):
             sinks=sinks,
             documents=documents,
             label=label,
-            return_lse=bool(return_lse),
+            return_lse=return_lse is True,
         )
-        return (out, lse) if return_lse else out
+        return (out, lse) if return_lse is True else out
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.

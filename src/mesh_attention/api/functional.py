@@ -19,6 +19,7 @@ from mesh_attention.request.attend import attention
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
+    fault_of_flag,
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
@@ -83,6 +84,7 @@ def mesh_attention(
         **options,
     }
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refused = refused or fault_of_flag("return_lse", return_lse)
     user = session.user_of_function()
     source, calls, spread = None, CallOptions(), Spread()
     error: Exception | None = None

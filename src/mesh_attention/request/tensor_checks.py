@@ -126,6 +126,11 @@ def fault_of_unsupported(**arguments: Any) -> MeshAttentionError | None:
     return None
 
 
+def fault_of_flag(name: str, value: Any) -> MeshAttentionError | None:
+    is_flag = isinstance(value, bool)
+    return None if is_flag else MeshAttentionError(f"{name}={value!r}: must be True or False")
+
+
 def fault_of_label(label: Any) -> MeshAttentionError | None:
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.problem.arguments import flag
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import Session, User
@@ -156,7 +157,7 @@ class Shards:
     of_batch: bool = False
 
     def layout(self, side: Side) -> Layout:
-        if side not in ("q", "kv"):
+        if not isinstance(side, str) or side not in ("q", "kv"):
             raise MeshAttentionError(f"side={side!r}: must be 'q' or 'kv'")
         return self.q_layout if side == "q" else self.kv_layout
 
@@ -202,7 +203,7 @@ class Shards:
         """In the whole; with `restart` in the document, where padding is at 0."""
         layout = self.layout(side)
         positions = layout.positions(self.rank)
-        if restart:
+        if flag("restart", restart):
             starts = np.array(self.starts[side == "kv"], dtype=np.int64)
             # Of documents that begin at the same token the last one has it.
             at = np.searchsorted(starts[:-1], positions, side="right") - 1
