@@ -11,6 +11,7 @@ from random import Random
 
 import torch.distributed as dist
 from any_arguments import check_batch, check_plan
+from torch._C._distributed_c10d import HashStore
 
 from hostile.campaign import Hang, Verdict, within
 from hostile.scene import CALLS, Scene, arguments_of, outcome_of
@@ -33,7 +34,7 @@ class Arguments:
         self._seed = seed
         self._begun = not dist.is_initialized()
         if self._begun:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def case(self, number: int) -> Verdict:
         draw = Random(f"arguments {self._seed} {number}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,9 +112,9 @@ def run(rank: int, world_size: int, cases: list[ExactCase], mutant: str | None) 
 
 def _run(case: ExactCase) -> Part:
     p = case.problem
-    numbers = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    numbers: dict[str, Any] = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
     numbers |= {"differentiable_lse": case.has_grad_lse}
-    sizes = {
+    sizes: dict[str, Any] = {
         "seq_len": p.q_tokens,
         "kv_seq_len": p.kv_tokens,
         "num_heads": p.num_heads,
@@ -138,7 +138,7 @@ def _compared(cp: ContextParallel, case: ExactCase, handle: Any, numbers: dict[s
     whole = {name: x.to(case.dtype) for name, x in case.tensors().items()}
 
     def shard(name: str, dim: int = 1) -> Tensor:
-        side = "kv" if name in ("k", "v") else "q"
+        side: Literal["q", "kv"] = "kv" if name in ("k", "v") else "q"
         return cp.shard(whole[name], dim, side=side, documents=handle)
 
     leaves = [shard(name).requires_grad_() for name in ("q", "k", "v")]
@@ -150,9 +150,8 @@ def _compared(cp: ContextParallel, case: ExactCase, handle: Any, numbers: dict[s
     for _ in range(2):  # the second call finds what the first one left
         options: dict[str, Any] = {"sinks": sinks, "return_lse": True}
         if case.face == "function":
-            out, lse = mesh_attention(
-                *leaves, mask=case.problem.mask, **options, **numbers, **case.options
-            )
+            options |= {"mask": case.problem.mask, **numbers, **case.options}
+            out, lse = mesh_attention(*leaves, **options)
         else:
             out, lse = cp.attention(*leaves, documents=handle, **options)
         results, grad_outs = [out], [shard("grad_out")]

@@ -19,6 +19,8 @@ from support.reference import visible
 
 __all__ = ["ExactCase", "random_case"]
 
+Face = Literal["object", "documents", "function"]
+
 
 @dataclass(frozen=True)
 class ExactCase:
@@ -29,7 +31,7 @@ class ExactCase:
     starts   of documents that the batch brings
     """
 
-    face: Literal["object", "documents", "function"]
+    face: Face
     problem: Problem
     shown: Tensor = field(repr=False)  # (q_tokens, kv_tokens), written pair by pair
     batch: int
@@ -67,7 +69,7 @@ class ExactCase:
 
 def random_case(draw: Random, ranks: int) -> ExactCase:
     """Settings that a method refuses are drawn again."""
-    face = draw.choice(("object", "object", "object", "documents", "function"))
+    face: Face = draw.choice(("object", "object", "object", "documents", "function"))
     while True:
         case = _case(draw, ranks, face)
         try:
@@ -77,7 +79,7 @@ def random_case(draw: Random, ranks: int) -> ExactCase:
         return case
 
 
-def _case(draw: Random, ranks: int, face: Literal["object", "documents", "function"]) -> ExactCase:
+def _case(draw: Random, ranks: int, face: Face) -> ExactCase:
     tokens = draw.choice((2 * ranks, 3 * ranks + 1, 4 * ranks, max(1, ranks - 1), 1, 7, 29))
     kv_heads = draw.choice((1, 2, 3, ranks, 2 * ranks))
     starts: tuple[int, ...] = ()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from hostile.program import COLLECTIVE, FORWARD, Instruction, Kind, Program
+from hostile.program import COLLECTIVE, FORWARD, Change, Instruction, Kind, Program
 
-__all__ = ["FAULTS", "SHORT_SLEEP", "with_fault"]
+__all__ = ["FAULTS", "SHORT_SLEEP", "is_detectable", "with_fault"]
 
 Instructions = list[Instruction]
 Fault = Callable[[Random, Instructions], Instructions | None]
@@ -76,7 +76,7 @@ def other_tensors(draw: Random, made: Instructions) -> Instructions | None:
     at = _any(draw, made, *FORWARD)
     if at is None:
         return None
-    changes = ("dtype", "rows", "no gradient")
+    changes: tuple[Change, ...] = ("dtype", "rows", "no gradient")
     return [*made[:at], replace(made[at], change=draw.choice(changes)), *made[at + 1 :]]
 
 
@@ -102,6 +102,15 @@ FAULTS: tuple[Fault, ...] = (
     close_an_object,
     sleep_shortly,
 )
+
+
+def is_detectable(fault: str, program: Program) -> bool:
+    """Whether ranks know enough: of a batch only the library tells which it is, of a step also a
+    label that counts steps, and calls on one batch that look alike are told apart by labels."""
+    if fault == "batches_in_another_order":
+        return program.knows_batch
+    knows_step = program.knows_batch or program.labels == "step"
+    return knows_step and (fault == "skip_a_step" or bool(program.labels))
 
 
 def with_fault(draw: Random, program: Program) -> tuple[str, int, Program]:

@@ -12,7 +12,10 @@ from enum import StrEnum
 from random import Random
 from typing import Literal
 
-__all__ = ["COLLECTIVE", "Instruction", "Kind", "Program", "random_program"]
+__all__ = ["COLLECTIVE", "FORWARD", "Change", "Instruction", "Kind", "Program", "random_program"]
+
+Style = Literal["shard", "documents", "shard_batch"]
+Change = Literal["", "dtype", "rows", "no gradient"]
 
 
 class Kind(StrEnum):
@@ -40,7 +43,7 @@ class Instruction:
     step: int
     batch: int
     layer: int = 0
-    change: Literal["", "dtype", "rows", "no gradient"] = ""
+    change: Change = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -62,7 +65,7 @@ class Program:
 
     seed: int
     ranks: int
-    style: Literal["shard", "documents", "shard_batch"]
+    style: Style
     labels: Literal["", "layer", "step"]
     rows: int
     dtype: Literal["float64", "float32"]
@@ -72,10 +75,14 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     @property
+    def knows_batch(self) -> bool:
+        return self.style != "shard"
+
+    @property
     def identity(self) -> str:
-        """What the library can tell batches and calls apart by."""
-        if self.style != "shard":
-            return "batch"
+        """What calls are told apart by."""
+        if self.knows_batch:
+            return "batch and label" if self.labels else "batch"
         return "label" if self.labels else "nothing"
 
     def __str__(self) -> str:
@@ -89,7 +96,7 @@ class Program:
 
 
 def random_program(draw: Random) -> Program:
-    style = draw.choice(("shard", "documents", "shard_batch", "shard_batch"))
+    style: Style = draw.choice(("shard", "documents", "shard_batch", "shard_batch"))
     steps, layers = draw.randint(2, 4), draw.randint(1, 3)
     windowed = draw.choice(((), (), (1,), (0, 2)))
     return Program(

@@ -66,7 +66,7 @@ class Rank:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.truth = Truth(program)
-        sizes = {}
+        sizes: dict[str, Any] = {}
         if program.style == "shard":
             tokens = program.documents[0][-1]
             sizes = {

@@ -2,9 +2,8 @@
 
 Allowed are right numbers, and an error. Wrong are: a number that is not of the batch at which its
 rank believes to be, a rank that waits longer than the timeout says, an error of somebody else, and
-any error in a program without a mistake (one in eight). Programs whose calls have no label and
-whose batches the library was not told about are counted apart: of those a mistake may be
-undetectable.
+any error in a program without a mistake (one in eight). Wrong numbers that nobody can detect, since
+calls have no label or the library was not told about the batch, are counted only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import Counter
 from random import Random
 
 from hostile.campaign import Verdict
-from hostile.faults import with_fault
+from hostile.faults import is_detectable, with_fault
 from hostile.program import Program, random_program
 from hostile.program_rank import Event, run
 from support.pool import WorkerError, WorkerPool
@@ -77,6 +76,6 @@ def judge(by_rank: list[list[Event]], fault: str, program: Program, where: str) 
     wrong = [words for name in ("wrong", "foreign", "late") for words in by_outcome.get(name, ())]
     if fault in ("no fault", "sleep_shortly"):
         wrong += by_outcome.get("told", [])
-    if wrong and (program.identity != "nothing" or worst != "wrong"):
+    if wrong and (worst != "wrong" or is_detectable(fault, program)):
         return Verdict(counts, ("\n  ".join(wrong[:3]),))
     return Verdict(counts)

@@ -65,6 +65,7 @@ def run_campaign(
     cases: int | None = None,
     first: int = 0,
     mutant: str | None = None,
+    stop_at_wrong: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Tally:
     tally = Tally()
@@ -80,6 +81,8 @@ def run_campaign(
             if verdict.wrong and len(tally.wrong) <= SHOWN:
                 say(f"WRONG, again by run.py --seed {seed} --only {name} --case {number}")
                 say("\n".join(f"  {what}" for what in verdict.wrong))
+                if stop_at_wrong:
+                    break
             number += 1
             if monotonic() - said > PROGRESS_SECONDS:
                 said = monotonic()

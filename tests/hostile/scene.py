@@ -29,7 +29,7 @@ from support.reference import visible
 __all__ = ["CALLS", "Scene", "arguments_of", "outcome_of"]
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM, CLASSES = 12, 4, 2, 8, 11
-OBJECT = {
+OBJECT: dict[str, Any] = {
     "seq_len": TOKENS,
     "num_heads": HEADS,
     "num_kv_heads": KV_HEADS,
