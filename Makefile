@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest coverage test-slow test-gpu test-browser mutants lint format clean
+.PHONY: demo test test-oldest coverage test-slow test-gpu test-browser mutants hostile lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -47,6 +47,13 @@ mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-mutation.txt
 	$(BIN)/python benchmarks/run_mutants.py
 
+# Wrong use, damaged plans and random cases, each against an oracle of its own, by seed: an hour, or
+# make hostile SECONDS=300 SEED=2. Exit status 1 where something is wrong.
+SECONDS ?= 3600
+SEED ?= 1
+hostile: $(STAMP)
+	$(BIN)/python tests/hostile/run.py --seed $(SEED) --seconds $(SECONDS) --json hostile.json
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +73,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) demo-output coverage.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache

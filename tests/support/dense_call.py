@@ -13,7 +13,7 @@ from mesh_attention import Plan, count, verify
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.testing import run_local
 
-__all__ = ["DenseCall", "check", "drawn_call"]
+__all__ = ["DenseCall", "check", "definition", "drawn_call"]
 
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-5}  # of the largest value, if that exceeds one
 
@@ -64,17 +64,19 @@ def drawn_call(draw: Random, plan: Plan, shown: Tensor, *, has_delta: bool) -> D
     )
 
 
-def definition(call: DenseCall, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def definition(
+    given: dict[str, Tensor], shown: Tensor, scale: float | None, softcap: float | None
+) -> dict[str, Tensor]:
     """Autograd through a dense softmax in float64, of which a sink is one more column."""
     wide = {name: x.double() for name, x in given.items()}
     leaves = {n: x.requires_grad_() for n, x in wide.items() if not n.startswith("grad")}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     group = q.shape[2] // k.shape[2]
-    scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(group, 2)) * scale
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scores.masked_fill(~call.shown, -torch.inf)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~shown, -torch.inf)
     if "sinks" in leaves:
         column = leaves["sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
@@ -97,7 +99,8 @@ def check(call: DenseCall) -> None:
     assert parse_plan(plan_text(plan)) == plan, call
     options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap, **given}
     result = run_local(plan, **options)
-    for name, truth in definition(call, given).items():
+    truths = definition(given, call.shown, call.scale, call.softcap)
+    for name, truth in truths.items():
         found = getattr(result, name).double()
         finite = truth != -torch.inf
         assert torch.equal(found != -torch.inf, finite), (name, call)

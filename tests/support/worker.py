@@ -81,6 +81,7 @@ def serve(address_file: Path, *modules: str) -> None:
         _import(modules)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
         _fork_for_pools(address_file, listener, new_lines)
+        listener.close()  # while its folder is there
 
 
 def _import(modules: tuple[str, ...]) -> None:

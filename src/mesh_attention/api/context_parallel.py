@@ -31,6 +31,7 @@ from mesh_attention.request.arguments import fault_of_keywords
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.tensor_checks import (
+    fault_of_flag,
     fault_of_label,
     fault_of_unsupported,
     read_label,
@@ -195,8 +196,10 @@ class ContextParallel(Batches, Training, Reports):
         layer, and ranks that are out of step by such a call are told apart too.
         """
         fault = None
-        if dropout_p or alibi_slopes is not None:
-            fault = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        if return_lse is not True and return_lse is not False:
+            fault = fault_of_flag("return_lse", return_lse)
+        if type(dropout_p) is not float or dropout_p or alibi_slopes is not None:
+            fault = fault or fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
         if elsewhere:
             fault = fault_of_keywords(elsewhere)
         if label is not None:
@@ -211,9 +214,9 @@ class ContextParallel(Batches, Training, Reports):
             sinks=sinks,
             documents=documents,
             label=label,
-            return_lse=bool(return_lse),
+            return_lse=return_lse is True,
         )
-        return (out, lse) if return_lse else out
+        return (out, lse) if return_lse is True else out
 
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.

@@ -21,6 +21,7 @@ from mesh_attention.request.operators import need_grad
 from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
+    fault_of_flag,
     fault_of_label,
     fault_of_sinks,
     fault_of_tensors,
@@ -87,6 +88,7 @@ def mesh_attention(
     }
     label = read_label(label)
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    refused = refused or fault_of_flag("return_lse", return_lse)
     user = session.user_of_function()
     source, calls, spread, sample = None, CallOptions(), Spread(), None
     error: Exception | None = None

@@ -308,8 +308,8 @@ class Training:
         """
         return replaced_attention(
             self._calls,
-            buffers or (),
-            buffer_seq_dims or (),
-            no_restore_buffers or (),
+            () if buffers is None else buffers,
+            () if buffer_seq_dims is None else buffer_seq_dims,
+            () if no_restore_buffers is None else no_restore_buffers,
             documents,
         )

@@ -148,6 +148,11 @@ def read_label(label: Any) -> Any:
     return int(label) if isinstance(label, Integral) and not isinstance(label, bool) else label
 
 
+def fault_of_flag(name: str, value: Any) -> MeshAttentionError | None:
+    is_flag = isinstance(value, bool)
+    return None if is_flag else MeshAttentionError(f"{name}={value!r}: must be True or False")
+
+
 def fault_of_label(label: Any) -> MeshAttentionError | None:
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None

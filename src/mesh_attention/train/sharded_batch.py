@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mesh_attention.choose.pack import Pack
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.problem.arguments import flag
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
@@ -100,6 +101,8 @@ def shard_batch(
     check: bool | None,
 ) -> ShardedBatch:
     """As `ContextParallel.shard_batch` describes it."""
+    if check is not None:
+        flag("check", check)
     batches = calls.session.batches
     number = batches.begin()
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)

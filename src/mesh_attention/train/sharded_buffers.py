@@ -104,6 +104,13 @@ def _shard(shards: Shards, number: int, x: Tensor, dim: int) -> Tensor:
 def check_buffers(
     buffers: Sequence[Tensor], dims: Sequence[int], no_restore: Collection[Tensor]
 ) -> None:
+    for name, value in (("buffers", buffers), ("buffer_seq_dims", dims)):
+        if not isinstance(value, list | tuple):
+            raise MeshAttentionError(f"{name} is {type(value).__name__}; it must be a list")
+    if not isinstance(no_restore, set | frozenset | list | tuple):
+        raise MeshAttentionError(
+            f"no_restore_buffers is {type(no_restore).__name__}; it must be a set or a list"
+        )
     if len(buffers) != len(dims):
         raise MeshAttentionError(
             f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each"

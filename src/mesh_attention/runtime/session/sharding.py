@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.problem.arguments import flag
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.agreement.identity import AgreedKind
@@ -161,7 +162,7 @@ class Shards:
     batch: BatchIdentity | None = None
 
     def layout(self, side: Side) -> Layout:
-        if side not in ("q", "kv"):
+        if not isinstance(side, str) or side not in ("q", "kv"):
             raise MeshAttentionError(f"side={side!r}: must be 'q' or 'kv'")
         return self.q_layout if side == "q" else self.kv_layout
 
@@ -229,7 +230,7 @@ class Shards:
         """In the whole; with `restart` in the document, where padding is at 0."""
         layout = self.layout(side)
         positions = layout.positions(self.rank)
-        if restart:
+        if flag("restart", restart):
             positions = in_documents(positions, self.starts[side == "kv"], layout.num_tokens)
         tensor = torch.from_numpy(positions)
         return tensor if device is None else tensor.to(_checked_device(device))
