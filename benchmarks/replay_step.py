@@ -87,7 +87,7 @@ def main() -> None:
     plan = plan_step(args.model, args.tokens, args.ranks, cluster=cluster)
     step = chosen(plan.steps, args.ranks, args.keeps, args.tile)
     print(f"{step.policy.text}: planned {step.seconds:.1f} s, {step.memory.peak[1] / GB:.1f} GB")
-    with ContextParallel(None) as cp:
+    with ContextParallel(None, causal=True) as cp:
         replayed = ReplayedStep(step, cluster, args.layers, cp)
         replayed.set_mode(Mode.HURRY)
         replayed.run()

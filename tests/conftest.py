@@ -58,7 +58,7 @@ RANKS_ON_A_GPU = {
         "sinks",
         "symmetric",
     ),
-    "gpu_pool_in_turns": ("compile", "huggingface", "nccl_faults"),
+    "gpu_pool_in_turns": ("compile", "huggingface", "losses", "nccl_faults"),
 }
 
 
