@@ -174,7 +174,7 @@ def _refuse_wrong_numbers(num_targets: Any, ignore_index: Any, label_smoothing: 
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, Real):
         raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be a number")
-    if not 0 <= label_smoothing <= 1:  # NaN neither
+    if not 0 <= float(label_smoothing) <= 1:  # NaN neither
         raise MeshAttentionError(f"label_smoothing={label_smoothing!r}: must be from 0 to 1")
 
 
