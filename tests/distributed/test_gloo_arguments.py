@@ -226,7 +226,7 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
     """What two ranks say, the second of which has the meta device by default."""
     with torch.device("meta" if rank else "cpu"):
-        cp = context(Case(world_size, 7, 7, mask=Mask(causal=True)))
+        cp = context(Case(world_size, 7, 7, heads=(4, 4), mask=Mask(causal=True)))
         q = cp.shard(torch.rand(1, 7, 4, 8, device="cpu"), np.int64(1))  # type: ignore[arg-type]
         q.requires_grad_()
         documents = cp.documents([0, 3, 7])
