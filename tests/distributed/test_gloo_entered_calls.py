@@ -115,7 +115,7 @@ def inside(patch: Any, call: Callable[[], Any], odd: bool) -> Any:
 
 
 CASES: dict[str, tuple[str, Case]] = {
-    "keyword": ("MeshAttentionError", lambda c, odd: c.attend(**{"nonsense": 1} if odd else {})),
+    "keyword": ("TypeError", lambda c, odd: c.unshard(**{"nonsense": 1} if odd else {})),
     "label": ("LookupError", lambda c, odd: c.attend(label=NotToBeTold() if odd else None)),
     "documents": (
         "LookupError",
@@ -176,7 +176,7 @@ def made(case: Case, *, odd: bool) -> tuple[str, str]:
 def end_calls(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     with mock.patch.object(identity, "_TURN", timedelta(seconds=0.05)):
         found = {name: made(case, odd=rank == ODD) for name, (_, case) in CASES.items()}
-        return found | {"alike": made(lambda c, _: c.attend(nonsense=1), odd=False)}
+        return found | {"alike": made(lambda c, _: c.unshard(nonsense=1), odd=False)}
 
 
 def test_whatever_ends_a_call_on_one_rank_is_told_and_what_follows_is_refused(

@@ -71,10 +71,13 @@ def test_a_pair_may_be_text_or_a_list_and_numbers_may_be_of_numpy() -> None:
 
 @pytest.mark.parametrize("name", ["window_size", "tile"])
 def test_an_iterator_is_refused_since_the_next_who_reads_it_would_find_nothing(name: str) -> None:
-    read = {"window_size": partial(attention_mask, causal=True), "tile": partial(ask, PROBLEM, 4)}
+    read: dict[str, Callable[..., object]] = {
+        "window_size": partial(attention_mask, causal=True),
+        "tile": partial(ask, PROBLEM, 4, method="mesh"),
+    }
     for once in (iter((2, 2)), (x for x in (2, 2))):
         with pytest.raises(MeshAttentionError, match=f"{name}=<"):
-            read[name](**{name: once} | ({"method": "mesh"} if name == "tile" else {}))
+            read[name](**{name: once})
 
 
 @pytest.mark.parametrize(

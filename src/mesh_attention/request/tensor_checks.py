@@ -45,17 +45,17 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
     return None
 
 
-def _way_to_shape(found: tuple[int, ...], wanted: tuple[int, ...], tokens: int) -> str:
-    """`found` is without the batch; `tokens`: of the whole tensor."""
+def _way_to_shape(actual: tuple[int, ...], wanted: tuple[int, ...], tokens: int) -> str:
+    """`actual` is without the batch; `tokens`: of the whole tensor."""
     _, slots, heads, width = wanted
     shard = "cut the whole tensor with ContextParallel.shard(x, 1)"
-    if found == (heads, slots, width):
+    if actual == (heads, slots, width):
         return "heads come after tokens: give x.transpose(1, 2)"
-    if found == (heads, tokens, width):
+    if actual == (heads, tokens, width):
         return f"heads come after tokens: give x.transpose(1, 2), and {shard}"
-    if found[1:] == (heads, width):
+    if actual[1:] == (heads, width):
         return shard
-    if found[:1] == (slots,):
+    if actual[:1] == (slots,):
         return f"this ContextParallel was made for {heads} such heads of {width}"
     return shard
 
