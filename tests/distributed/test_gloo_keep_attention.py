@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mesh_attention import ContextParallel, MeshAttentionError
+from mesh_attention.train.keep_attention import KeepAttention
 from support.checkpointed_blocks import Block, Run, equal, not_reentrant, plain, reentrant
 from support.gloo_case import handed_bytes
 from support.pool import WorkerPool
@@ -249,3 +250,8 @@ def test_a_rank_that_computes_something_else_again_is_told_to_all(
 ) -> None:
     told = pool.run(out_of_step, 2, mistake, group_seconds=6.0)
     assert all(words in each for each in told), told
+
+
+def test_a_limit_of_what_is_not_offloaded_is_refused() -> None:
+    with pytest.raises(MeshAttentionError, match="limits what offload=True moves"):
+        KeepAttention(host_bytes=1)

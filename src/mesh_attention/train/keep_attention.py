@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.kept_calls import AroundAttention, Held, Recording, Replaying
 from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
@@ -27,6 +28,8 @@ class KeepAttention:
 
     def __init__(self, *, offload: bool = False, host_bytes: int | None = None) -> None:
         limit = None if host_bytes is None else number("host_bytes", host_bytes, least=0)
+        if limit is not None and not offload:
+            raise MeshAttentionError(f"host_bytes={limit} limits what offload=True moves; say both")
         self.host = HostMemory(limit) if flag("offload", offload) else None
 
     def __call__(self, *, inputs: bool = True) -> tuple[AroundAttention, AroundAttention]:
