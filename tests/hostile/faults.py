@@ -8,11 +8,12 @@ from random import Random
 
 from hostile.program import COLLECTIVE, FORWARD, Change, Instruction, Kind, Program
 
-__all__ = ["FAULTS", "SHORT_SLEEP", "is_detectable", "with_fault"]
+__all__ = ["FAULTS", "TIMEOUT", "is_detectable", "with_fault"]
 
 Instructions = list[Instruction]
 Fault = Callable[[Random, Instructions], Instructions | None]
-SHORT_SLEEP = 1.5  # seconds: less than any timeout, so it changes nothing
+TIMEOUT = 12.0  # seconds of the process group
+SHORT_SLEEP = 1.5  # changes nothing
 
 
 def _any(draw: Random, made: Instructions, *kinds: Kind) -> int | None:
@@ -90,6 +91,12 @@ def sleep_shortly(draw: Random, made: Instructions) -> Instructions | None:
     return [*made[:at], replace(made[at], kind=Kind.SLEEP, seconds=SHORT_SLEEP), *made[at:]]
 
 
+def sleep_for_long(draw: Random, made: Instructions) -> Instructions | None:
+    """The others are told before it wakes up."""
+    at = draw.randrange(len(made))
+    return [*made[:at], replace(made[at], kind=Kind.SLEEP, seconds=1.5 * TIMEOUT), *made[at:]]
+
+
 FAULTS: tuple[Fault, ...] = (
     skip_a_call,
     skip_a_step,
@@ -101,7 +108,9 @@ FAULTS: tuple[Fault, ...] = (
     other_tensors,
     close_an_object,
     sleep_shortly,
+    sleep_for_long,
 )
+SELDOM = {sleep_for_long: 0.2}  # it takes long
 
 
 def is_detectable(fault: str, program: Program) -> bool:
@@ -117,7 +126,7 @@ def with_fault(draw: Random, program: Program) -> tuple[str, int, Program]:
     """The name of a fault, the rank that has it, and the program of that rank."""
     assert all(each.kind in COLLECTIVE for each in program.instructions)
     while True:
-        fault = draw.choice(FAULTS)
+        fault = draw.choices(FAULTS, [SELDOM.get(each, 1.0) for each in FAULTS])[0]
         changed = fault(draw, list(program.instructions))
         if changed is not None and changed != list(program.instructions):
             odd = program.with_instructions(changed)

@@ -52,13 +52,27 @@ def numbers_of_any_kind() -> list[Change]:
     return [(module, "number", lambda _, value, **__: value) for module in (mask, problem)]
 
 
+def refusals_that_nobody_catches() -> list[Change]:
+    """The command line takes them for mistakes of its own."""
+    from mesh_attention.cli import command
+
+    return [(command, "MeshAttentionError", KeyError)]
+
+
 MUTANTS: dict[str, Callable[[], list[Change]]] = {
     "guard": guard_that_compares_nothing,
     "layout": layout_that_swaps_halves,
     "verify": verify_that_ignores_rows,
     "arguments": numbers_of_any_kind,
+    "refusals": refusals_that_nobody_catches,
 }
-CAUGHT_BY = {"guard": "programs", "layout": "exact", "verify": "plans", "arguments": "arguments"}
+CAUGHT_BY = {
+    "guard": "programs",
+    "layout": "exact",
+    "verify": "plans",
+    "arguments": "arguments",
+    "refusals": "command_line",
+}
 
 
 @contextmanager

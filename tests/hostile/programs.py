@@ -12,14 +12,13 @@ from collections import Counter
 from random import Random
 
 from hostile.campaign import Verdict
-from hostile.faults import is_detectable, with_fault
+from hostile.faults import TIMEOUT, is_detectable, with_fault
 from hostile.program import Program, random_program
 from hostile.program_rank import Event, run
 from support.pool import WorkerError, WorkerPool
 
 __all__ = ["Programs", "judge"]
 
-TIMEOUT = 12.0  # seconds of the process group
 LATE = TIMEOUT + 10.0  # a call that takes longer kept its rank waiting
 JOB_SECONDS = 120.0
 

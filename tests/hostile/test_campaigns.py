@@ -4,12 +4,15 @@ purpose, and shortly run they find nothing else. `make hostile` runs them for lo
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from hostile.campaign import Hang, within
 from hostile.faults import FAULTS
 from hostile.mutants import CAUGHT_BY, MUTANTS
 from hostile.program import Instruction, Kind, random_program
@@ -70,8 +73,20 @@ def test_a_wrong_number_a_foreign_error_and_a_long_wait_are_wrong(
     assert verdict.counts["calls"] == 1
 
 
-def test_numbers_of_any_kind_are_caught() -> None:
-    assert run_campaign("arguments", 1, ENDLESS, mutant="arguments", stop_at_wrong=True).wrong
+@pytest.mark.parametrize("mutant", ["arguments", "refusals"])
+def test_a_mutant_that_needs_no_other_process_is_caught(mutant: str) -> None:
+    assert run_campaign(CAUGHT_BY[mutant], 1, ENDLESS, mutant=mutant, stop_at_wrong=True).wrong
+
+
+def compute_without_end() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("wait", [lambda: time.sleep(60), compute_without_end])
+def test_what_waits_or_computes_without_end_is_a_hang(wait: Callable[[], object]) -> None:
+    with pytest.raises(Hang, match="still running"), within(0.05):
+        wait()
 
 
 @pytest.mark.parametrize(("name", "cases"), [("arguments", 60), ("command_line", 30)])
