@@ -262,6 +262,7 @@ def other_timeouts(rank: int, world_size: int) -> tuple[list[int], list[str]]:
             num_groups.append(len(cp._calls.session.groups))
         except MeshAttentionError as error:
             said.append(str(error))
+    unregister("slow")
     return num_groups, said
 
 

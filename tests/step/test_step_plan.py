@@ -67,7 +67,7 @@ def test_memory_of_a_small_model_is_that_by_hand() -> None:
         "other_activations": 0,
         # q, k and v are the attention's; the norm before it and the gradient of the residual.
         "at_attention": in_flight + 9000 - out + 2 * hidden,
-        "at_mlp": in_flight + 5 * hidden + q + 2 * kv + 6 * 2 * 16 * 64,
+        "at_mlp": in_flight + 5 * hidden + q + 2 * kv + 7 * 2 * 16 * 64,
         "at_loss": 3 * hidden + 4 * 3200 + 2 * 4 * 256 * 100,
         "at_end": hidden + 6 * 6400,
         "host": 0,

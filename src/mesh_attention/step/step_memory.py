@@ -95,8 +95,9 @@ def step_memory(
     before = hidden + (q + kv if model.qk_norm else 0)
     between = 2 * hidden  # the residual and the second norm's result
     products = 0 if policy.tile_tokens else 4 * middle  # gate, up, its activation, their product
-    # While the product of gate and up goes backward: both, the activation, and three gradients.
-    at_mlp = 6 * BF16 * (policy.tile_tokens or tokens) * model.intermediate + 2 * hidden
+    # While the product of gate and up goes backward: both, the activation, three gradients, and one
+    # more, as replays on a GPU have it.
+    at_mlp = 7 * BF16 * (policy.tile_tokens or tokens) * model.intermediate + 2 * hidden
     at_attention = hidden + attention.backward_bytes
     kept_attention = others = 0
     if keeps is Keeps.EVERYTHING:

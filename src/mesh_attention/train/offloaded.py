@@ -8,6 +8,8 @@ before, and a change in place is seen. On the CPU they are copies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from weakref import ref
 
 import torch
@@ -34,8 +36,7 @@ class HostMemory:
         return self._latest
 
     def hold(self, x: Tensor) -> Offloaded | None:
-        # PyTorch pins memory in powers of two.
-        num_bytes = 1 << (x.nbytes - 1).bit_length() if x.is_cuda else x.nbytes
+        num_bytes = sum(map(_pinned_bytes, _pieces(x.nbytes))) if x.is_cuda else x.nbytes
         if self.limit_bytes is not None and self.num_bytes + num_bytes > self.limit_bytes:
             self.stayed_bytes += x.nbytes
             return None
@@ -84,18 +85,20 @@ class Offloaded(Held):
         self._device, self._stream = x.device, stream
         self._here: Held | None = Held(x)
         self._fetched: Tensor | None = None
-        self._host = torch.empty_like(x.detach(), device="cpu", pin_memory=stream is not None)
-        self._copy(self._host, x.detach())
+        self._like = torch.empty_like(x, device="meta")
+        parts, pinned = _parts(x.detach()), stream is not None
+        self._host = [torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts]
+        self._copy(self._host, parts)
 
-    def _copy(self, to: Tensor, x: Tensor) -> None:
+    def _copy(self, to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """After all that is computed so far."""
-        if self._stream is None:
-            to.copy_(x)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            to.copy_(x, non_blocking=True)
-            self._copied = self._stream.record_event()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for target, part in zip(to, parts, strict=True):
+                target.copy_(part, non_blocking=self._stream is not None)
+            if self._stream is not None:
+                self._copied = self._stream.record_event()
 
     def _wait(self) -> None:
         """What is computed from now on comes after the copy."""
@@ -112,8 +115,8 @@ class Offloaded(Held):
     def fetch(self) -> None:
         if self._here is None and self._fetched is None:
             # Memory that the computing stream has given up before the copy begins.
-            self._fetched = torch.empty_like(self._host, device=self._device)
-            self._copy(self._fetched, self._host)
+            self._fetched = torch.empty_like(self._like, device=self._device)
+            self._copy(_parts(self._fetched), self._host)
 
     def take(self) -> Tensor:
         x = self.leave()
@@ -130,3 +133,27 @@ class Offloaded(Held):
         for x in (here, self._fetched):
             if x is not None and self._stream is not None:  # nobody has waited for its copy
                 x.record_stream(self._stream)
+
+
+_SMALLEST_PIECE = 20  # a MiB, as a power of two
+
+
+def _pieces(num_bytes: int) -> list[int]:
+    """PyTorch pins memory in powers of two, so a tensor is pinned in pieces of such sizes; what is
+    less than a MiB of it in one more."""
+    bits = reversed(range(_SMALLEST_PIECE, num_bytes.bit_length()))
+    sizes = [1 << bit for bit in bits if num_bytes >> bit & 1]
+    rest = num_bytes - sum(sizes)
+    return [*sizes, rest] if rest else sizes
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    return 1 << (num_bytes - 1).bit_length()
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor by its pieces; of one that is not contiguous there is one."""
+    if not x.is_contiguous():
+        return (x,)
+    sizes = [size // x.element_size() for size in _pieces(x.nbytes)]
+    return torch.split_with_sizes(x.view(-1), sizes)

@@ -140,6 +140,7 @@ def shard_batch(
     if "labels" in local:
         local["labels"].masked_fill_(empty if ahead is None else empty[:, None], ignore_index)
     if handle is not None:
+        handle = handle.of_batch(batch)
         handle.position_ids = local.get("position_ids")
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
@@ -151,7 +152,7 @@ def shard_batch(
         local.pop("labels", None),
         local.pop("position_ids"),
         padding=empty.expand(size) if real is None else ~real.bool(),
-        documents=None if handle is None else handle.of_batch(batch),
+        documents=handle,
         num_targets=num_targets,
         others=local,
     )

@@ -58,6 +58,8 @@ _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "stor
 class Groups:
     """`ranks[i]` is the global rank of device i of the caller's group."""
 
+    _comparing: dist.ProcessGroup | None = None
+
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.parent = parent
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
@@ -66,7 +68,6 @@ class Groups:
         self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
         self._connections: list[OpenSocket] = []  # of groups over gloo
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._comparing: dist.ProcessGroup | None = None
         self._stores: dict[tuple[int, ...], PatientStore] = {}  # of those over gloo
         # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
         # groups of the same ranks have two numbers, so threads may use them in any order; but for
