@@ -110,7 +110,7 @@ FAULTS: tuple[Fault, ...] = (
     sleep_shortly,
     sleep_for_long,
 )
-SELDOM = {sleep_for_long: 0.2}  # it takes long
+SELDOM: dict[Fault, float] = {sleep_for_long: 0.2}  # it takes long
 
 
 def is_detectable(fault: str, program: Program) -> bool:
