@@ -110,14 +110,15 @@ FAULTS: tuple[Fault, ...] = (
     sleep_shortly,
     sleep_for_long,
 )
-SELDOM = {sleep_for_long: 0.2}  # it takes long
+SELDOM: dict[Fault, float] = {sleep_for_long: 0.2}  # it takes long
 
 
 def is_detectable(fault: str, program: Program) -> bool:
-    """Whether ranks know enough: of a batch only the library tells which it is, of a step also a
-    label that counts steps, and calls on one batch that look alike are told apart by labels."""
+    """Whether ranks know enough: what a batch holds is read by `shard_batch` alone, batches are
+    counted by the library or by labels, and calls on one batch that look alike are told apart by
+    labels."""
     if fault == "batches_in_another_order":
-        return program.knows_batch
+        return program.style == "shard_batch"
     knows_step = program.knows_batch or program.labels == "step"
     return knows_step and (fault == "skip_a_step" or bool(program.labels))
 
