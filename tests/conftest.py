@@ -55,6 +55,7 @@ RANKS_ON_A_GPU = {
         "nccl",
         "nccl_ranks",
         "ranks",
+        "same_bits",
         "sinks",
         "symmetric",
     ),
