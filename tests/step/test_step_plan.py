@@ -82,7 +82,7 @@ def test_each_policy_holds_what_it_says() -> None:
     host = step_memory(TINY, LAYER, tiled, 2)
     assert (host.host, host.block_inputs, host.kept_attention) == (inputs + out, 2 * 1024, 2 * 1280)
     whole = step_memory(TINY, LAYER, tiled._replace(tile_tokens=0), 2)
-    assert whole.at_mlp - host.at_mlp == 6 * 2 * (16 - 8) * 64
+    assert whole.at_mlp - host.at_mlp == 7 * 2 * (16 - 8) * 64
     again = step_memory(TINY, LAYER, Policy(Keeps.INPUTS, 0, 256), 2)
     assert (again.block_inputs, again.kept_attention) == (inputs, 0)
     assert again.at_attention - whole.at_attention == 1280
