@@ -69,6 +69,8 @@ def run(rank: int, world_size: int, seed: str, mutant: str | None) -> list[Playe
 
 def _play(rank: int, draw: Random) -> Played:
     strange, everybody = random_strange(draw), draw.randrange(2) == 0
+    # A rank with no group has nobody to tell: the others wait for it as for one that has ended.
+    everybody = everybody or strange[1] in ("group", "group_or_mesh")
     group = dist.new_group([*range(RANKS)])
     scene = Scene(strange if everybody or rank == 1 else None, Random(draw.random()), group)
     begun = monotonic()
