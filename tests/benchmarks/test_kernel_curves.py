@@ -66,6 +66,7 @@ def test_the_sections_are_those_of_a_cluster() -> None:
     assert cluster.kernels["cudnn_ranges"].backward == rates
 
 
+@pytest.mark.slow
 def test_the_script_measures_a_kernel_by_its_name() -> None:
     script = ROOT / "benchmarks" / "kernel_curves.py"
     paths = os.pathsep.join(str(ROOT / name) for name in ("src", "benchmarks"))

@@ -89,7 +89,13 @@ def test_it_is_not_slower_than_any_method_at_its_best_in_80_cases(seed: int) -> 
     is_not_slower(seed)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        method if method in ("mesh", "usp") else pytest.param(method, marks=pytest.mark.slow)
+        for method in METHODS
+    ],
+)
 def test_the_best_of_a_method_is_at_least_as_fast_as_its_own_choice(method: str) -> None:
     problem, way = problem_of(65536), Direction.BACKWARD
     usual = plan_on(SMALL, problem, 4, method=method, directions=(way,))

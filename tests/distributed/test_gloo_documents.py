@@ -48,9 +48,7 @@ def test_documents_and_lengths_that_change_with_every_batch_are_exact(
 UNITS = {"ulysses": 3, "units_per_node": 2, "ranks_per_node": 2}
 PATCHES: list[tuple[int, dict[str, Any]]] = [
     (4, {"method": "mesh", "tile": (2, 2), "alpha": 1, "ranks_per_node": 2}),
-    (6, {"method": "mesh-usp", **UNITS}),
     (6, {"method": "usp", **UNITS, "relayout": True}),
-    (6, UNITS),
 ]
 
 

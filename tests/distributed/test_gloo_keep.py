@@ -93,7 +93,13 @@ def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Pa
     return found
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        *("exchanged", "gathered"),
+        *(pytest.param(keep, marks=pytest.mark.slow) for keep in ("shards", "auto")),
+    ],
+)
 def test_every_use_of_autograd_has_the_same_numbers_and_holds_what_is_counted(
     pool: WorkerPool, keep: str
 ) -> None:

@@ -163,5 +163,6 @@ def kept(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_forward_pass_keeps_serves_the_backward_pass(compiling_pool: WorkerPool) -> None:
     assert compiling_pool.run(kept, 4, seconds=300.0) == [[True] * 9] * 4

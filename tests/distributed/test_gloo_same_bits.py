@@ -15,7 +15,6 @@ SIZES: dict[str, Any] = {"num_heads": 16, "head_dim": 8, "dtype": torch.float32}
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 16, {"causal": True}),
     (613, 8, {"causal": True, "softcap": 20.0}),
-    (45, 8, {"causal": False}),
     (301, 8, {"causal": True, "window_size": (37, 0)}),
     (257, 8, {"mask": Mask(causal=True, documents=(0, 5, 64, 190, 257))}),
 ]
@@ -44,7 +43,7 @@ def both_passes(cp: ContextParallel, tokens: int, kv_heads: int) -> list[Tensor]
 
 def test_any_number_of_ranks_gives_the_bits_of_one(pool: WorkerPool) -> None:
     alone = pool.run(bits, 1)[0]
-    for world_size in (2, 4, 8):
+    for world_size in (2, 8):
         for rank, made in enumerate(pool.run(bits, world_size)):
             for case, (results, truth) in enumerate(zip(made, alone, strict=True)):
                 for name, a, b in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):

@@ -110,6 +110,7 @@ def streams_of(rank: int, world_size: int, folder: str) -> None:
             trainer.close()
 
 
+@pytest.mark.slow
 def test_streams_are_evaluated_as_sets_and_train_for_epochs_where_they_have_a_length(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
