@@ -25,7 +25,12 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
-from mesh_attention.runtime.agreement.identity import OF_ONE_KIND, ORDER, Statement
+from mesh_attention.runtime.agreement.identity import (
+    BATCH_NUMBER,
+    OF_ONE_KIND,
+    ORDER,
+    Statement,
+)
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import JobStore, as_number, as_words
 
@@ -37,6 +42,10 @@ _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
 OUT_OF_STEP = (
     "the ranks are at different points of their programs, and this process group is refused from "
     "now on"
+)
+_COUNTED = (
+    " (batches are counted by shard, shard_batch, documents and context_parallel: call these alike "
+    "on all ranks)"
 )
 _FOLLOW = "follow the first rank: "  # with what it chose by
 
@@ -221,7 +230,7 @@ def verdict_on(said: Said, *, complete: bool) -> str:
             statement.pop("plan", None)  # it comes of the choice
     differ = _odd_statement(statements)
     if differ and is_of_order(said):
-        return f"{differ}; {OUT_OF_STEP}"
+        return f"{differ}{_COUNTED if BATCH_NUMBER in differ else ''}; {OUT_OF_STEP}"
     if differ or not complete:
         return differ
     if len(said) > 1 and len(samples) == 1 and samples != {None}:

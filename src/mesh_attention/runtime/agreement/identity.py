@@ -32,6 +32,7 @@ from mesh_attention.version import TESTED_TORCH
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
+BATCH_NUMBER = "number of the batch"
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
 ORDER = (
@@ -39,7 +40,7 @@ ORDER = (
     "number of the object",
     "label",
     "number of its forward call",
-    "number of the batch",
+    BATCH_NUMBER,
 )
 OF_ONE_KIND = (
     "needs_grad", "unshard", "cross_entropy", "linear_cross_entropy", "token_mean", "programs",
@@ -101,7 +102,7 @@ class Identity:
             "label": self.label,
             "number of its forward call": self.belongs_to,
             "sinks": self.sinks,
-            "number of the batch": self.batch.number,
+            BATCH_NUMBER: self.batch.number,
             "the whole batch": self.batch.contents,
         }
 
