@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from mesh_attention import ContextParallel
+from mesh_attention import ContextParallel, MeshAttentionError
 from support.pool import WorkerPool
 from support.tiny_gpt import WholeCase
 from support.training import ALL, FEW, PACKED, PLAIN, RIGHT, ROWS, refusal, sharded
@@ -244,3 +244,25 @@ def test_targets_further_ahead_cross_neither_documents_nor_padding(
 ) -> None:
     for same in pool.run(ahead_of, ranks, ahead):
         assert all(same), same
+
+
+def means_with_padding(rank: int, world_size: int) -> list[float]:
+    """Of ones: 1 by tokens, whatever padding there is, with documents and with known sizes."""
+    found = []
+    with ContextParallel(causal=True) as cp:
+        batch = cp.shard_batch(input_ids=torch.arange(11)[None], v=torch.ones(1, 11))
+        everywhere = torch.ones_like(batch["v"], dtype=torch.bool)
+        of_batch: Any = {"reduce": "sum", "documents": batch.documents}
+        found.append(float(cp.token_mean(batch["v"], everywhere, **of_batch).value))
+        with pytest.raises(MeshAttentionError, match="mask is torch"):
+            cp.token_mean(batch["v"], everywhere.long(), **of_batch)
+    with ContextParallel(seq_len=11, num_heads=2, head_dim=8, causal=True) as cp:
+        ones = cp.shard(torch.ones(1, 11), 1)
+        everywhere = torch.ones_like(ones, dtype=torch.bool)
+        found.append(float(cp.token_mean(ones, everywhere, reduce="sum").value))
+    return found
+
+
+def test_padding_counts_in_no_mean(pool: WorkerPool) -> None:
+    for found in pool.run(means_with_padding, 2):
+        assert found == [1.0, 1.0]

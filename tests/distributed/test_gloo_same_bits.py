@@ -15,7 +15,6 @@ SIZES: dict[str, Any] = {"num_heads": 16, "head_dim": 8, "dtype": torch.float32}
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 16, {"causal": True}),
     (613, 8, {"causal": True, "softcap": 20.0}),
-    (301, 8, {"causal": True, "window_size": (37, 0)}),
     (257, 8, {"mask": Mask(causal=True, documents=(0, 5, 64, 190, 257))}),
 ]
 
@@ -58,9 +57,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
         {"chunks": (2, 1)},
         {"relayout": True},
         {"num_kv_heads": 1},
+        {"window_size": (37, 0)},
+        {"mask": Mask(causal=True, prefix=16), "causal": None},
     ):
         with pytest.raises(MeshAttentionError) as raised:
-            ContextParallel(seq_len=64, causal=True, same_bits=True, **(SIZES | options))
+            ContextParallel(**({"seq_len": 64, "causal": True} | SIZES | options), same_bits=True)
         said.append(str(raised.value))
     with ContextParallel(same_bits=True, method="ulysses", seq_len=64, causal=True, **SIZES) as cp:
         with pytest.raises(MeshAttentionError) as raised:
@@ -72,7 +73,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 def test_whatever_would_change_bits_is_refused_by_name(pool: WorkerPool) -> None:
     for said in pool.run(refusals, 2):
-        names = ("method", "layout", "chunks", "relayout", "num_kv_heads", "documents")
+        names = (
+            "method",
+            "layout",
+            "chunks",
+            "relayout",
+            "num_kv_heads",
+            "window",
+            "prefix",
+            "documents",
+        )
         assert all(
             words.startswith("same_bits=True") and name in words
             for words, name in zip(said, names, strict=True)

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import MeshAttentionError
+from mesh_attention.train.keep_attention import KeepAttention
 from mesh_attention.train.tiled import Tiled
 
 WIDTH, INNER, TOKENS = 24, 40, 100
@@ -158,3 +159,15 @@ def test_what_mixes_tokens_or_would_lose_gradients_is_refused_by_name() -> None:
     swapped = functional_call(Swapped(), others, (x,))
     refuse(lambda: torch.autograd.grad(swapped, x, grad), "whose gradient would be lost")
     assert torch.equal(Tiled(torch.relu, 4)(x), torch.relu(x))
+
+
+def test_what_one_graph_changed_in_place_is_told_to_its_own_backward_pass_alone() -> None:
+    """Of tensors that wait in the host's memory: the next block makes them leave the device."""
+    keep, linear = KeepAttention(offload=True), torch.nn.Linear(4, 4)
+    first, second = (torch.randn(3, 4, requires_grad=True) * 1 for _ in range(2))
+    out = checkpoint(linear, first, use_reentrant=False, context_fn=keep)
+    with torch.no_grad():
+        first.div_(2)
+    checkpoint(linear, second, use_reentrant=False, context_fn=keep).sum().backward()
+    with pytest.raises(MeshAttentionError, match="changed in place"):
+        out.sum().backward()

@@ -222,12 +222,18 @@ class Training:
     ) -> TokenMean:
         """The mean of this and all other ranks' values (batch, local tokens) where `mask` is true,
         as policy losses need it: `reduce`, `data_parallel` and the result as in `cross_entropy`.
+        Padding counts nowhere, if `documents` or the sizes of this object say what it is.
 
         per="sequence": the mean over documents, those of `documents` (of a batch) in each row, of
         the means over their tokens, wherever these lie; documents in which the mask is false do
         not count. `num_targets` then counts sequences, of all accumulated batches.
         """
-        shards = self._calls.shards(documents) if per == "sequence" else None
+        shards = None
+        if per == "sequence" or documents is not None or self._calls.fixed is not None:
+            shards = self._calls.shards(documents)
+        if per == "token" and documents is None and shards is not None:
+            fits = getattr(values, "shape", ())[1:] == (shards.q_layout.slots,)
+            shards = shards if fits else None  # of a batch whose documents are not said
         means = self._means("token_mean", reduce, data_parallel, num_targets, label, mask)
         return token_mean(means, values, mask, per=per, shards=shards)
 

@@ -40,7 +40,12 @@ def with_same_bits(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_bits(problem: Problem, num_ranks: int) -> None:
-    """Raises where a head, or what shares a KV head, would be on several ranks."""
+    """Raises where a head, or what shares a KV head, would be on several ranks; and for masks whose
+    calls are cut by the shards they come from, which adds up in another order."""
+    mask = problem.mask
+    for name, value in (("window", mask.window), ("prefix", mask.prefix), ("slices", mask.slices)):
+        if value:
+            raise _refused(f"the mask has {name}; causal and full ones, with documents or without")
     for name in ("num_heads", "num_kv_heads"):
         heads = getattr(problem, name)
         if heads % num_ranks:

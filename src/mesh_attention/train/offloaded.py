@@ -9,12 +9,13 @@ before, and a change in place is seen. On the CPU they are copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.kept_calls import Held
 
 
@@ -31,7 +32,10 @@ class HostMemory:
     def next_block(self) -> OffloadedBlock:
         if self._latest is not None:
             for held in self._latest.tensors:
-                held.leave()
+                with suppress(
+                    MeshAttentionError
+                ):  # changed in place: its own backward pass says so
+                    held.leave()
         self._latest = OffloadedBlock(self, self._latest)
         return self._latest
 

@@ -58,20 +58,24 @@ def log_probs(
 def token_mean(
     means: Means, values: Tensor, mask: Tensor, *, per: Per, shards: Shards | None
 ) -> TokenMean:
-    """As `ContextParallel.token_mean` describes it; `shards` of the batch, for sequences."""
+    """As `ContextParallel.token_mean` describes it; `shards` of the batch, where they are known."""
     groups = means.user.session.groups
     means.refuse_wrong()
     values, mask = own_copies(groups.ranks, values=values, mask=mask)
     _refuse_wrong_values(values, mask, per)
     groups.check_device(values.device)
-    mask = mask != 0
     statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
     dtype = torch.promote_types(values.dtype, torch.float32)
     # Where the mask is false nothing is multiplied: values there may be anything, NaN too.
     kept = torch.where(mask, values, 0).double()
-    if shards is None:
+    if per == "token":
+        if shards is not None:  # slots without a token do not count
+            sequences, number = _sequences(shards, values)
+            mask = mask & (sequences < number)
+            kept = torch.where(mask, kept, 0)
         counted = mask.sum(dtype=torch.float64)
         return means.mean(kept.sum(), counted, dtype, {"per": per}, statement)
+    assert shards is not None
     sequences, number = _sequences(shards, values)
     mask = mask & (sequences < number)
     lengths = torch.zeros(number + 1, dtype=torch.float64, device=values.device)
@@ -107,9 +111,9 @@ def _refuse_wrong_values(values: Any, mask: Any, per: Any) -> None:
         raise fault
     if not values.is_floating_point():
         raise MeshAttentionError(f"values are {values.dtype}: must be floating-point numbers")
-    if mask.is_floating_point() or mask.shape != values.shape or mask.device != values.device:
+    if mask.dtype != torch.bool or mask.shape != values.shape or mask.device != values.device:
         raise MeshAttentionError(
             f"mask is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}: expected bool of "
-            f"{tuple(values.shape)} on {values.device}, as values have it; multiply weights into "
-            "the values"
+            f"{tuple(values.shape)} on {values.device}, as values have it, such as labels != -100; "
+            "multiply weights into the values"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -113,10 +114,7 @@ def shard_batch(
             "shift_labels is True or False: give labels that are targets already as labels, with "
             "shift_labels=False"
         )
-    if ahead is not None and (type(ahead) is not int or ahead < 1):
-        raise MeshAttentionError(
-            f"ahead={ahead!r}: give how many targets a token has, 1 or more, or leave it out"
-        )
+    ahead = _distance(ahead)
     if ahead is not None and "labels" not in whole.tensors:
         raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
     if type(ignore_index) is not int:
@@ -194,6 +192,16 @@ def _sharing(
             made = rows[0] if same else rows
         handle = calls.documents(made, also)
     return handle, calls.cut(handle), rows
+
+
+def _distance(ahead: Any) -> int | None:
+    if ahead is None:
+        return None
+    if isinstance(ahead, bool) or not isinstance(ahead, Integral) or ahead < 1:
+        raise MeshAttentionError(
+            f"ahead={ahead!r}: give how many targets a token has, 1 or more, or leave it out"
+        )
+    return int(ahead)
 
 
 def _roomy(labels: Tensor, ignore_index: int) -> Tensor:

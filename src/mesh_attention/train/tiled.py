@@ -59,7 +59,8 @@ class Tiled:
         parameters = () if self.module is None else self.module.parameters()
         leaves = [p for p in parameters if p.requires_grad]
         with _NoAttention():
-            if self.module is None and self.block(x.narrow(-2, 0, 0).detach()).requires_grad:
+            nothing = None if self.module else self.block(x.narrow(-2, 0, 0).detach())
+            if isinstance(nothing, Tensor) and nothing.requires_grad:
                 raise _refusal("the function uses parameters; give a module, or its forward")
         out: Tensor = _InTiles.apply(self, _Modes(x.device), x, *leaves)  # type: ignore[no-untyped-call]
         return out
