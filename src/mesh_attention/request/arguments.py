@@ -33,7 +33,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
-from mesh_attention.request.same_bits import check_same_bits, with_same_bits
+from mesh_attention.request.same_bits import check_same_bits, wants_same_bits, with_same_bits
 from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
 from mesh_attention.runtime.session.call_cache import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
@@ -73,7 +73,7 @@ def read_arguments(
     fault = fault_of_unsupported(**arguments)
     if fault is not None:
         raise fault
-    same_bits = bool(arguments.get("same_bits"))
+    same_bits = wants_same_bits(arguments)
     arguments = with_same_bits(
         {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
     )
@@ -159,7 +159,7 @@ def layer_of_batches(
     asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
 ) -> Layer:
     """What an object asks for, for batches that bring their own documents and length."""
-    if arguments.get("same_bits"):
+    if wants_same_bits(arguments):
         raise MeshAttentionError(
             "same_bits=True: documents that change with every batch are packed by the number of "
             "ranks; give them in the mask, Mask(causal=True, documents=...), with an object each"

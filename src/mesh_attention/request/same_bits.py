@@ -7,6 +7,7 @@ kernel must be one that is given it. For reinforcement learning, whose trainer m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
@@ -23,10 +24,16 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+def wants_same_bits(arguments: Mapping[str, Any]) -> bool:
+    value = arguments.get("same_bits")
+    return value is not None and flag("same_bits", value)
+
+
 def with_same_bits(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments without `same_bits`, and with all that it asks for."""
-    arguments = dict(arguments)
-    if not flag("same_bits", arguments.pop("same_bits", False)):
+    wanted_here = wants_same_bits(arguments)
+    arguments = {name: value for name, value in arguments.items() if name != "same_bits"}
+    if not wanted_here:
         return arguments
     left_to_us = {"method": AUTO, "deterministic": False, "differentiable_lse": False}
     for name in ("plan", "tuned", "head_slices", "relayout"):

@@ -41,7 +41,8 @@ def replaced_attention(
 ) -> Iterator[Documents | None]:
     if is_dynamo_compiling():
         raise MeshAttentionError("open a block of context_parallel around compiled code, not in it")
-    calls.session.batches.add(*buffers)
+    # A block that is refused counts as a batch too.
+    calls.session.batches.add(*(buffers if isinstance(buffers, list | tuple) else ()))
     check_buffers(buffers, dims, no_restore)
     if buffers and documents is None and not calls.length_is_known:
         documents = calls.documents([0, buffers[0].shape[dims[0]]])
