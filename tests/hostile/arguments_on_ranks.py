@@ -71,7 +71,7 @@ def run(rank: int, world_size: int, seed: str, mutant: str | None) -> list[Playe
 
 def _play(rank: int, draw: Random, patient: dist.ProcessGroup) -> Played:
     strange, everybody = random_strange(draw), draw.randrange(2) == 0
-    group = dist.new_group([*range(RANKS)])
+    group = dist.new_group([*range(RANKS)], timeout=timedelta(seconds=TIMEOUT))
     scene = Scene(strange if everybody or rank == 1 else None, Random(draw.random()), group)
     begun = monotonic()
     outcome, wrong = outcome_of(scene)
