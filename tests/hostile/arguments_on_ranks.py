@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from random import Random
 from time import monotonic
 
@@ -64,19 +65,18 @@ class ArgumentsOnRanks:
 def run(rank: int, world_size: int, seed: str, mutant: str | None) -> list[Played]:
     mutate_for_good(mutant)
     warnings.simplefilter("ignore")
-    return [_play(rank, Random(f"ranks {seed} {at}")) for at in range(OF_A_JOB)]
+    patient = dist.new_group(timeout=timedelta(seconds=3 * LATE))
+    return [_play(rank, Random(f"ranks {seed} {at}"), patient) for at in range(OF_A_JOB)]
 
 
-def _play(rank: int, draw: Random) -> Played:
+def _play(rank: int, draw: Random, patient: dist.ProcessGroup) -> Played:
     strange, everybody = random_strange(draw), draw.randrange(2) == 0
-    # A rank with no group has nobody to tell: the others wait for it as for one that has ended.
-    everybody = everybody or strange[1] in ("group", "group_or_mesh")
-    group = dist.new_group([*range(RANKS)])
+    group = dist.new_group([*range(RANKS)], timeout=timedelta(seconds=TIMEOUT))
     scene = Scene(strange if everybody or rank == 1 else None, Random(draw.random()), group)
     begun = monotonic()
     outcome, wrong = outcome_of(scene)
     seconds = monotonic() - begun
-    dist.barrier()  # a group that one rank has left would be told as lost
+    dist.barrier(patient)  # a group that one rank has left would be told as lost
     if scene.strange is None:
         outcome = f"the other rank: {'told' if outcome == 'refused later' else outcome}"
     words = f"{strange[0]}({strange[1]}={shown_value(scene.value)}) on {'all' if everybody else 1}"
