@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.methods.parts.reduce import Combine
-from mesh_attention.runtime.transport.groups import _make_group, timeout_of
+from mesh_attention.runtime.transport.groups import timeout_of
+from mesh_attention.runtime.transport.make_group import make_group
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
 from support.pool import WorkerPool
@@ -260,10 +261,10 @@ def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
         if limit == timedelta(seconds=30):
             limit = timedelta(seconds=1)
             time.sleep(2.0 if rank == world_size - 1 else 0.0)
-        return _make_group(ranks, name, backend, limit, store)
+        return make_group(ranks, name, backend, limit, store)
 
     told = []
-    with mock.patch("mesh_attention.runtime.transport.groups._make_group", late):
+    with mock.patch("mesh_attention.runtime.transport.groups.make_group", late):
         cp = context(case, timeout=timedelta(seconds=30))
         for _ in range(2):
             try:

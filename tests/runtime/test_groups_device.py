@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mesh_attention import MeshAttentionError
-from mesh_attention.runtime.transport.groups import Groups, _with_all
+from mesh_attention.runtime.transport.groups import Groups
+from mesh_attention.runtime.transport.make_group import with_all
 
 
 @pytest.mark.parametrize(
@@ -35,4 +36,4 @@ def test_a_wrong_interface_is_no_rank_that_is_late() -> None:
         raise RuntimeError("Unable to find address for: eth7")
 
     with pytest.raises(RuntimeError, match="Unable to find address for: eth7"):
-        _with_all(make, (0, 1), timedelta(seconds=5))
+        with_all(make, (0, 1), timedelta(seconds=5))

@@ -5,19 +5,10 @@ ours, and ours can be broken off alone. One group of the same ranks carries poin
 all-to-all and collectives over all of them. Over NCCL another one compares calls, so that data and
 comparisons hold up each other nowhere. Only members make a group, in the plan's order, so ranks
 outside the caller's group are never asked.
-
-`torch.distributed.new_group` asks every rank of the job to take part. Its option to ask the members
-alone names the group by how many groups a rank happens to have, so members with different histories
-wait under different names, and a group made again after `destroy_process_group` finds the addresses
-of the old one (pytorch#189073, pytorch#55967). Making the group through the function below it, with
-a name that is ours and never used twice, has neither fault. It is private: this file is its only
-user, and says what it found if it has changed.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -41,18 +32,13 @@ from mesh_attention.runtime.transport.connections import (
     shut_down,
 )
 from mesh_attention.runtime.transport.job_store import (
-    ANSWER_SECONDS,
     JobStore,
-    LostStoreError,
     PatientStore,
-    in_time,
 )
-from mesh_attention.version import TESTED_TORCH
+from mesh_attention.runtime.transport.make_group import ON_OUR_OWN, make_group, with_all
 
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_SECONDS = 2.0
 _LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflow at some centuries
-_WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
 class Groups:
@@ -148,15 +134,15 @@ class Groups:
         if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
             backend = dist.get_backend(self.parent)
-            with _ON_OUR_OWN:
+            with ON_OUR_OWN:
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
                     store = self._stores[ranks] = PatientStore(default_store(), limit)
-                    make = partial(_make_group, ranks, name, backend, limit, store)
+                    make = partial(make_group, ranks, name, backend, limit, store)
                     before = open_sockets()
-                    self._made[ranks] = _with_all(make, ranks, limit)
+                    self._made[ranks] = with_all(make, ranks, limit)
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
-                    self._made[ranks] = _make_group(ranks, name, backend, limit, default_store())
+                    self._made[ranks] = make_group(ranks, name, backend, limit, default_store())
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
@@ -180,8 +166,8 @@ class Groups:
             options.config.max_ctas = 1  # for two numbers; channels cost memory
             name, ranks = f"{self.name}/comparisons", tuple(sorted(self.ranks))
             backend, limit, store = dist.Backend.NCCL, options._timeout, default_store()
-            with _ON_OUR_OWN:
-                self._comparing = _make_group(ranks, name, backend, limit, store, options)
+            with ON_OUR_OWN:
+                self._comparing = make_group(ranks, name, backend, limit, store, options)
         return self._comparing
 
     @property
@@ -243,11 +229,6 @@ def _name_of(group: dist.ProcessGroup) -> str:
     return str(c10d._world.pg_names.get(group, ""))
 
 
-def group_name(name: str) -> Any:
-    """As functions of torch take it: later ones have a type for names."""
-    return c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the caller gave this group; the backend's usual one if it does not say."""
     for backend in backends_of(group):
@@ -260,87 +241,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def is_registered(group: dist.ProcessGroup) -> bool:
     """False once the group has been destroyed."""
     return group in c10d._world.pg_map
-
-
-class _OnOurOwn:
-    """Around the making of groups. PyTorch ends the process when it finds an error of NCCL, or a
-    timeout: ours leave that to us, who tell the cause and leave the process alone. And if the
-    caller bound the default group to a device (`init_process_group(device_id=...)`), PyTorch makes
-    later groups by splitting its communicator, and waits for every rank of the job: ours get one of
-    their own. Both are of the process, so the last thread that makes a group puts them back."""
-
-    def __init__(self) -> None:
-        self._lock, self._num_inside = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._default = c10d._get_default_group()
-                self._before = os.environ.get(_WATCHDOG), self._default.bound_device_id
-                os.environ[_WATCHDOG] = "0"
-                self._default.bound_device_id = None
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                watchdog, self._default.bound_device_id = self._before
-                os.environ.pop(_WATCHDOG)
-                if watchdog is not None:
-                    os.environ[_WATCHDOG] = watchdog
-                del self._default
-
-
-_ON_OUR_OWN = _OnOurOwn()
-
-
-def _with_all(
-    make: Callable[[], dist.ProcessGroup], ranks: Sequence[int], limit: timedelta
-) -> dist.ProcessGroup:
-    seconds = limit.total_seconds()
-    try:
-        return in_time(make, seconds + ANSWER_SECONDS)
-    except (RuntimeError, LostStoreError) as error:
-        # Those who came miss a key of the store; a late one finds that they have given up: nobody
-        # answers, or their sockets are closed. All else, a wrong interface say, is another matter.
-        absent = isinstance(error, dist.DistStoreError | dist.DistNetworkError | LostStoreError)
-        if not absent and "connectFullMesh" not in str(error):
-            raise
-        raise MeshAttentionError(
-            f"ranks {list(ranks)} were to make a process group, and did not all come within the "
-            f"timeout of {seconds:g} s: one of them is late, has ended or gave up before the "
-            f"others. What this rank saw: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _make_group(
-    ranks: Sequence[int],
-    name: str,
-    backend: str,
-    timeout: timedelta,
-    store: Store,
-    options: Any = None,
-) -> dist.ProcessGroup:
-    """Called by exactly these global ranks, with the same name."""
-    helper = getattr(c10d, "_new_process_group_helper", None)
-    parameters = tuple(inspect.signature(helper).parameters) if helper else ()
-    if helper is None or parameters[: len(_WANTED)] != _WANTED:
-        raise MeshAttentionError(
-            f"torch {torch.__version__} is not supported: its process groups are made with "
-            f"{parameters or 'another function'}, expected {_WANTED}; use {TESTED_TORCH}"
-        )
-    members = list(ranks)
-    group, _ = helper(
-        len(members),
-        members.index(dist.get_rank()),
-        members,
-        backend,
-        store,
-        group_name(name),
-        backend_options=options,
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
-    made: dist.ProcessGroup = group
-    return made

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from mesh_attention.runtime.transport.groups import backends_of, group_name
+from mesh_attention.runtime.transport.groups import backends_of
 from mesh_attention.runtime.transport.job_store import forget
+from mesh_attention.runtime.transport.make_group import group_name
 from mesh_attention.version import TESTED_TORCH
 
 # Channels of the signal pads. Signals between two ranks on one channel come in program order.
