@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from difflib import get_close_matches
 from functools import cache, cached_property
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,16 @@ from mesh_attention.choose.pack import Layer
 from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.tuned import Tuned
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import kernel_names
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan, Programs, a_plan
 from mesh_attention.plan.methods.question import Question, ask, attention_mask
 from mesh_attention.plan.methods.table import AUTO, METHODS, methods_with
-from mesh_attention.plan.problem.arguments import choice, flag, number, real
+from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.call_arguments import CALL_ARGUMENTS, call_options
 from mesh_attention.request.same_bits import check_same_bits, wants_same_bits, with_same_bits
 from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
 from mesh_attention.runtime.session.call_cache import PlanSource
@@ -44,14 +41,9 @@ _NEEDED = ("seq_len", "num_heads", "head_dim", "causal")
 _PROBLEM = (
     *_NEEDED, "kv_seq_len", "num_kv_heads", "v_head_dim", "mask", "window_size", "dtype",
 )  # fmt: skip
-MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
-_CALL = (
-    "softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph",
-    "deterministic", "nvtx", "timeout",
-)  # fmt: skip
 _OWN = (
-    *_PROBLEM, *_CALL, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster", "tuned",
-    "same_bits",
+    *_PROBLEM, *CALL_ARGUMENTS, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster",
+    "tuned", "same_bits",
 )  # fmt: skip
 _DOCUMENTS = "documents=cp.documents(cu_seqlens), once a batch"
 _MASK = "ContextParallel(..., mask=Mask(...)), once for all calls, as a rule and not a tensor"
@@ -77,14 +69,14 @@ def read_arguments(
     arguments = with_same_bits(
         {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
     )
-    chosen = {name: arguments.pop(name) for name in _CALL if name in arguments}
+    chosen = {name: arguments.pop(name) for name in CALL_ARGUMENTS if name in arguments}
     options = {
         name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
     }
     cluster = cluster_for(options.get("method"), options.pop("cluster", None))
     tuned = tuned_for(options.get("method"), options.pop("tuned", None))
     _refuse_near_names(options)
-    calls = _call_options(group, **chosen)
+    calls = call_options(group, **chosen)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
     if tuned is not None:
@@ -284,56 +276,3 @@ def _refuse_near_names(options: Mapping[str, Any]) -> None:
             raise MeshAttentionError(
                 f"{whose} option {name!r}; did you mean the argument {close[0]}?"
             )
-
-
-def _call_options(
-    group: dist.ProcessGroup,
-    *,
-    softmax_scale: Any = None,
-    softcap: Any = None,
-    differentiable_lse: Any = False,
-    kernel: Any = None,
-    transport: Any = TransportName.AUTO,
-    cuda_graph: Any = False,
-    deterministic: Any = False,
-    nvtx: Any = False,
-    timeout: Any = None,
-) -> CallOptions:
-    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    none = softcap is None or (isinstance(softcap, Real) and softcap == 0)
-    cap = 0.0 if none else real("softcap", softcap)
-    if cap > MOST_SOFTCAP:
-        raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
-    if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
-        known = ", ".join(kernel_names())
-        raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
-    name = choice(TransportName, "transport", transport)
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
-    if timeout is not None and timeout <= timedelta(0):
-        raise MeshAttentionError(
-            f"timeout={timeout!r}: must be above 0; leave it out for that of the group"
-        )
-    graph, backend = flag("cuda_graph", cuda_graph), dist.get_backend(group)
-    if graph and backend != dist.Backend.NCCL:
-        raise MeshAttentionError(
-            f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
-            "only what lives on CUDA streams can be captured; leave cuda_graph out"
-        )
-    if graph and name is TransportName.SYMMETRIC:
-        raise MeshAttentionError(
-            "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
-        )
-    always = flag("deterministic", deterministic)
-    return CallOptions(
-        scale,
-        cap,
-        flag("differentiable_lse", differentiable_lse),
-        kernel,
-        name,
-        graph,
-        flag("nvtx", nvtx),
-        timeout,
-        must_be_deterministic=always,
-        deterministic=Determinism.REQUIRED if always else asked_of_torch(),
-    )
