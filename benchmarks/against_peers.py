@@ -1,4 +1,4 @@
-"""Ours beside its peers: PyTorch's `context_parallel`, Ulysses written by hand, our methods.
+"""Ours beside its peers: PyTorch's `context_parallel`, Ulysses by hand, other libraries.
 
     python benchmarks/against_peers.py --json result.json
     python benchmarks/against_peers.py --ranks 8 --tokens 65536 --masks causal --trace traces
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from namespaces import Links, Namespaces
+from peer_cell import MASKS
 from peer_contestants import CONTESTANTS, DEFAULT, HAND, entry_of
 from peer_rounds import ROUNDS_OF_SLOW, run_cells
 from rank_processes import LaunchError, RankProcesses
@@ -63,8 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, nargs="+", help="default 32768 65536, or with --gloo 2048")
     add("--heads", nargs="+", type=_heads, help="of Q:KV; default 16:16 32:8, --gloo 16:16 8:2")
     add("--dim", type=int, help="of a head; default 128, or with --gloo 64")
-    masks = ["causal", "full"]
-    add("--masks", nargs="+", choices=masks, default=masks)
+    add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--rounds", type=int, default=20, help="in each all contestants take a turn; default 20")
     slow = f"more than so many times the best after 3 rounds: {ROUNDS_OF_SLOW} rounds; default 4"
     add("--slow", type=float, default=4.0, metavar="TIMES", help=slow)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from against_peers import lines_of, ratios
-from peer_contestants import CONTESTANTS, Cell, entry_of
+from peer_cell import Cell
+from peer_contestants import CONTESTANTS, entry_of
 
 from mesh_attention.errors import PlanError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "against_peers.py"
-CELL = Cell(512, 8, 2, 64, True, torch.float32)
+CELL = Cell(512, 8, 2, 64, "causal", torch.float32)
 
 
 def test_options_follow_a_name_and_functions_are_told_the_number_of_ranks() -> None:
