@@ -142,6 +142,9 @@ CONTESTANTS: dict[str, Entry] = {
 }
 
 
+PEERS = [*CONTESTANTS][: [*CONTESTANTS].index(DEFAULT) + 1]
+
+
 def entry_of(text: str) -> Entry:
     """A name of `CONTESTANTS`, and options after it.
 
