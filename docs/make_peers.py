@@ -57,6 +57,7 @@ def main() -> None:
 def page() -> str:
     files = sorted(RESULTS.glob("*-peer-libraries-h200*.json"))
     results = [json.loads(file.read_text()) for file in files]
+    results.sort(key=lambda result: str(result["date"]))  # of a cell that ran twice the newest
     cells = {_key(cell): cell for result in results for cell in result["cells"]}
     timed = [cell for cell in cells.values() if "contestants" in cell]
     parts = [INTRODUCTION]
