@@ -29,8 +29,8 @@ INTRODUCTION = """# Beside its peers
 Milliseconds of one attention, forward and backward together: less is better. **These are several
 ranks on one GPU**: NCCL over sockets, MPS, so transfers are slow and kernels share the device. They
 show what each library computes, sends and refuses, and not how fast it is on GPUs of its own, which
-has not been measured. On such a GPU the ranks' comparison of calls (`guarantees.md`) costs
-milliseconds; it is part of our time.
+has not been measured. On such a GPU the ranks' comparison of calls ([guarantees](guarantees.md))
+costs milliseconds; it is part of our time.
 
 `torch` is PyTorch's `context_parallel` with either rotation; Ulysses by hand is all-to-all, SDPA
 and all-to-all in 15 lines; `llama3` is a second algorithm of ring-flash-attention; USP has Ulysses
