@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mesh_attention.huggingface.models import SHOWN
 from support.pool import WorkerPool
+from support.swept_models import examine, loss_of_rows, merged
+from support.tiny_models import CONFIGS
 
 EXACT = 1e-5
 
@@ -56,9 +57,38 @@ def check(found: list[dict[str, float]]) -> None:
         assert {what: worst for what, worst in of_rank.items() if not worst < EXACT} == {}
 
 
-def test_every_model_has_losses_logits_and_gradients_of_one_process(model_pool: WorkerPool) -> None:
-    """Each model with two of four kinds of batch: plain and padded left, or right and packed."""
-    check(model_pool.run(errors, 2, [*SHOWN], True))
+def test_models_have_losses_logits_and_gradients_of_one_process(model_pool: WorkerPool) -> None:
+    """In float32, each with two of four kinds of batch: plain and padded left, or right and
+    packed."""
+    check(model_pool.run(errors, 2, ["gemma3_text", "mistral"], True))
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("llama4_text", "causal"),  # chunks, and queries scaled by position
+        ("deepseek_v3", "causal"),  # values of another width than keys
+        ("gemma4_text", "causal"),  # layers that share keys, heads of two sizes
+        ("modernbert", "masked"),  # both directions, with windows
+        ("gemma2", "sequence"),  # softcap, and a token of each row for all ranks
+        ("gpt_oss", "router"),  # sinks, experts, and the loss that balances them
+    ],
+)
+def test_layers_and_heads_of_all_kinds_are_those_of_one_process(
+    model_pool: WorkerPool, name: str, head: str
+) -> None:
+    """Padded and packed, on ranks of which some have little."""
+    result = merged(model_pool.run(examine, 3, name, head, (3,)))
+    assert result["result"] == "exact", result
+
+
+@pytest.mark.slow
+def test_every_type_in_the_table_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half an hour."""
+    from model_sweep import main
+
+    assert main([]) == 0
+    assert "no longer exact: none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -76,7 +106,7 @@ def test_more_ranks_change_nothing(model_pool: WorkerPool, ranks: int, name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_every_model_on_every_number_of_ranks(model_pool: WorkerPool, ranks: int) -> None:
-    check(model_pool.run(errors, ranks, [*SHOWN], False, seconds=300))
+    check(model_pool.run(errors, ranks, [*CONFIGS], False, seconds=300))
 
 
 def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
@@ -124,3 +154,97 @@ def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
 def test_models_may_be_wrapped_checkpointed_and_compiled(model_pool: WorkerPool, way: str) -> None:
     """Needs 9 and 22."""
     check(model_pool.run(wrapped, 2, way))
+
+
+def averaged(rank: int, world_size: int) -> dict[str, Any]:
+    """Under DDP, what heads for sequences and losses of routers come to; and what is refused."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.swept_models import PACKED, PADDED, by_itself, swept_model, worst
+
+    found: dict[str, Any] = {}
+    for name, head in (("llama", "sequence"), ("mixtral", "router")):
+        model = swept_model(name, head)
+        true = by_itself(model, PADDED, head)
+        model.zero_grad()
+        whole = PADDED.whole()
+        labels = whole.pop("labels")
+        with ModelContextParallel(model, reduce="ddp") as cp:
+            inputs = cp.shard_batch(**whole).model_inputs()
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            if head == "router":
+                logits = loss = ddp(**inputs, output_router_logits=True).aux_loss
+            else:
+                logits = ddp(**inputs, return_dict=False)[0]
+                loss = loss_of_rows(logits)
+                found["labels"] = refusal(lambda: cp.shard_batch(**whole, labels=labels))  # noqa: B023
+                packed = {**PACKED.whole()}
+                del packed["labels"]
+                found["packed"] = refusal(lambda: model(**cp.shard_batch(**packed).model_inputs()))  # noqa: B023
+            loss.backward()
+        parts = {"loss": loss.detach(), "logits": logits.detach()}
+        for parameter_name, parameter in model.named_parameters():
+            grad = parameter.grad
+            parts[parameter_name] = torch.zeros_like(parameter) if grad is None else grad
+        found[head] = worst(parts, true)
+    return found
+
+
+def refusal(action: Any) -> str:
+    from mesh_attention import MeshAttentionError
+
+    try:
+        action()
+    except MeshAttentionError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_a_model_makes_of_all_tokens_is_averaged_by_ddp_to_that_of_one_process(
+    model_pool: WorkerPool,
+) -> None:
+    for found in model_pool.run(averaged, 2):
+        assert found["sequence"][0] < EXACT, found
+        assert found["router"][0] < EXACT, found
+        assert "labels are those of rows" in found["labels"]
+        assert "row 0 of the batch has 3 documents" in found["packed"]
+
+
+def in_one_graph(rank: int, world_size: int) -> tuple[int, bool, dict[str, float]]:
+    import torch
+
+    from mesh_attention.huggingface import ModelContextParallel
+    from mesh_attention.huggingface.guessed_masks import guesses_are_right
+    from support.tiny_models import PACKED, make_model, on_one_process
+
+    kinds = ["sliding_attention", "full_attention"]
+    model = make_model("gemma3_text", num_hidden_layers=2, layer_types=kinds)
+    wanted = results(model, *on_one_process(model, PACKED))
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with ModelContextParallel(model) as cp:
+        part = cp.shard_batch(**PACKED.whole)
+        compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+        logits = compiled(**part.model_inputs()).logits
+        mean = cp.cross_entropy(logits, part.labels, reduce="sum")
+        model.zero_grad()
+        mean.loss.backward()  # type: ignore[no-untyped-call]
+        errors = {"loss": ((mean.value - wanted["loss"]).abs() / wanted["loss"]).item()}
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(parameter.grad)
+            worst = (parameter.grad - wanted[name]).abs().max() / wanted[name].abs().max()
+            errors[name] = worst.item()
+    return len(graphs), guesses_are_right(), errors
+
+
+def test_a_model_compiles_as_one_graph(model_pool: WorkerPool) -> None:
+    """Windows and none: masks are not looked into, but guessed, and all guesses were tried."""
+    results_of_ranks = model_pool.run(in_one_graph, 2)
+    assert {(graphs, right) for graphs, right, _ in results_of_ranks} == {(1, True)}
+    check([errors for _, _, errors in results_of_ranks])
