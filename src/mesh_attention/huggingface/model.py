@@ -32,8 +32,6 @@ from mesh_attention.train.sharded_batch import ShardedBatch
 from mesh_attention.train.whole_batch import MARK
 
 Kind = tuple[LayerMask, float | None]  # of a layer, with its softcap
-
-
 _LABELS_STAY = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -49,8 +47,9 @@ class ModelContextParallel(ContextParallel):
               (peft), one that classifies tokens or sequences, or one without a head; give it before
               DDP or FSDP wrap it
     untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
-              others than causal, with a window or without, are refused all the same, and so are
-              modules that mix tokens outside of attention (convolutions, state-space layers)
+              others than causal or both directions, with a window or in chunks, are refused all the
+              same, and so are modules that mix tokens outside of attention (convolutions, state-
+              space layers) and types that are known to differ
     handled   names of classes of such modules that you make see the tokens of all ranks
     reduce    what averages gradients over the ranks, "ddp" or "fsdp"; "sum" if they are added up.
               For heads that classify sequences (rewards), whose `logits` are then those of whole
@@ -146,8 +145,8 @@ def _attend(
 def _kinds(model: nn.Module, config: Any) -> list[Kind]:
     """Of the layers, those without a window first; a forecast, on which only the choice of the
     layout depends."""
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    softcap = getattr(config, "attn_logit_softcapping", None)
+    window, types = _said(config, "sliding_window"), _said(config, "layer_types")
+    softcap = _said(config, "attn_logit_softcapping")
     causal = not any(getattr(module, "is_causal", True) is False for module in model.modules())
     behind = None if not window else (window - 1, 0) if causal else (window, window)
     windows = (
@@ -162,12 +161,11 @@ def _kinds(model: nn.Module, config: Any) -> list[Kind]:
 def _heads(model: nn.Module, config: Any) -> dict[str, int]:
     """Of all layers, where their projections are of the sizes that the config says; others (MLA,
     layers that differ) say their sizes by their tensors."""
-    try:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    except (AttributeError, RuntimeError):  # it has other names, or layers differ
+    heads, hidden = _said(config, "num_attention_heads"), _said(config, "hidden_size")
+    if not heads or not hidden:
         return {}
+    kv_heads = _said(config, "num_key_value_heads") or heads
+    head_dim = _said(config, "head_dim") or hidden // heads
     wanted = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     projections = ("q_proj", "k_proj", "v_proj")
     sizes = [
@@ -178,6 +176,13 @@ def _heads(model: nn.Module, config: Any) -> dict[str, int]:
     if not sizes or any(size != wanted for size in sizes):
         return {}
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _said(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # layers differ in it
+        return None
 
 
 def _arguments(kind: Kind) -> dict[str, Any]:

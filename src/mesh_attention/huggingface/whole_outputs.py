@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
@@ -50,6 +49,8 @@ def fault_of_router(model: Any, reduce: Any) -> str | None:
             "the loss that balances experts would be that of this rank's tokens alone; say "
             "reduce='ddp' (or 'fsdp', 'sum') where ModelContextParallel is made, or leave it out"
         )
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if own is None or inspect.getsource(own) != inspect.getsource(load_balancing_loss_func):
         return (
