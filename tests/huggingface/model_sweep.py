@@ -99,13 +99,19 @@ def main(arguments: list[str] | None = None) -> int:
         about = result.get("why") or f"{result['worst']:.1e} {', '.join(result['features'])}"
         print(f"{number}/{len(left)} {name}: {result['result']}, {about}", flush=True)
         if options.json is not None:
-            report = machine() | {"types": dict(sorted(kept.items()))}
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+            options.json.write_text(report(kept))
     if options.write:
         write(table(kept))
     wrong = [name for name in SHOWN if kept.get(name, {}).get("result", "exact") != "exact"]
     print(f"{len(kept)} results; no longer exact: {', '.join(wrong) or 'none'}")
     return len(wrong) > 0
+
+
+def report(kept: dict[str, Any]) -> str:
+    """A line for each type."""
+    about = [f" {json.dumps(name)}: {json.dumps(text)}," for name, text in machine().items()]
+    types = [f"  {json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept)]
+    return "\n".join(["{", *about, ' "types": {', ",\n".join(types), " }", "}", ""])
 
 
 def machine() -> dict[str, str]:

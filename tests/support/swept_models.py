@@ -28,7 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface import ModelContextParallel
-from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.models import DIFFERENT, SHOWN
 from support.mixing_models import SMALL
 
 EXACT = 1e-5
@@ -280,7 +280,7 @@ def examine(
         return {"result": "not made", "why": f"{type(error).__name__}: {error}"[:300]}
     errors: dict[str, tuple[float, str]] = {}
     options: dict[str, Any] = {"untested": name not in SHOWN, "reduce": "sum"}
-    with features(model) as seen:
+    with features(model) as seen, patch.dict(DIFFERENT, clear=True):  # whether they still are
         for size, group in groups.items():
             fault: dict[str, Any] | None = None
             try:
