@@ -32,7 +32,13 @@ from mesh_attention.huggingface.repeated_samples import (
 )
 from mesh_attention.huggingface.trainer_arguments import refuse_arguments, refuse_settings
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
-from mesh_attention.huggingface.trainer_model import is_compiled, keep_attention, refuse_unreduced
+from mesh_attention.huggingface.trainer_model import (
+    is_compiled,
+    keep_attention,
+    refuse_unreduced,
+    reshard,
+    shard_on_cpu,
+)
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -89,6 +95,11 @@ class ContextParallelMixin(_Base):
         self._attach(self.model)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         self.model_accepts_loss_kwargs = True  # versions without loss_is_scaled_for_ga ask this
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            self.is_fsdp_enabled = shard_on_cpu(self.accelerator, self.args)
 
     def _attach(self, model: nn.Module) -> None:
         self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
@@ -299,7 +310,9 @@ class ContextParallelMixin(_Base):
             self._shard_model()
         count_samples(dataloader, self.mesh["dp"])
         self.gather_function = self._gather
-        return super().evaluation_loop(dataloader, *args, **more)
+        results = super().evaluation_loop(dataloader, *args, **more)
+        reshard(self.model)
+        return results
 
     def _shard_model(self) -> None:
         """Before any training; accelerate shards a model with its optimizer alone."""
