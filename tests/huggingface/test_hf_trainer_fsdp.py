@@ -24,25 +24,23 @@ def on_ranks(
     from torch.distributed.fsdp import FSDPModule
 
     from mesh_attention.train.keep_attention import KeepAttention
-    from support.tiny_models import VOCABULARY
     from support.tiny_trainer import RUNS, launched, train
 
     results = []
     for name in names:
         with launched(rank, world_size):
             trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
-            widths: set[int] = set()
+            lengths: set[int] = set()
 
-            def look(module: Any, args: Any, outputs: Any, widths: Any = widths) -> None:
+            def look(module: Any, args: Any, outputs: Any, lengths: Any = lengths) -> None:
                 if module.training:
-                    widths.add(outputs.logits.shape[-1])
+                    lengths.add(outputs.logits.shape[1])
 
             trainer.cp.model.register_forward_hook(look)
             results.append(train(trainer))
             assert isinstance(trainer.model, FSDPModule)
             if RUNS[name].loss is None and not RUNS[name].from_init:
-                assert VOCABULARY not in widths
-                assert widths
+                assert lengths == {1}  # of logits; those of batches are 2 or more
             kept = [x for module in trainer.model.modules() for x in vars(module).values()]
             contexts = [getattr(x, "keywords", {}).get("context_fn") for x in kept]
             has_kept = any(isinstance(context, KeepAttention) for context in contexts)
