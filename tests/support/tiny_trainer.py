@@ -273,7 +273,7 @@ RUNS = {
         "qwen3",
         **_TWO_BY_TWO,
         loss="squared",
-        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        arguments={"max_steps": 2, "gradient_accumulation_steps": 2},
         on_ranks=_fsdp2(),
     ),
     "model_init": Run(
