@@ -177,7 +177,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, vocabulary: int, gradient: _Gradient) -> Tensor:
         ctx.gradient = gradient
-        return _probes(vocabulary, loss.device)
+        return _probes(vocabulary, loss.device).clone()  # FSDP2 warns of views
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
