@@ -58,6 +58,7 @@ def refuse_arguments(args: Any) -> None:
 def refuse_settings(trainer: Any) -> None:
     """What `accelerate launch` may have said in the environment, too."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    config = getattr(trainer.model, "config", None)
     refused = {
         "DeepSpeed": (
             trainer.is_deepspeed_enabled,
@@ -66,6 +67,10 @@ def refuse_settings(trainer: Any) -> None:
         "FSDP1": (
             plugin is not None and plugin.fsdp_version != 2,
             "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "output_router_logits": (
+            getattr(config, "output_router_logits", False),
+            "the loss that balances experts would be left out; set it to False in the config",
         ),
         "parallelism_config": (
             getattr(trainer.accelerator, "parallelism_config", None) is not None,
