@@ -60,6 +60,10 @@ class ContextParallelMixin(_Base):
     `ModelContextParallel`, and `close()` gives the model its own attention back.
     """
 
+    model: Any
+    optimizer: Any
+    is_fsdp_enabled: bool
+    neftune_noise_alpha: float | None
     loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
 
     def __init__(
@@ -71,8 +75,8 @@ class ContextParallelMixin(_Base):
         **named: Any,
     ) -> None:
         # Not by its place: the order of arguments differs between Trainers.
-        given = (*positional, *named.values())
-        refuse_arguments(next((x for x in given if isinstance(x, TrainingArguments)), None))
+        values = (*positional, *named.values())
+        refuse_arguments(next((x for x in values if isinstance(x, TrainingArguments)), None))
         self._cp_options, self._linear_loss = dict(cp_options or {}), linear_loss
         super().__init__(*positional, **named)
         refuse_settings(self)
@@ -219,11 +223,11 @@ class ContextParallelMixin(_Base):
     ) -> Any:
         """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP and
         FSDP2 take the mean of them, and so does what is logged."""
-        given = inputs.model_inputs() | {"use_cache": False}
+        arguments = inputs.model_inputs() | {"use_cache": False}
         if self._noise is not None:
             self._noise.length = inputs.whole["input_ids"].shape[1]
         if self.compute_loss_func is not None:
-            outputs = model(**given)
+            outputs = model(**arguments)
             loss = self._loss_of_whole(outputs, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         options: dict[str, Any] = {
@@ -238,12 +242,12 @@ class ContextParallelMixin(_Base):
                 more |= options
                 return self.cp.linear_cross_entropy(hidden, weight, inputs.labels, **more)
 
-            mean = self._head_loss.mean(model, given, in_head)
+            mean = self._head_loss.mean(model, arguments, in_head)
             if mean is not None:
                 return mean.loss
             self._head_loss.remove()
             self._head_loss = None
-        outputs = model(**given)
+        outputs = model(**arguments)
         mean = self.cp.cross_entropy(outputs.logits, inputs.labels, **options)
         return (mean.loss, outputs) if return_outputs else mean.loss
 
@@ -281,10 +285,10 @@ class ContextParallelMixin(_Base):
             else:
                 count = self._get_num_items_in_batch([part], self.args.device)
                 only_loss = prediction_loss_only
-                found = self.compute_loss(
+                result = self.compute_loss(
                     model, part, return_outputs=not only_loss, num_items_in_batch=count
                 )
-                loss, outputs = (found, None) if only_loss else found
+                loss, outputs = (result, None) if only_loss else result
                 loss = self._mean_of_ranks(loss)
             if prediction_loss_only:
                 return loss, None, None
