@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -92,9 +94,14 @@ class Run:
     num_evaluated: int | None = None  # as many
     stream: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+    on_ranks: dict[str, Any] = field(default_factory=dict)  # arguments that one process lacks
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    loss: str | None = None  # compute_loss_func
+    from_init: bool = False  # the model is made by model_init
 
-    def trainer(self, folder: str, cp_size: int | None, dp_size: int = 1) -> Any:
+    def trainer(
+        self, folder: str, cp_size: int | None, dp_size: int = 1, *, use_cpu: bool = True
+    ) -> Any:
         """`cp_size` None: that of transformers, on one process."""
         model = make_model(self.model, **self.changes)
         if self.lora:
@@ -114,12 +121,12 @@ class Run:
         }
         arguments = TrainingArguments(
             folder,
-            use_cpu=True,
+            use_cpu=use_cpu,
             per_device_train_batch_size=self.batch_size // dp_size,
             per_device_eval_batch_size=self.batch_size // dp_size,
             report_to=[],
             disable_tqdm=True,
-            **usual | self.arguments,
+            **usual | self.arguments | (self.on_ranks if cp_size else {}),
         )
         texts, evaluated = Texts(self.num_examples), Texts(self.num_evaluated or self.num_examples)
         given: dict[str, Any] = {
@@ -128,9 +135,24 @@ class Run:
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
+        if self.loss is not None:
+            given["compute_loss_func"] = globals()[self.loss]
+        if self.from_init:
+            given["model_init"] = lambda: make_model(self.model, **self.changes)
+            model = None
         if cp_size is None:
             return Trainer(model, arguments, **given)
         return ContextParallelTrainer(model, arguments, cp_size=cp_size, **given)
+
+
+def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """A loss of whole sequences: of logits of neighbours, wherever they are."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    real = targets != -100
+    chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    apart = (chosen - logits.logsumexp(-1)).square() + (outputs.logits[:, 1:] - logits).mean(-1)
+    loss: Tensor = (apart * real).sum() / num_items_in_batch
+    return loss
 
 
 def _metrics(found: Any) -> dict[str, float]:
@@ -166,7 +188,18 @@ def train(trainer: Any) -> Trained:
     names += ("eval_loss", "eval_logits", "eval_rows")
     logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
     trained = trainer.model.named_parameters()
-    return logged, {n: p.detach().clone() for n, p in trained if p.requires_grad}
+    return logged, {_name(n): _whole(p) for n, p in trained if p.requires_grad}
+
+
+def _name(name: str) -> str:
+    """As before it was wrapped."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _whole(parameter: Any) -> Tensor:
+    x = parameter.detach()
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    return whole
 
 
 def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
@@ -175,6 +208,19 @@ def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
         "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
     }
 
+
+def _fsdp2(**config: Any) -> dict[str, Any]:
+    # Old versions shard layers one by one, and checkpoint them, only if they are told so here.
+    is_new = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
+    fsdp = True if is_new else "full_shard auto_wrap"
+    return {"fsdp": fsdp, "fsdp_config": {"version": 2, **config}}
+
+
+_TWO_BY_TWO: dict[str, Any] = {"batch_size": 4, "num_examples": 48, "num_evaluated": 4}
+_KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")  # they need a GPU
+_LIGER = {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)}
+_COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+_SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
 
 RUNS = {
     "windows, accumulated": Run(
@@ -212,6 +258,62 @@ RUNS = {
         num_examples=4,
     ),
     "smoothed": Run(
-        "llama", num_examples=4, arguments={"label_smoothing_factor": 0.2, "max_steps": 2}
+        "llama",
+        num_examples=4,
+        arguments={"label_smoothing_factor": 0.2, "max_steps": 2},
+        on_ranks=_LIGER if find_spec("liger_kernel") else {},
+    ),
+    # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
+    "tied, softcap, checkpoints of accelerate": Run(
+        "gemma2",
+        **_TWO_BY_TWO,
+        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(activation_checkpointing=True),
+        changes={"tie_word_embeddings": True},
+    ),
+    "LoRA, checkpoints of transformers": Run(
+        "llama",
+        **_TWO_BY_TWO,
+        lora=True,
+        arguments={"max_steps": 5} | _checkpoints(False),
+        on_ranks=_fsdp2(cpu_ram_efficient_loading=True),
+    ),
+    "own loss": Run(
+        "qwen3",
+        **_TWO_BY_TWO,
+        loss="squared",
+        arguments={"max_steps": 2, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(),
+    ),
+    "model_init": Run(
+        "llama", from_init=True, num_examples=4, arguments={"max_steps": 5}, on_ranks=_fsdp2()
+    ),
+    "bf16, noise": Run(
+        "llama",
+        num_examples=4,
+        arguments={"bf16": True, "max_steps": 2},
+        on_ranks=_fsdp2() | {"neftune_noise_alpha": 1e-3},  # too little to be seen
+    ),
+    "on GPUs": Run(
+        "llama",
+        **_TWO_BY_TWO,
+        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(activation_checkpointing=True),
+        changes={"head_dim": 16},
+    ),
+    "compiled": Run("llama", on_ranks=_COMPILED),
+    "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),
+    "FSDP2, whole": Run(
+        "llama",
+        num_examples=4,
+        arguments=_SAVED,
+        on_ranks=_fsdp2(state_dict_type="FULL_STATE_DICT"),
+    ),
+    "FSDP2, in shards": Run(
+        "llama",
+        lora=True,
+        num_examples=4,
+        arguments=_SAVED,
+        on_ranks=_fsdp2(state_dict_type="SHARDED_STATE_DICT"),
     ),
 }

@@ -4,8 +4,9 @@
     batch = cp.shard_batch(**whole)
     logits = model(**batch.model_inputs()).logits
 
-`ContextParallelTrainer(..., cp_size=4)` is the `Trainer` that does this. The names below are loaded
-when they are first used: transformers takes seconds to import, and is an extra.
+`ContextParallelTrainer(..., cp_size=4)` is the `Trainer` that does this, and `ContextParallelMixin`
+makes one of any of its subclasses. The names below are loaded when they are first used:
+transformers takes seconds to import, and is an extra.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
     from mesh_attention.huggingface.attention import register
     from mesh_attention.huggingface.model import ModelContextParallel
     from mesh_attention.huggingface.trainer import ContextParallelTrainer
+    from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
 
 _HOMES = {
+    "ContextParallelMixin": "trainer_mixin",
     "ContextParallelTrainer": "trainer",
     "ModelContextParallel": "model",
     "register": "attention",
 }
 
-__all__ = ["ContextParallelTrainer", "ModelContextParallel", "register"]
+__all__ = ["ContextParallelMixin", "ContextParallelTrainer", "ModelContextParallel", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -70,7 +70,7 @@ class ModelContextParallel(ContextParallel):
         reduce: Reduce | None = None,
         **options: Any,
     ) -> None:
-        own = transformers_model(model)
+        self.model = own = transformers_model(model)
         config = own.config.get_text_config()
         refuse_model(own, config, untested, reduce, options)
         refuse_token_mixers(own, handled)

@@ -1,0 +1,103 @@
+"""Arguments of a Trainer that are refused: what would be left out in silence, or is known to fail
+later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mesh_attention.errors import MeshAttentionError
+
+
+def refuse_arguments(args: Any) -> None:
+    """`TrainingArguments`, or None, before anything is made of them."""
+    if args is None:
+        return
+    config = args.accelerator_config
+    refused = {
+        "parallelism_config": (
+            args.parallelism_config is not None,
+            "accelerate's own context parallelism; leave it out, cp_size says all",
+        ),
+        "deepspeed": (bool(args.deepspeed), "it reduces gradients its own way; take FSDP2"),
+        "FSDP1": (
+            (args.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2,
+            "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "use_liger_kernel": (
+            bool(args.use_liger_kernel)
+            and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True),
+            "it makes losses inside the model; with liger_kernel_config="
+            "{'fused_linear_cross_entropy': False} its other kernels are taken",
+        ),
+        "auto_find_batch_size": (
+            bool(args.auto_find_batch_size),
+            "a call that one rank breaks off is an error on all of them",
+        ),
+        "average_tokens_across_devices=False": (
+            not args.average_tokens_across_devices,
+            "losses are means over the targets of all ranks",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+            "it deals batches to all ranks, and those of a sequence need the same",
+        ),
+        "eval_use_gather_object": (bool(args.eval_use_gather_object), "tensors are gathered"),
+        "accelerator_config.dispatch_batches": (
+            bool(config is not None and config.dispatch_batches),
+            "every rank reads its own batches",
+        ),
+        "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+
+
+def refuse_settings(trainer: Any) -> None:
+    """What `accelerate launch` may have said in the environment, too."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    config = getattr(trainer.model, "config", None)
+    refused = {
+        "DeepSpeed": (
+            trainer.is_deepspeed_enabled,
+            "it reduces gradients in its own way; take FSDP2",
+        ),
+        "FSDP1": (
+            plugin is not None and plugin.fsdp_version != 2,
+            "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "output_router_logits": (
+            getattr(config, "output_router_logits", False),
+            "the loss that balances experts would be left out; set it to False in the config",
+        ),
+        "parallelism_config": (
+            getattr(trainer.accelerator, "parallelism_config", None) is not None,
+            "accelerate's own; leave it out, cp_size says all",
+        ),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+
+
+def mesh_sizes(trainer: Any, cp_size: Any) -> tuple[int, int]:
+    """Of data-parallel and of context-parallel ranks."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
+    if trainer.args.world_size != world_size:  # DDP would not be where ranks are
+        raise MeshAttentionError(
+            f"the default process group has {world_size} processes, and accelerate sees "
+            f"{trainer.args.world_size}: start them with torchrun, and leave the group to Trainer"
+        )
+    if cp_size is not None and type(cp_size) is not int:
+        raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
+    size = world_size if cp_size is None else cp_size
+    if size < 1 or world_size % size:
+        raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
+    if size < world_size and not trainer.accelerator.even_batches:
+        raise MeshAttentionError(
+            "accelerator_config.even_batches=False is not supported with several sequences at "
+            "once: a rank with fewer batches would be waited for"
+        )
+    return world_size // size, size
