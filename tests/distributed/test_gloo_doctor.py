@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from mesh_attention import ContextParallel, doctor
+from mesh_attention import ContextParallel, MeshAttentionError, doctor
 from support.pool import WorkerPool
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 32, 16, 2, 23
@@ -173,3 +173,89 @@ def test_every_mistake_is_named_with_the_first_module_that_differs(pool: WorkerP
         if first[fault][:2] != (kind, where) or words not in first[fault][2]
     }
     assert wrong == {}
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    tensors: list[Any] = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [x for held in optimizer.state.values() for x in held.values()]
+    return [getattr(x, "_local_tensor", x).clone() for x in tensors] + [torch.get_rng_state()]
+
+
+def in_the_middle(rank: int, size: int, way: str) -> list[str]:
+    """Of a training on data-parallel by context-parallel ranks with batches of their own."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    plain = Model("dropout")
+    model: Any = DistributedDataParallel(plain)
+    reduce: Any = "ddp"
+    if way == "fsdp":
+        model, reduce = fully_shard(plain), "sum"
+        model.set_gradient_divide_factor(1)
+        model.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(1, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(rank // 2))
+    real = torch.arange(21) < torch.tensor([[21], [13]])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real}
+    with ContextParallel(mesh["cp"], causal=True) as cp:
+
+        def step(model: Any, whole: dict[str, Tensor], fault: bool = False) -> Any:
+            part = cp.shard_batch(**whole)
+            attend = lambda *x: cp.attention(*x, documents=part.documents)  # noqa: E731
+            counted = torch.arange(part.input_ids.shape[1])[None]
+            positions = counted if fault else part.position_ids
+            logits = model(part.input_ids, positions, attend)
+            how = {"reduce": reduce, "data_parallel": mesh["dp"]}
+            return cp.cross_entropy(logits, part.labels, **how)
+
+        for _ in range(2):
+            step(model, batch).loss.backward()
+            optimizer.step()
+        before = state(model, optimizer)
+        answers = []
+        for wrong in (False, True, False):
+            report = doctor(lambda *x: step(*x, wrong), batch, model, cp)  # noqa: B023
+            answers.append(report.cause.kind)
+            for a, b in zip(state(model, optimizer), before, strict=True):
+                assert torch.equal(a, b)
+        assert "plain= shows more" in report.notes[0]
+        assert max(report.gradients.values()) < 1e-5  # type: ignore[union-attr]
+        step(model, batch).loss.backward()  # and training goes on
+    return answers
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_training_is_as_before_and_needs_no_other_code(pool: WorkerPool, way: str) -> None:
+    """Its step runs on one process too; batches of padded rows, packed on ranks."""
+    for answers in pool.run(in_the_middle, 4, way):
+        assert answers == ["nothing", "positions", "nothing"]
+
+
+def changing(rank: int, size: int) -> list[str]:
+    """Gradients are added up by hand; a step that trains, or returns no loss, is refused."""
+    asked = case("not reduced", rank, size)
+    step, model = asked.pop("step"), asked["model"]
+
+    def add_up(model: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    def trains(model: Any, whole: Any) -> Any:
+        mean = step(model, whole)
+        with torch.no_grad():
+            model.head.weight.mul_(1.0)
+        return mean
+
+    answers = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
+    with pytest.raises(MeshAttentionError, match="step changes parameters"):
+        doctor(trains, reduce_gradients=add_up, **asked)
+    answers.append(doctor(lambda *x: step(*x).value.item(), **asked).cause.words)
+    asked["cp"].close()
+    return answers
+
+
+def test_steps_that_train_or_return_no_loss_are_refused(pool: WorkerPool) -> None:
+    for kind, words in pool.run(changing, 2):
+        assert kind == "nothing"
+        assert "step returns no loss" in words
