@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
         return mean.loss * size if fault == "scaled up" else mean
 
     def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:])])[None]
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
         logits = model(whole["input_ids"], positions, plain_attention(starts))
         targets = whole["labels"].roll(-1, 1)
         targets[:, [end - 1 for end in starts[1:]]] = -100
@@ -235,7 +236,7 @@ def test_a_training_is_as_before_and_needs_no_other_code(pool: WorkerPool, way: 
 def changing(rank: int, size: int) -> list[str]:
     """Gradients are added up by hand; a step that trains, or returns no loss, is refused."""
     asked = case("not reduced", rank, size)
-    step, model = asked.pop("step"), asked["model"]
+    step = asked.pop("step")
 
     def add_up(model: Any) -> None:
         for parameter in model.parameters():

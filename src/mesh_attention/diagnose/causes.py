@@ -16,9 +16,7 @@ from torch.nn.functional import cross_entropy
 from mesh_attention.diagnose.compare import Activations, Gradients
 from mesh_attention.diagnose.report import Cause
 
-_LAYOUT = (
-    "cut them by shard or shard_batch of the object, or say layout= or relayout=True to it"
-)
+_LAYOUT = "cut them by shard or shard_batch of the object, or say layout= or relayout=True to it"
 _POSITIONS = (
     "RoPE and position embeddings of a rank need the positions of its tokens in the whole: hand "
     "batch.position_ids, or cp.positions(), on to the model"
@@ -44,7 +42,9 @@ def of_activations(seen: Activations, model: nn.Module) -> Cause | None:
     if way == _COUNTED or (_is_of(name, "q", "k") and _other_than_v(seen, name)):
         what = "positions are counted from 0 on each rank"
         if way != _COUNTED:
-            what = "q and k of attention differ and v does not, so positions are not those of tokens"
+            what = (
+                "q and k of attention differ and v does not, so positions are not those of tokens"
+            )
         return Cause("positions", f"{what}, first in {where}: {_POSITIONS}", where)
     attends = _is_of(name, "result") or any(
         x.startswith(f"{where}: ") or x.startswith(f"{where}.") and ": " in x for x in seen.ranks[0]

@@ -97,16 +97,23 @@ class Gradients:
 
     @staticmethod
     def of(
-        ours: dict[str, Tensor | None], whole: dict[str, Tensor | None], tolerance: float
+        group: dist.ProcessGroup | None,
+        ours: dict[str, Tensor | None],
+        whole: dict[str, Tensor | None],
+        tolerance: float,
     ) -> Gradients:
         """Ranks hold parts, or the same: numbers are added up over all of them."""
         pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
-        sums = _of_all([[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()])
-        most = _of_all([[_largest(a - b), _largest(b)] for a, b in pairs.values()], "max")
+        sums = _of_all(
+            group, [[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()]
+        )
+        most = _of_all(group, [[_largest(a - b), _largest(b)] for a, b in pairs.values()], "max")
         floor = max((scale for _, scale in most), default=0.0) * 1e-3 + 1e-30
         ratios = [product / (square + 1e-300) for product, square in sums]
         off = _of_all(
-            [[_largest(a - b * c)] for (a, b), c in zip(pairs.values(), ratios, strict=True)], "max"
+            group,
+            [[_largest(a - b * c)] for (a, b), c in zip(pairs.values(), ratios, strict=True)],
+            "max",
         )
         errors, factors = {}, {}
         for name, (error, own), ratio, (rest,) in zip(pairs, most, ratios, off, strict=True):
@@ -124,10 +131,10 @@ def _largest(x: Tensor) -> float:
     return float(torch.nan_to_num(x.abs(), nan=torch.inf).max()) if x.numel() else 0.0
 
 
-def _of_all(rows: list[list[float]], how: str = "sum") -> list[list[float]]:
+def _of_all(group: Any, rows: list[list[float]], how: str = "sum") -> list[list[float]]:
     """Of all processes; objects, since numbers of this kind are few and any backend sends them."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, rows)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, rows, group)
     stacked = np.array(parts)
     reduced: list[list[float]] = (stacked.max(0) if how == "max" else stacked.sum(0)).tolist()
     return reduced

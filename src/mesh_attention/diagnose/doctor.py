@@ -63,29 +63,55 @@ def doctor(
     batch is that of the first.
     """
     objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
-    first = objects[0]
-    differing = _differing_batches(first, whole_batch)
+    of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
+    plain = plain if of_model is None else plain or of_model()
+    differing = _differing_batches(objects[0], whole_batch)
     if differing is not None:
-        return _same_everywhere(Diagnosis(Cause("batches", differing)))
-    box = [_on_cpu(whole_batch)]
+        return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
+    box = [tree_map_only(Tensor, lambda x: x.detach().cpu(), whole_batch)]
     dist.broadcast_object_list(box)
-    batch, own = _like(box[0], whole_batch), inner(model)
-    plain = plain or getattr(first, "plain_loss", None)
+    return diagnose(
+        step,
+        _like(box[0], whole_batch),
+        model,
+        objects,
+        everyone=None,
+        plain=plain,
+        reduce_gradients=reduce_gradients,
+        tolerance=tolerance,
+    )
+
+
+def diagnose(
+    step: Step,
+    batch: Mapping[str, Any],
+    model: nn.Module,
+    objects: Sequence[ContextParallel],
+    *,
+    everyone: dist.ProcessGroup | None,
+    plain: Step | None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """The same among the processes of `everyone`, who have the same batch, or the groups of
+    different batches do not meet each other."""
+    first, own = objects[0], inner(model)
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     with ExitStack() as held:
         held.enter_context(nothing_changed(model))
         dropouts = held.enter_context(without_dropout(own))
         with on_one_rank(objects):
             record = Recorder(_sizes(batch))
-            whole, failed = _tried(plain or step, model, batch, record)
+            whole, failed = _tried(everyone, plain or step, model, batch, record)
         if whole is None:
-            return _same_everywhere(Diagnosis(Cause("error", f"on one process: {failed}")))
-        how = {"cp": first, "reduce_gradients": reduce_gradients}
-        ours, failed = _tried(step, model, batch, Recorder(None, record), **how)
-        if ours is None:
             return _same_everywhere(
-                Diagnosis(Cause("error", failed or ""), whole_loss=whole.value)
+                everyone, Diagnosis(Cause("error", f"on one process: {failed}"))
             )
+        how = {"cp": first, "reduce_gradients": reduce_gradients}
+        ours, failed = _tried(everyone, step, model, batch, Recorder(None, record), **how)
+        if ours is None:
+            failure = Cause("error", failed or "")
+            return _same_everywhere(everyone, Diagnosis(failure, whole_loss=whole.value))
         left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
@@ -93,7 +119,7 @@ def doctor(
         limit = tolerance or max((_TOLERANCES.get(x, 0.05) for x in dtypes), default=0.05)
         group = first._calls.session.groups.parent
         seen = _activations(group, whole, ours, batch, limit)
-        grads = Gradients.of(ours.grads, whole.grads, limit)
+        grads = Gradients.of(everyone, ours.grads, whole.grads, limit)
         loss = _loss(group, ours, whole.value)
         cause = _where_heads_are_first(ours.record, record) or of_activations(seen, own)
         if cause is None:
@@ -105,10 +131,11 @@ def doctor(
                 labels = batch.get("labels")
                 whole_sums = sums_of_labels(record.outputs, labels)
                 cause = of_loss(loss, _gathered(group, own_sums), whole_sums, limit)
-        if _any_rank(cause is not None and cause.kind != "gradient scale"):
-            again, _ = _tried(step, model, batch, Recorder(None, record), **how, seed=1)
+        if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
+            again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
             cause = _randomness(ours, again, limit) or cause
     return _same_everywhere(
+        everyone,
         Diagnosis(
             cause or Cause("nothing", "ranks compute what one process does"),
             loss,
@@ -117,12 +144,12 @@ def doctor(
             {name: float(errors.max()) for name, errors in seen.errors.items()},
             limit,
             tuple(notes),
-        )
+        ),
     )
 
 
 def _tried(
-    step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
+    everyone: Any, step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
 ) -> tuple[Run | None, str | None]:
     """Or why it failed: the first of the errors of all ranks."""
     done, failed = None, None
@@ -131,7 +158,7 @@ def _tried(
     except Exception as error:
         name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
         failed = f"{name}{error}"
-    errors = [x for x in _gathered(None, failed) if x is not None]
+    errors = [x for x in _gathered(everyone, failed) if x is not None]
     return (None, errors[0]) if errors else (done, None)
 
 
@@ -141,13 +168,9 @@ def _gathered(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def _any_rank(value: bool) -> bool:
-    return any(_gathered(None, value))
-
-
-def _same_everywhere(diagnosis: Diagnosis) -> Diagnosis:
+def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
     """That of the first rank on which something is wrong."""
-    of_all: list[Diagnosis] = _gathered(None, diagnosis)
+    of_all: list[Diagnosis] = _gathered(everyone, diagnosis)
     return next((x for x in of_all if not x.is_right), of_all[0])
 
 
@@ -162,7 +185,9 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
     }
     by_rank = _gathered(cp._calls.session.groups.parent, digests)
     for rank, other in enumerate(by_rank):
-        names = [name for name in {**by_rank[0], **other} if other.get(name) != by_rank[0].get(name)]
+        names = [
+            name for name in {**by_rank[0], **other} if other.get(name) != by_rank[0].get(name)
+        ]
         if names:
             return (
                 f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
@@ -170,10 +195,6 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
                 "data-parallel ranks alone (docs/training.md)"
             )
     return None
-
-
-def _on_cpu(batch: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x.detach().cpu(), batch)
 
 
 def _like(batch: Any, own: Any) -> Any:
@@ -223,7 +244,7 @@ def _added_up(
         summed[name] = None if grad is None else grad.clone()
         if grad is not None:
             dist.all_reduce(summed[name], group=group)
-    return Gradients.of(summed, whole.grads, limit)
+    return Gradients.of(group, summed, whole.grads, limit)
 
 
 def _where_heads_are_first(*records: Recorder) -> Cause | None:

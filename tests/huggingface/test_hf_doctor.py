@@ -1,0 +1,94 @@
+"""Models of transformers beside one process: `doctor` and what untested models do by themselves,
+and `generate`, which works on whole sequences at any time."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from support.pool import WorkerPool
+
+
+def generating(rank: int, world_size: int) -> list[Any]:
+    import torch
+
+    from mesh_attention import MeshAttentionError
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.tiny_models import PLAIN, make_model, on_ranks
+
+    model = make_model("gemma2").eval()
+    ids = PLAIN.whole["input_ids"]
+    how = {"max_new_tokens": 5, "do_sample": False}
+    before = model.generate(ids, **how)
+    told = []
+    with ModelContextParallel(model) as cp:
+        loss = on_ranks(cp, model, PLAIN)[0].value
+        meanwhile = model.generate(ids, **how)
+        again = on_ranks(cp, model, PLAIN)[0].value
+        part = cp.shard_batch(input_ids=ids)
+        wrong = [lambda: model.generate(part.input_ids), lambda: copy.deepcopy(model).generate(ids)]
+        for action in wrong:
+            try:
+                action()
+            except MeshAttentionError as error:
+                told.append(str(error))
+    after = model.generate(ids, **how)
+    assert "generate" not in vars(model)
+    return [torch.equal(before, meanwhile) and torch.equal(before, after), loss == again, *told]
+
+
+def test_models_generate_whole_sequences_in_the_middle_of_training(model_pool: WorkerPool) -> None:
+    for same, goes_on, of_shards, of_copies in model_pool.run(generating, 2):
+        assert same
+        assert goes_on
+        assert "this is a rank's part" in of_shards
+        assert "attention over ranks needs to know its batch" in of_copies
+
+
+def compared(rank: int, world_size: int) -> list[Any]:
+    """An untested model that is exact, and one that mixes tokens where no class name says so."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mesh_attention import MeshAttentionError, doctor
+    from mesh_attention.huggingface import ModelContextParallel
+    from support.tiny_models import _COMMON, ALL
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("helium", **_COMMON | {"hidden_size": 48})
+    model = AutoModelForCausalLM.from_config(config)
+
+    def step(model: Any, whole: dict[str, Any]) -> Any:
+        part = cp.shard_batch(**whole)
+        logits = model(**part.model_inputs()).logits
+        return cp.cross_entropy(logits, part.labels, reduce="sum")
+
+    def add_up(model: Any) -> None:
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+
+    answers: list[Any] = []
+    with ModelContextParallel(model, untested=True) as cp:
+        for batch in ALL:
+            report = doctor(step, batch.whole, model, cp, reduce_gradients=add_up)
+            answers.append(str(report.cause))
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, x: x + x.roll(1, 1))
+    with ModelContextParallel(model, untested=True) as cp:
+        try:
+            cp.shard_batch(**ALL[0].whole)
+        except MeshAttentionError as error:
+            answers.append(str(error))
+        answers.append(all(p.grad is None for p in model.parameters()))
+    return answers
+
+
+def test_untested_models_are_compared_with_one_process_by_themselves(
+    model_pool: WorkerPool,
+) -> None:
+    """Batches of all kinds: plain, padded on both sides, packed."""
+    for *right, wrong, is_clean in model_pool.run(compared, 2):
+        assert all("ranks compute what one process does" in words for words in right), right
+        assert "HeliumForCausalLM is untested, and on ranks it is not the model" in wrong
+        assert "model.layers.0.mlp looks at neighbouring tokens" in wrong
+        assert is_clean
