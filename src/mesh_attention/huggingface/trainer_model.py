@@ -1,0 +1,86 @@
+"""The model of a Trainer once it is wrapped: gradients must be averaged over all ranks, and its
+checkpoints keep the results of attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.distributed_tensors import is_dtensor
+from mesh_attention.train.keep_attention import KeepAttention
+
+
+def shard_on_cpu(accelerator: Any, args: Any) -> bool:
+    """Accelerate takes FSDP on GPUs alone, and DDP in silence on processes without one, whose model
+    may be too large for that. All that it does for FSDP2 works there too, once its state says so.
+    False where there are no other processes."""
+    state = accelerator.state
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return True
+
+
+def reshard(model: nn.Module) -> None:
+    """Without a backward pass FSDP2 leaves some parameters whole; an optimizer that is made then
+    would train copies of them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def refuse_unreduced(model: nn.Module) -> None:
+    """Losses are scaled for a mean over all ranks, so that is what gradients must become."""
+    world_size = dist.get_world_size()
+    inside: Any = getattr(model, "_orig_mod", model)  # of torch.compile
+    if world_size == 1 or isinstance(inside, DistributedDataParallel):
+        return
+    if not isinstance(model, FSDPModule) and not isinstance(inside, FSDPModule):
+        raise MeshAttentionError(
+            f"the model is wrapped by {type(model).__name__}, and neither by "
+            "DistributedDataParallel nor by FSDP2 (fsdp=True), so gradients would not be averaged "
+            "over all ranks"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not (
+            is_dtensor(parameter) and parameter.device_mesh.size() == world_size
+        ):
+            raise MeshAttentionError(
+                f"{name} is trained and not sharded over all {world_size} ranks, so its gradients "
+                "would not be averaged over them: leave ignored_modules out, or freeze it"
+            )
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
+def keep_attention(model: nn.Module, keep: KeepAttention) -> None:
+    """In checkpoints that transformers and accelerate have put into the model, where nobody gave
+    them a `context_fn`. Reentrant ones take none: they attend a second time."""
+    for module in model.modules():
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            function = getattr(module, name, None)
+            if (
+                isinstance(function, partial)
+                and function.func is checkpoint
+                and function.keywords.get("use_reentrant") is False
+                and "context_fn" not in function.keywords
+            ):
+                setattr(module, name, partial(function, context_fn=keep))
