@@ -70,9 +70,11 @@ def compared(rank: int, world_size: int) -> list[Any]:
 
     answers: list[Any] = []
     with ModelContextParallel(model, untested=True) as cp:
-        for batch in ALL:
+        for batch in ALL[1:]:
             report = doctor(step, batch.whole, model, cp, reduce_gradients=add_up)
             answers.append(str(report.cause))
+    with ModelContextParallel(model, untested=True) as cp:
+        assert step(model, ALL[0].whole).loss.requires_grad
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, x: x + x.roll(1, 1))
     with ModelContextParallel(model, untested=True) as cp:
         try:
@@ -86,9 +88,40 @@ def compared(rank: int, world_size: int) -> list[Any]:
 def test_untested_models_are_compared_with_one_process_by_themselves(
     model_pool: WorkerPool,
 ) -> None:
-    """Batches of all kinds: plain, padded on both sides, packed."""
+    """Batches of all kinds: padded on both sides, packed, plain."""
     for *right, wrong, is_clean in model_pool.run(compared, 2):
         assert all("ranks compute what one process does" in words for words in right), right
         assert "HeliumForCausalLM is untested, and on ranks it is not the model" in wrong
         assert "model.layers.0.mlp looks at neighbouring tokens" in wrong
         assert is_clean
+
+
+def of_trainer(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Before training, after it (so wrapped by DDP), and where a subclass shifts labels again."""
+    from torch.nn.functional import cross_entropy
+
+    from support.tiny_trainer import RUNS, launched
+
+    with launched(rank, world_size):
+        trainer = RUNS["data-parallel"].trainer(folder, 2, world_size // 2)
+        answers = [str(trainer.doctor())]
+        trainer.train()
+        answers.append(str(trainer.doctor()))
+
+        def compute_loss(model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits = model(**inputs.model_inputs()).logits
+            return cross_entropy(logits[:, :-1].flatten(0, 1), inputs.labels[:, 1:].flatten())
+
+        trainer.compute_loss = compute_loss
+        answers.append(str(trainer.doctor()))
+        trainer.close()
+    return answers
+
+
+def test_a_trainer_asks_the_doctor_before_and_after_training(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    for before, after, shifted in model_pool.run(of_trainer, 4, str(tmp_path)):
+        assert before.startswith("ranks compute what one process does")
+        assert after.startswith("ranks compute what one process does")
+        assert shifted.startswith("labels are shifted twice")

@@ -47,7 +47,8 @@ def of_activations(seen: Activations, model: nn.Module) -> Cause | None:
             )
         return Cause("positions", f"{what}, first in {where}: {_POSITIONS}", where)
     attends = _is_of(name, "result") or any(
-        x.startswith(f"{where}: ") or x.startswith(f"{where}.") and ": " in x for x in seen.ranks[0]
+        x.startswith(f"{where}: ") or (x.startswith(f"{where}.") and ": " in x)
+        for x in seen.ranks[0]
     )
     if attends:
         return _of_attention(seen, errors, where)
