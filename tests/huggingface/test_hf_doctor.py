@@ -4,16 +4,25 @@ and `generate`, which works on whole sequences at any time."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mesh_attention import MeshAttentionError
 from support.pool import WorkerPool
+
+
+def refused(action: Callable[[], Any]) -> str:
+    with pytest.raises((MeshAttentionError, AttributeError)) as raised:
+        action()
+    return str(raised.value)
 
 
 def generating(rank: int, world_size: int) -> list[Any]:
     import torch
 
-    from mesh_attention import MeshAttentionError
     from mesh_attention.huggingface import ModelContextParallel
     from support.tiny_models import PLAIN, make_model, on_ranks
 
@@ -21,18 +30,17 @@ def generating(rank: int, world_size: int) -> list[Any]:
     ids = PLAIN.whole["input_ids"]
     how = {"max_new_tokens": 5, "do_sample": False}
     before = model.generate(ids, **how)
-    told = []
     with ModelContextParallel(model) as cp:
         loss = on_ranks(cp, model, PLAIN)[0].value
         meanwhile = model.generate(ids, **how)
         again = on_ranks(cp, model, PLAIN)[0].value
-        part = cp.shard_batch(input_ids=ids)
-        wrong = [lambda: model.generate(part.input_ids), lambda: copy.deepcopy(model).generate(ids)]
-        for action in wrong:
-            try:
-                action()
-            except MeshAttentionError as error:
-                told.append(str(error))
+        part = cp.shard_batch(input_ids=ids, advantages=torch.ones(ids.shape))
+        assert model(**part.to("cpu").model_inputs()).logits.shape[1] == part.advantages.shape[1]
+        assert "it has input_ids, position_ids, documents, advantages" in refused(lambda: part.x)
+        told = [
+            refused(lambda: model.generate(part.input_ids)),
+            refused(lambda: copy.deepcopy(model).generate(ids)),
+        ]
     after = model.generate(ids, **how)
     assert "generate" not in vars(model)
     return [torch.equal(before, meanwhile) and torch.equal(before, after), loss == again, *told]
@@ -51,7 +59,7 @@ def compared(rank: int, world_size: int) -> list[Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mesh_attention import MeshAttentionError, doctor
+    from mesh_attention import doctor
     from mesh_attention.huggingface import ModelContextParallel
     from support.tiny_models import _COMMON, ALL
 
@@ -77,10 +85,7 @@ def compared(rank: int, world_size: int) -> list[Any]:
         assert step(model, ALL[0].whole).loss.requires_grad
     model.model.layers[0].mlp.register_forward_hook(lambda _, __, x: x + x.roll(1, 1))
     with ModelContextParallel(model, untested=True) as cp:
-        try:
-            cp.shard_batch(**ALL[0].whole)
-        except MeshAttentionError as error:
-            answers.append(str(error))
+        answers.append(refused(lambda: cp.shard_batch(**ALL[0].whole)))
         answers.append(all(p.grad is None for p in model.parameters()))
     return answers
 

@@ -74,6 +74,7 @@ class ModelContextParallel(OneProcess):
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
         self._door: _Door | None = None
+        self._names = frozenset(inspect.signature(own.forward).parameters)
         self._uncompared = model if untested and config.model_type not in SHOWN else None
         try:
             for kind in rest:

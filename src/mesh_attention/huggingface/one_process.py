@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Protocol
 from warnings import warn
@@ -38,6 +39,7 @@ class OneProcess(ContextParallel):
     until it has been compared."""
 
     _door: Door | None
+    _names: frozenset[str]  # that the model's forward takes
     _uncompared: nn.Module | None
 
     @contextmanager
@@ -55,11 +57,11 @@ class OneProcess(ContextParallel):
             self._door = door
 
     def shard_batch(self, **batch: Any) -> ShardedBatch:
-        """As of `ContextParallel`."""
+        """As of `ContextParallel`. Other tensors go to the model only if it names them."""
         model, self._uncompared = self._uncompared, None
         if model is not None:
             _compare(self, model, batch)
-        return super().shard_batch(**batch)
+        return replace(super().shard_batch(**batch), of_model=self._names)
 
     def plain_step(self) -> Step:
         """For `doctor`, which asks for it before it compares the model."""
