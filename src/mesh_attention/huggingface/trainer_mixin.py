@@ -210,6 +210,8 @@ class ContextParallelMixin(_Base):
         """Accelerate takes a model that was evaluated before for one that is wrapped already."""
         if self.model_wrapped is self.model:
             self.model._is_accelerate_prepared = False
+        if isinstance(self.model, FSDPModule):  # and would put checkpoints into checkpoints
+            self.accelerator.state.fsdp_plugin.activation_checkpointing = False
         return super().train(*args, **more)
 
     def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
