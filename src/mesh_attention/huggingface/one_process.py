@@ -132,15 +132,7 @@ def _compare(cp: OneProcess, model: nn.Module, batch: Mapping[str, Any]) -> None
                 dist.all_reduce(parameter.grad, group=group)
 
     first = batch[name][:1, :_COMPARED].to(next(model.parameters()).device)
-    report = diagnose(
-        step,
-        {name: first},
-        model,
-        [cp],
-        everyone=group,
-        plain=plain,
-        reduce_gradients=None if is_fsdp else add_up,
-    )
+    report = diagnose(step, {name: first}, model, [cp], group, plain, None if is_fsdp else add_up)
     if not report.is_right:
         raise MeshAttentionError(
             f"{type(model).__name__} is untested, and on ranks it is not the model that it is on "
