@@ -97,8 +97,8 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
     labels[:, 3:9] = -100
     batch = {"input_ids": ids, "labels": labels}
     starts = STARTS if "documents" in fault else (0, TOKENS)
-    sizes = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
-    cp = ContextParallel(causal=True, **sizes)
+    sizes: Any = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
+    cp: Any = ContextParallel(causal=True, **sizes)
     model: Any = DistributedDataParallel(plain_model) if fault != "not reduced" else plain_model
 
     def step(model: Any, whole: dict[str, Tensor]) -> Any:
@@ -199,9 +199,10 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
     ids = torch.randint(1, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(rank // 2))
     real = torch.arange(21) < torch.tensor([[21], [13]])
     batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real}
+    cp: Any
     with ContextParallel(mesh["cp"], causal=True) as cp:
 
-        def step(model: Any, whole: dict[str, Tensor], fault: bool = False) -> Any:
+        def step(model: Any, whole: Any, fault: bool = False) -> Any:
             part = cp.shard_batch(**whole)
             attend = lambda *x: cp.attention(*x, documents=part.documents)  # noqa: E731
             counted = torch.arange(part.input_ids.shape[1])[None]
@@ -216,7 +217,7 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
         before = state(model, optimizer)
         answers = []
         for wrong in (False, True, False):
-            report = doctor(lambda *x: step(*x, wrong), batch, model, cp)  # noqa: B023
+            report = doctor(lambda m, x: step(m, x, wrong), batch, model, cp)  # noqa: B023
             answers.append(report.cause.kind)
             for a, b in zip(state(model, optimizer), before, strict=True):
                 assert torch.equal(a, b)

@@ -121,11 +121,11 @@ def _behind_edges(seen: Activations, wrong: Tensor) -> int | None:
 
 
 def of_randomness(
-    first: dict[str, Tensor], second: dict[str, Tensor] | None, limit: float
+    first: dict[str, Tensor], second: dict[str, Tensor], limit: float
 ) -> Cause | None:
     """Of two runs on ranks with different seeds."""
     for name, x in first.items():
-        other = (second or {}).get(name)
+        other = second.get(name)
         if other is not None and float((x - other).abs().max()) > limit * float(x.abs().max()):
             where = name.partition(": ")[0]
             return Cause(

@@ -131,7 +131,8 @@ def diagnose(
                 cause = of_loss(loss, of_targets, of_labels, limit)
         if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
-            cause = of_randomness(ours.record.seen, again and again.record.seen, limit) or cause
+            if again is not None:
+                cause = of_randomness(ours.record.seen, again.record.seen, limit) or cause
     errors = {name: float(x.max()) for name, x in seen.errors.items()}
     cause = cause or Cause("nothing", "ranks compute what one process does")
     numbers = loss, whole.value, grads.errors, errors, limit
@@ -200,7 +201,7 @@ def _loss(group: Any, ours: Run, whole: float) -> float:
     """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
     if ours.is_of_all:
         return ours.value
-    values = _gathered(group, ours.value)
+    values: list[float] = _gathered(group, ours.value)
     return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
 
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Kind = Literal[
-    *("nothing", "error", "batches", "layout", "heads first", "positions", "documents"),
-    *("attention", "token mixing", "randomness", "labels", "loss", "gradient scale"),
-    *("gradients not reduced", "gradients"),
-]
+    "nothing", "error", "batches", "layout", "heads first", "positions", "documents", "attention",
+    "token mixing", "randomness", "labels", "loss", "gradient scale", "gradients not reduced",
+    "gradients",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,10 @@ def _watched(cp: ContextParallel, done: Run) -> Iterator[None]:
         yield
         if done.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
-            starts = (0, taken.plan.problem.q_tokens)
-            where = taken.rank, taken.plan.devices, taken.words
-            done.shards = Shards(*taken.plan.shards, *where, starts=(starts, starts))
+            plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
+            done.shards = Shards(
+                *plan.shards, taken.rank, plan.devices, taken.words, starts=(starts, starts)
+            )
     finally:
         del calls.cut, cp.shard_batch
 

@@ -83,4 +83,4 @@ def deal_to_replicas(accelerator: Accelerator, mesh: DeviceMesh) -> None:
             accelerator._dataloaders.append(loader)
         return loader
 
-    accelerator.prepare_data_loader = prepare  # type: ignore[method-assign]
+    accelerator.prepare_data_loader = prepare
