@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -97,6 +98,17 @@ class ModelContextParallel(ContextParallel):
             self._by_kind[kind] = cp
             self._calls.companions.append(cp._calls)
         return self._by_kind[kind]
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """A block in which the model attends as before, to what each rank gives it: `generate`."""
+        door = self._door
+        assert door is not None
+        door.remove()
+        try:
+            yield
+        finally:
+            door.open()
 
     def close(self) -> None:
         if self._door is not None:
@@ -222,9 +234,12 @@ class _Door:
             raise MeshAttentionError("the model has a ModelContextParallel already; close() it")
         self._model, self._cp = model, cp
         self._names = [*inspect.signature(model.forward).parameters]
-        self._before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
+        self.open()
+
+    def open(self) -> None:
+        self._before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(NAME)
+        self._hook = self._model.register_forward_pre_hook(self, with_kwargs=True)
 
     def remove(self) -> None:
         self._hook.remove()

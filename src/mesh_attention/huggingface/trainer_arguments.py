@@ -56,6 +56,14 @@ def refuse_arguments(args: Any, more: Mapping[str, Any]) -> None:
             bool(config is not None and config.dispatch_batches),
             "every rank reads its own batches",
         ),
+        "use_vllm": (
+            bool(getattr(args, "use_vllm", False)),
+            "it deals prompts out to all ranks, and those of a sequence need the same",
+        ),
+        "use_transformers_continuous_batching": (
+            bool(getattr(args, "use_transformers_continuous_batching", False)),
+            "it attends in its own way; generate without it",
+        ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
     for name, (is_given, why) in refused.items():

@@ -5,6 +5,9 @@
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
 batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
 puts logits together again. DDP averages gradients over all ranks, as ever.
+
+A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
+model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.data_parallel_view import DataParallelView
+from mesh_attention.huggingface.loss_writer import refuse_trainer, takes_whole_batches
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.repeated_samples import (
     count_samples,
@@ -29,6 +34,7 @@ from mesh_attention.huggingface.repeated_samples import (
     without_repeated,
 )
 from mesh_attention.huggingface.trainer_arguments import refuse_arguments
+from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -43,8 +49,13 @@ class ContextParallelMixin(_Base):
 
     All else is as of the other class; start it with torchrun. `trainer.cp` is the
     `ModelContextParallel`, and `close()` gives the model its own attention back.
+
+    A `compute_loss` of your own gets whole batches, and whole logits from the model, which every
+    rank then holds. With `takes_sharded_batches = True` in the class it gets a `ShardedBatch`.
     """
 
+    takes_sharded_batches = False
+    _generates_whole = False
     loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
 
     def __init__(
@@ -57,6 +68,12 @@ class ContextParallelMixin(_Base):
         # Not by its place: the order of arguments differs between Trainers.
         given = (*positional, *named.values())
         refuse_arguments(next((x for x in given if isinstance(x, TrainingArguments)), None), named)
+        self._cp_options = cp_options or {}
+        self._is_whole = takes_whole_batches(type(self), ContextParallelMixin)
+        if self._is_whole:
+            untested = bool(self._cp_options.get("untested", False))
+            refuse_trainer(type(self), generates=self._generates_whole, untested=untested)
+            self.loss_is_scaled_for_ga = getattr(super(), "loss_is_scaled_for_ga", None)
         super().__init__(*positional, **named)
         world_size = dist.get_world_size() if dist.is_initialized() else 0
         if self.args.world_size != world_size:  # DDP would not be where ranks are
@@ -76,11 +93,30 @@ class ContextParallelMixin(_Base):
                 "once: a rank with fewer batches would be waited for"
             )
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
-        self.cp = ModelContextParallel(self.model, self.mesh["cp"], **(cp_options or {}))
+        self._whole_models: list[WholeModel] = []
         self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.model_accepts_loss_kwargs = True  # versions without loss_is_scaled_for_ga ask this
+        if self._is_whole:
+            DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
+            self.cp = self._made_whole(self.model)
+            if getattr(self, "ref_model", None) is not None:  # of TRL
+                self._made_whole(self.accelerator.unwrap_model(self.ref_model))
+        else:
+            self.cp = ModelContextParallel(self.model, self.mesh["cp"], **self._cp_options)
+            self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
+
+    def _made_whole(self, model: Any) -> ModelContextParallel:
+        """The model takes whole batches from here on. A head that reads one token of a sequence is
+        left out: it finds that token in the whole hidden states."""
+        own = getattr(model, "get_base_model", lambda: model)()  # of peft
+        if type(own).__name__.endswith("ForSequenceClassification"):
+            model = own.base_model
+        cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
+        self._whole_models.append(WholeModel(model, cp))
+        return cp
 
     def close(self) -> None:
+        for whole in self._whole_models:
+            whole.close()
         self.cp.close()
 
     def get_cp_size(self) -> int:
@@ -98,7 +134,8 @@ class ContextParallelMixin(_Base):
                 num_processes=self.mesh["dp"].size(),
                 process_index=self.mesh["dp"].get_local_rank(),
                 split_batches=accelerator.split_batches,
-                put_on_device=False,
+                device=accelerator.device,
+                put_on_device=self._is_whole,
                 rng_types=accelerator.rng_types.copy(),
                 even_batches=accelerator.even_batches,
                 use_seedable_sampler=accelerator.use_seedable_sampler,
@@ -113,6 +150,8 @@ class ContextParallelMixin(_Base):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The batches of a step, sharded, and the number of their targets on all ranks."""
+        if self._is_whole:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         wholes = (next(epoch_iterator, None) for _ in range(num_batches))
         parts = [self._shard(whole) for whole in wholes if whole is not None]
         return parts, self._get_num_items_in_batch(parts, device)
@@ -128,6 +167,9 @@ class ContextParallelMixin(_Base):
         return self.cp.shard_batch(**arguments)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if self._is_whole:  # gathered from data-parallel ranks, and then divided by all sizes
+            number = super()._get_num_items_in_batch(batch_samples, device)
+            return None if number is None else number * self.cp_size
         counts = [part.num_targets for part in batch_samples]
         if not counts or any(count is None for count in counts):
             if counts:
@@ -144,6 +186,9 @@ class ContextParallelMixin(_Base):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Of whole batches, each counted once."""
+        if self._is_whole:
+            super()._track_num_input_tokens(inputs)
+            return
         wanted = self.args.include_num_input_tokens_seen
         if wanted == "no":
             return
@@ -187,6 +232,8 @@ class ContextParallelMixin(_Base):
     ) -> Any:
         """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP takes
         the mean of them, and so does what is logged."""
+        if self._is_whole:  # asked by an override, for what it builds on
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**inputs.model_inputs(), use_cache=False)
         mean = self.cp.cross_entropy(
             outputs.logits,
@@ -208,6 +255,8 @@ class ContextParallelMixin(_Base):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of a whole batch; logits are whole and in order on all ranks of the group."""
+        if self._is_whole:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         loader = self.accelerator.gradient_state.active_dataloader
         note_remainder(loader, self.mesh["dp"], inputs)
         whole = without_repeated(loader, self.mesh["dp"], inputs)
@@ -228,8 +277,9 @@ class ContextParallelMixin(_Base):
         return loss, logits, None if labels is None else labels.to(self.args.device)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
-        count_samples(dataloader, self.mesh["dp"])
-        self.gather_function = self._gather
+        if not self._is_whole:
+            count_samples(dataloader, self.mesh["dp"])
+            self.gather_function = self._gather
         return super().evaluation_loop(dataloader, *args, **more)
 
     def _gather(self, x: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""TRL's trainers on ranks: what they log and their parameters after a few steps are those of TRL on
+one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from support.tiny_trl import Trained
+
+EXACT = 1e-5
+
+
+def one_process(rank: int, world_size: int, folder: str, names: list[str]) -> list[Trained]:
+    from support.tiny_trl import RUNS, launched, train
+
+    results = []
+    for name in names:
+        with launched(0, 0):
+            results.append(train(RUNS[name].trainer(folder, None)))
+    return results
+
+
+def on_ranks(
+    rank: int, world_size: int, folder: str, names: list[str], cp_size: int
+) -> list[Trained]:
+    from support.tiny_trl import RUNS, launched, train
+
+    results = []
+    for name in names:
+        with launched(rank, world_size):
+            trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
+            results.append(train(trainer))
+            trainer.close()
+    return results
+
+
+def check(results: list[list[Trained]], wanted: list[Trained], names: list[str]) -> None:
+    for of_rank in results:
+        for run, (logged, parameters), (true_logged, true_parameters) in zip(
+            names, of_rank, wanted, strict=True
+        ):
+            assert len(logged) == len(true_logged)
+            for line, true_line in zip(logged, true_logged, strict=True):
+                assert line == pytest.approx(true_line, rel=EXACT, abs=EXACT), run
+            assert parameters.keys() == true_parameters.keys()
+            for name, p in parameters.items():
+                wanted_p = true_parameters[name]
+                assert (p - wanted_p).abs().max() <= EXACT * wanted_p.abs().max(), (run, name)
+
+
+def on_two(pool: WorkerPool, folder: Path, names: list[str]) -> None:
+    [wanted] = pool.run(one_process, 1, str(folder), names)
+    check(pool.run(on_ranks, 2, str(folder), names, 2), wanted, names)
+
+
+def test_fine_tuning_by_trl_on_two_ranks_is_that_of_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    on_two(
+        model_pool,
+        tmp_path,
+        [
+            "completions, padded",
+            "completions, packed",
+            "wrapped",
+            "padding-free",
+            "assistant only, adapters",
+        ],
+    )
