@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 EXACT = 1e-5
 
 
-def one_process(rank: int, world_size: int, folder: str, names: list[str]) -> list[Trained]:
+def of_trl(rank: int, world_size: int, folder: str, names: list[str]) -> list[Trained]:
     from support.tiny_trl import RUNS, launched, train
 
     results = []
     for name in names:
-        with launched(0, 0):
-            results.append(train(RUNS[name].trainer(folder, None)))
+        with launched(rank, 0 if world_size == 1 else world_size):
+            results.append(train(RUNS[name].trainer(folder, None, world_size)))
     return results
 
 
@@ -55,7 +55,7 @@ def check(results: list[list[Trained]], wanted: list[Trained], names: list[str])
 
 
 def on_two(pool: WorkerPool, folder: Path, names: list[str]) -> None:
-    [wanted] = pool.run(one_process, 1, str(folder), names)
+    [wanted] = pool.run(of_trl, 1, str(folder), names)
     check(pool.run(on_ranks, 2, str(folder), names, 2), wanted, names)
 
 
@@ -73,3 +73,21 @@ def test_fine_tuning_by_trl_on_two_ranks_is_that_of_one_process(
             "assistant only, adapters",
         ],
     )
+
+
+def test_preferences_scores_and_policies_on_two_ranks_are_those_of_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    on_two(model_pool, tmp_path, ["preferences", "preferences, adapters", "scores", "policy"])
+
+
+def test_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Data-parallel ranks of TRL evaluate and sample in their own way, so they are what it is
+    compared with."""
+    names = ["completions, padded", "completions, packed", "preferences", "scores", "policy"]
+    wanted = model_pool.run(of_trl, 2, str(tmp_path), names)
+    results = model_pool.run(on_ranks, 4, str(tmp_path), names, 2)
+    check(results[:2], wanted[0], names)
+    check(results[2:], wanted[1], names)
