@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -92,7 +93,10 @@ class Run:
     num_evaluated: int | None = None  # as many
     stream: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+    on_ranks: dict[str, Any] = field(default_factory=dict)  # arguments that one process lacks
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    loss: str | None = None  # compute_loss_func
+    from_init: bool = False  # the model is made by model_init
 
     def trainer(self, folder: str, cp_size: int | None, dp_size: int = 1) -> Any:
         """`cp_size` None: that of transformers, on one process."""
@@ -119,7 +123,7 @@ class Run:
             per_device_eval_batch_size=self.batch_size // dp_size,
             report_to=[],
             disable_tqdm=True,
-            **usual | self.arguments,
+            **usual | self.arguments | (self.on_ranks if cp_size else {}),
         )
         texts, evaluated = Texts(self.num_examples), Texts(self.num_evaluated or self.num_examples)
         given: dict[str, Any] = {
@@ -128,9 +132,23 @@ class Run:
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
+        if self.loss is not None:
+            given["compute_loss_func"] = globals()[self.loss]
+        if self.from_init:
+            given["model_init"] = lambda: make_model(self.model, **self.changes)
+            model = None
         if cp_size is None:
             return Trainer(model, arguments, **given)
         return ContextParallelTrainer(model, arguments, cp_size=cp_size, **given)
+
+
+def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """A loss of whole sequences: of logits of neighbours, wherever they are."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    real = targets != -100
+    chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    apart = (chosen - logits.logsumexp(-1)).square() + (outputs.logits[:, 1:] - logits).mean(-1)
+    return (apart * real).sum() / num_items_in_batch
 
 
 def _metrics(found: Any) -> dict[str, float]:
@@ -166,7 +184,17 @@ def train(trainer: Any) -> Trained:
     names += ("eval_loss", "eval_logits", "eval_rows")
     logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
     trained = trainer.model.named_parameters()
-    return logged, {n: p.detach().clone() for n, p in trained if p.requires_grad}
+    return logged, {_name(n): _whole(p) for n, p in trained if p.requires_grad}
+
+
+def _name(name: str) -> str:
+    """As before it was wrapped."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _whole(parameter: Any) -> Tensor:
+    x: Tensor = parameter.detach()
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
@@ -176,7 +204,20 @@ def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
     }
 
 
+def _fsdp2(**config: Any) -> dict[str, Any]:
+    return {"fsdp": True, "fsdp_config": {"version": 2, **config}}
+
+
 RUNS = {
+    "FSDP2": Run("llama", on_ranks=_fsdp2(), arguments={"max_steps": 5}),
+    "FSDP2 tied": Run("gemma2", changes={"tie_word_embeddings": True}, on_ranks=_fsdp2(activation_checkpointing=True), arguments={"max_steps": 5, "gradient_accumulation_steps": 2}),
+    "FSDP2 LoRA": Run("llama", lora=True, on_ranks=_fsdp2(cpu_ram_efficient_loading=True), arguments=_checkpoints(False)),
+    "FSDP2 compiled": Run("llama", on_ranks=_fsdp2() | {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "own loss": Run("llama", loss="squared", batch_size=4, arguments={"max_steps": 3, "gradient_accumulation_steps": 2}, on_ranks=_fsdp2()),
+    "model_init": Run("llama", from_init=True, on_ranks=_fsdp2()),
+    "bf16": Run("llama", num_examples=4, on_ranks=_fsdp2(), arguments={"bf16": True, "max_steps": 2}),
+    "bf16 ddp": Run("llama", num_examples=4, arguments={"bf16": True, "max_steps": 2}),
+    "compiled": Run("llama", on_ranks= {"torch_compile": True, "torch_compile_backend": "eager"}),
     "windows, accumulated": Run(
         "gemma3_text",
         arguments={

@@ -60,7 +60,7 @@ class ModelContextParallel(ContextParallel):
         handled: Collection[str] = (),
         **options: Any,
     ) -> None:
-        own = _transformers_model(model)
+        self.model = own = _transformers_model(model)
         config = own.config.get_text_config()
         _refuse(own, config, untested, options)
         refuse_token_mixers(own, handled)

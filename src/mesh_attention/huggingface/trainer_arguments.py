@@ -3,23 +3,13 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 
 
-def refuse_arguments(args: Any, more: Mapping[str, Any]) -> None:
-    """args  `TrainingArguments`, or None
-    more   the other arguments of the Trainer, by name"""
-    wrong = {
-        "compute_loss_func": "it would get this rank's logits, and targets for labels; "
-        "override compute_loss, whose inputs are a sharded batch",
-        "model_init": "give the model",
-    }
-    for name, way_out in wrong.items():
-        if more.get(name) is not None:
-            raise MeshAttentionError(f"{name} is not supported: {way_out}")
+def refuse_arguments(args: Any) -> None:
+    """`TrainingArguments`, or None, before anything is made of them."""
     if args is None:
         return
     config = args.accelerator_config
@@ -28,16 +18,12 @@ def refuse_arguments(args: Any, more: Mapping[str, Any]) -> None:
             args.parallelism_config is not None,
             "accelerate's own context parallelism; leave it out, cp_size says all",
         ),
-        "deepspeed": (bool(args.deepspeed), "it reduces gradients in its own way"),
-        "fsdp": (bool(args.fsdp), "FSDP2 with a loop of your own is in docs/training.md"),
-        "torch_compile": (
-            bool(args.torch_compile),
-            "it compiles what DDP wraps; in a loop of your own torch.compile(model) is fine",
-        ),
-        "use_liger_kernel": (bool(args.use_liger_kernel), "it makes losses inside the model"),
-        "neftune_noise_alpha": (
-            bool(args.neftune_noise_alpha),
-            "its noise depends on the length, and ranks have a part of it",
+        "deepspeed": (bool(args.deepspeed), "it reduces gradients its own way; take FSDP2"),
+        "use_liger_kernel": (
+            bool(args.use_liger_kernel)
+            and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True),
+            "it makes losses inside the model; with liger_kernel_config="
+            "{'fused_linear_cross_entropy': False} its other kernels are taken",
         ),
         "auto_find_batch_size": (
             bool(args.auto_find_batch_size),
@@ -65,6 +51,28 @@ def refuse_arguments(args: Any, more: Mapping[str, Any]) -> None:
             "it attends in its own way; generate without it",
         ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+
+
+def refuse_settings(trainer: Any) -> None:
+    """What `accelerate launch` may have said in the environment, too."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    refused = {
+        "DeepSpeed": (
+            trainer.is_deepspeed_enabled,
+            "it reduces gradients in its own way; take FSDP2",
+        ),
+        "FSDP1": (
+            plugin is not None and plugin.fsdp_version != 2,
+            "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "parallelism_config": (
+            getattr(trainer.accelerator, "parallelism_config", None) is not None,
+            "accelerate's own; leave it out, cp_size says all",
+        ),
     }
     for name, (is_given, why) in refused.items():
         if is_given:

@@ -4,7 +4,7 @@
 
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
 batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
-puts logits together again. DDP averages gradients over all ranks, as ever.
+puts logits together again. DDP or FSDP2 average gradients over all ranks, as ever.
 
 A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
 model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
@@ -20,12 +20,14 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
+from mesh_attention.huggingface.head_loss import HeadLoss
 from mesh_attention.huggingface.loss_writer import refuse_trainer, takes_whole_batches
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.repeated_samples import (
@@ -33,7 +35,9 @@ from mesh_attention.huggingface.repeated_samples import (
     note_remainder,
     without_repeated,
 )
-from mesh_attention.huggingface.trainer_arguments import refuse_arguments
+from mesh_attention.huggingface.trainer_arguments import refuse_arguments, refuse_settings
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
+from mesh_attention.huggingface.trainer_model import is_compiled, keep_attention, refuse_unreduced
 from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
@@ -46,6 +50,8 @@ class ContextParallelMixin(_Base):
     cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
                 data-parallel, so batches are those of (all ranks / cp_size) processes
     cp_options  as of `ModelContextParallel`
+    linear_loss  losses are made in the model's head, without its logits, where that can be (a head
+                that is a plain matrix). False: always from logits
 
     All else is as of the other class; start it with torchrun. `trainer.cp` is the
     `ModelContextParallel`, and `close()` gives the model its own attention back.
@@ -63,18 +69,20 @@ class ContextParallelMixin(_Base):
         *positional: Any,
         cp_size: int | None = None,
         cp_options: Mapping[str, Any] | None = None,
+        linear_loss: bool = True,
         **named: Any,
     ) -> None:
         # Not by its place: the order of arguments differs between Trainers.
         given = (*positional, *named.values())
-        refuse_arguments(next((x for x in given if isinstance(x, TrainingArguments)), None), named)
-        self._cp_options = cp_options or {}
+        refuse_arguments(next((x for x in given if isinstance(x, TrainingArguments)), None))
+        self._cp_options, self._linear_loss = dict(cp_options or {}), linear_loss
         self._is_whole = takes_whole_batches(type(self), ContextParallelMixin)
         if self._is_whole:
             untested = bool(self._cp_options.get("untested", False))
             refuse_trainer(type(self), generates=self._generates_whole, untested=untested)
             self.loss_is_scaled_for_ga = getattr(super(), "loss_is_scaled_for_ga", None)
         super().__init__(*positional, **named)
+        refuse_settings(self)
         world_size = dist.get_world_size() if dist.is_initialized() else 0
         if self.args.world_size != world_size:  # DDP would not be where ranks are
             raise MeshAttentionError(
@@ -93,30 +101,49 @@ class ContextParallelMixin(_Base):
                 "once: a rank with fewer batches would be waited for"
             )
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
-        self._whole_models: list[WholeModel] = []
+        self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        self._attach(self.model)
         self.accelerator.prepare_data_loader = self._prepare_data_loader
         if self._is_whole:
             DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
-            self.cp = self._made_whole(self.model)
-            if getattr(self, "ref_model", None) is not None:  # of TRL
-                self._made_whole(self.accelerator.unwrap_model(self.ref_model))
         else:
-            self.cp = ModelContextParallel(self.model, self.mesh["cp"], **self._cp_options)
             self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
 
-    def _made_whole(self, model: Any) -> ModelContextParallel:
-        """The model takes whole batches from here on. A head that reads one token of a sequence is
-        left out: it finds that token in the whole hidden states."""
-        own = getattr(model, "get_base_model", lambda: model)()  # of peft
-        if type(own).__name__.endswith("ForSequenceClassification"):
-            model = own.base_model
-        cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
-        self._whole_models.append(WholeModel(model, cp))
-        return cp
+    def _attach(self, model: nn.Module) -> None:
+        self._whole_models: list[WholeModel] = []
+        if self._is_whole:
+            models = (model, getattr(self, "ref_model", None))  # the latter of TRL
+            self._whole_models = [
+                WholeModel.of(x, self.mesh["cp"], self._cp_options) for x in models if x is not None
+            ]
+            self.cp = self._whole_models[0].cp
+        else:
+            self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
+        inside: Any = self.cp.model
+        in_head = self._linear_loss and not self._is_whole
+        self._head_loss = HeadLoss.of(inside) if in_head else None
+        self._noise = None
+        if self._noise_alpha is not None:
+            self._noise = EmbeddingNoise(inside.get_input_embeddings(), self._noise_alpha)
+            for whole in self._whole_models[:1]:
+                whole.noise = self._noise
+        self._ready: nn.Module | None = None  # the wrapped model that was last seen to
+
+    def call_model_init(self, *args: Any, **more: Any) -> Any:
+        """Each training begins with another model, so with another object for it."""
+        model = super().call_model_init(*args, **more)
+        if hasattr(self, "cp"):
+            self.close()
+            self._attach(model)
+        return model
 
     def close(self) -> None:
         for whole in self._whole_models:
             whole.close()
+        for part in (self._head_loss, self._noise):
+            if part is not None:
+                part.remove()
+        self._head_loss = self._noise = None
         self.cp.close()
 
     def get_cp_size(self) -> int:
@@ -156,7 +183,7 @@ class ContextParallelMixin(_Base):
         parts = [self._shard(whole) for whole in wholes if whole is not None]
         return parts, self._get_num_items_in_batch(parts, device)
 
-    def _shard(self, whole: Any) -> ShardedBatch:
+    def _shard(self, whole: Any) -> TrainerBatch:
         if not isinstance(whole, Mapping):
             raise MeshAttentionError(
                 f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
@@ -164,7 +191,7 @@ class ContextParallelMixin(_Base):
         arguments = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
         if "cu_seq_lens_q" in whole:
             arguments["cu_seqlens"] = whole["cu_seq_lens_q"]
-        return self.cp.shard_batch(**arguments)
+        return TrainerBatch.of(self.cp.shard_batch(**arguments), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_whole:  # gathered from data-parallel ranks, and then divided by all sizes
@@ -209,11 +236,11 @@ class ContextParallelMixin(_Base):
         return super().train(*args, **more)
 
     def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
-        if dist.get_world_size() > 1 and not isinstance(model, DistributedDataParallel):
-            raise MeshAttentionError(
-                f"the model is wrapped by {type(model).__name__} and not by "
-                "DistributedDataParallel, so gradients would not be averaged over all ranks"
-            )
+        if model is not self._ready:
+            refuse_unreduced(model)
+            if not is_compiled(model):  # compiled checkpoints keep attention by themselves
+                keep_attention(model, self.cp.keep_attention())
+            self._ready = model
         loss: Tensor = super().training_step(model, *args, **more)
         return self._mean_of_ranks(loss)  # the Trainer adds them up to what people read
 
@@ -230,20 +257,54 @@ class ContextParallelMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP takes
-        the mean of them, and so does what is logged."""
+        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP and
+        FSDP2 take the mean of them, and so does what is logged."""
         if self._is_whole:  # asked by an override, for what it builds on
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        outputs = model(**inputs.model_inputs(), use_cache=False)
-        mean = self.cp.cross_entropy(
-            outputs.logits,
-            inputs.labels,
-            reduce="ddp",
-            data_parallel=self.mesh["dp"],
-            num_targets=num_items_in_batch,
-            label_smoothing=self.args.label_smoothing_factor,
-        )
+        given = inputs.model_inputs() | {"use_cache": False}
+        if self._noise is not None:
+            self._noise.length = inputs.whole["input_ids"].shape[1]
+        if self.compute_loss_func is not None:
+            outputs = model(**given)
+            loss = self._loss_of_whole(outputs, inputs, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+        options: dict[str, Any] = {
+            "reduce": "fsdp" if self.is_fsdp_enabled else "ddp",
+            "data_parallel": self.mesh["dp"],
+            "num_targets": num_items_in_batch,
+            "label_smoothing": self.args.label_smoothing_factor,
+        }
+        if self._head_loss is not None and not return_outputs:
+
+            def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> Any:
+                more |= options
+                return self.cp.linear_cross_entropy(hidden, weight, inputs.labels, **more)
+
+            mean = self._head_loss.mean(model, given, in_head)
+            if mean is not None:
+                return mean.loss
+            logging.get_logger(__name__).warning_once(
+                "this model does more with its logits than to scale or softcap them, so they are "
+                "made as a whole, which takes memory: (tokens of a rank) x vocabulary"
+            )
+            self._head_loss.remove()
+            self._head_loss = None
+        outputs = model(**given)
+        mean = self.cp.cross_entropy(outputs.logits, inputs.labels, **options)
         return (mean.loss, outputs) if return_outputs else mean.loss
+
+    def _loss_of_whole(self, outputs: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """`compute_loss_func` gets logits and labels of whole sequences, as on one process, on all
+        ranks of a group: a mean over data-parallel ranks is left to take."""
+        logits = outputs.logits.contiguous()
+        whole = self.cp.unshard(logits, 1, documents=inputs.documents, grad="sum")
+        labels = inputs.whole["labels"].to(whole.device)
+        loss: Tensor = self.compute_loss_func(
+            type(outputs)(**{**outputs, "logits": whole}),
+            labels,
+            num_items_in_batch=num_items_in_batch,
+        )
+        return loss * self.mesh["dp"].size()
 
     # Evaluation.
 
@@ -267,9 +328,11 @@ class ContextParallelMixin(_Base):
                 outputs = model(**part.model_inputs(), use_cache=False)
             else:
                 count = self._get_num_items_in_batch([part], self.args.device)
-                loss, outputs = self.compute_loss(
-                    model, part, return_outputs=True, num_items_in_batch=count
+                only_loss = prediction_loss_only
+                found = self.compute_loss(
+                    model, part, return_outputs=not only_loss, num_items_in_batch=count
                 )
+                loss, outputs = (found, None) if only_loss else found
                 loss = self._mean_of_ranks(loss)
             if prediction_loss_only:
                 return loss, None, None
@@ -277,10 +340,18 @@ class ContextParallelMixin(_Base):
         return loss, logits, None if labels is None else labels.to(self.args.device)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
+        if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
+            self._shard_model()
         if not self._is_whole:
             count_samples(dataloader, self.mesh["dp"])
             self.gather_function = self._gather
         return super().evaluation_loop(dataloader, *args, **more)
+
+    def _shard_model(self) -> None:
+        """Before any training; accelerate shards a model with its optimizer alone."""
+        self.create_optimizer()
+        self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
+        self.model_wrapped, self.optimizer = self.model, None
 
     def _gather(self, x: Tensor) -> Tensor:
         """From one rank of each context-parallel group, without what the last batch repeats."""

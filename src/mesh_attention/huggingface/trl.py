@@ -9,6 +9,7 @@ of theirs is as it is. A class of your own is `class T(ContextParallelMixin, SFT
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -78,6 +79,8 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
                     f"be a multiple of the {divisor} generations of a prompt"
                 )
         args.generation_batch_size = size
+        texts = {name: deque(x, size) for name, x in self._logs.items() if isinstance(x, deque)}
+        self._logs.update(texts)
         set_seed(args.seed + dp.get_local_rank())  # ranks of a group draw the same tokens
 
     def _generate(self, prompts: list[Any]) -> Any:

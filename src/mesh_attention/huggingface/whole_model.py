@@ -9,16 +9,18 @@ group: DDP and FSDP take the mean over ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.model import ModelContextParallel
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 # What `shard_batch` takes; and what tells kernels of one process about documents, or losses
@@ -39,16 +41,15 @@ class _Call:
 
 
 class WholeModel:
-    """Hooks of a model that a `ModelContextParallel` was made for, or of one without a head.
+    """Hooks of a model that a `ModelContextParallel` was made for.
 
     Per-token results, such as TRL's log-probabilities, are numbers, and cheap to put together.
     Logits take tokens times vocabulary, on every rank, as on one process.
     """
 
-    def __init__(self, model: nn.Module, cp: ModelContextParallel) -> None:
-        base: Any = getattr(model, "get_base_model", None)  # of peft
-        model = model if base is None else base()
-        self.cp = cp
+    def __init__(self, cp: ModelContextParallel) -> None:
+        self.cp, model = cp, cp.model
+        self.noise: EmbeddingNoise | None = None
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._call: _Call | None = None
         self._is_active = True
@@ -57,6 +58,15 @@ class WholeModel:
             model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._join),
         )
+
+    @staticmethod
+    def of(model: nn.Module, group: DeviceMesh, options: Mapping[str, Any]) -> WholeModel:
+        """With an object made for it. A head that reads one token of a sequence is left out: it
+        finds that token in the whole hidden states."""
+        own: Any = getattr(model, "get_base_model", lambda: model)()  # of peft
+        if type(own).__name__.endswith("ForSequenceClassification"):
+            model = own.base_model
+        return WholeModel(ModelContextParallel(model, group, **options))
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -91,6 +101,8 @@ class WholeModel:
                 )
         if whole["input_ids"] is None:
             raise MeshAttentionError("give the model input_ids, of (batch, tokens)")
+        if self.noise is not None:
+            self.noise.length = whole["input_ids"].shape[1]
         device = whole["input_ids"].device
         whole["labels"] = labels if targets is None else targets
         # On the host, where documents are read, and ranks compare that they have the same batch.

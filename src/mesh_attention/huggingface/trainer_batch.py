@@ -1,0 +1,49 @@
+"""A batch of a Trainer: this rank's part, and the whole for what cannot do with a part: a loss that
+somebody else wrote, and noise whose size depends on the length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mesh_attention.train.sharded_batch import ShardedBatch
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerBatch(ShardedBatch):
+    """
+    whole  the batch as data_collator made it, on the CPU: labels are not shifted
+    """
+
+    whole: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(part: ShardedBatch, whole: Mapping[str, Any]) -> TrainerBatch:
+        of_part = {x.name: getattr(part, x.name) for x in fields(ShardedBatch)}
+        return TrainerBatch(**of_part, whole=whole)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TrainerBatch:
+        return TrainerBatch.of(super().to(device, non_blocking=non_blocking), self.whole)
+
+
+class EmbeddingNoise:
+    """NEFTune: `alpha / sqrt(length * width)`, of whole sequences. A hook of the embeddings."""
+
+    def __init__(self, embeddings: nn.Module, alpha: float) -> None:
+        self._alpha = alpha
+        self.length = 0  # of the batch that is trained on; 0: none is
+        self._hook = embeddings.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        if not (module.training and self.length):
+            return embedded
+        most = self._alpha / sqrt(self.length * embedded.shape[-1])
+        return embedded + torch.empty_like(embedded).uniform_(-most, most)
+
+    def remove(self) -> None:
+        self._hook.remove()
