@@ -69,6 +69,10 @@ def refuse_settings(trainer: Any) -> None:
             plugin is not None and plugin.fsdp_version != 2,
             "take FSDP2, fsdp_config={'version': 2}",
         ),
+        "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
+            bool(getattr(trainer, "aux_loss_enabled", False)),
+            "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
+        ),
         "parallelism_config": (
             getattr(trainer.accelerator, "parallelism_config", None) is not None,
             "accelerate's own; leave it out, cp_size says all",
