@@ -143,6 +143,9 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         pass
 
     messages = {}
+    with pytest.raises(MeshAttentionError) as error:
+        type("Last", (KTOTrainer, ContextParallelMixin), {})
+    messages["Last"] = str(error.value)
     for kind in (Generating, Untested):
         with pytest.raises(MeshAttentionError) as error:
             kind()
@@ -164,6 +167,7 @@ def test_what_trl_cannot_do_on_ranks_is_refused_by_name(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
     for messages in model_pool.run(refused, 2, str(tmp_path)):
+        assert "class Last(ContextParallelMixin, ...)" in messages["Last"]
         assert "ContextParallelGRPOTrainer" in messages["Generating"]
         assert "KTOTrainer of TRL has not been shown" in messages["Untested"]
         assert "use_vllm is not supported" in messages["vllm"]

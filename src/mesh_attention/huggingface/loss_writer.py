@@ -6,6 +6,7 @@ a part of a sequence.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from transformers import Trainer
@@ -13,6 +14,17 @@ from transformers import Trainer
 from mesh_attention.errors import MeshAttentionError
 
 TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL
+OLDEST_TRL = (1, 15)  # with a head that gives log-probabilities of labels that are shifted already
+
+
+def refuse_order(trainer: type, mixin: type) -> None:
+    """Behind `Trainer` the mixin would do nothing, in silence."""
+    classes = trainer.__mro__
+    if Trainer in classes and classes.index(Trainer) < classes.index(mixin):
+        raise MeshAttentionError(
+            f"{trainer.__name__} names {mixin.__name__} last, where it does nothing: class "
+            f"{trainer.__name__}({mixin.__name__}, ...)"
+        )
 
 
 def loss_writer(trainer: type, mixin: type) -> Any:
@@ -31,7 +43,11 @@ def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
     of_trl = [x for x in trainer.__mro__ if x.__module__.split(".")[0] == "trl"]
     if not of_trl:
         return
-    name = of_trl[0].__name__
+    name, version = of_trl[0].__name__, str(sys.modules["trl"].__version__)
+    if tuple(int(x) for x in version.split(".")[:2]) < OLDEST_TRL:
+        raise MeshAttentionError(
+            f"TRL {version} is too old: pip install 'mesh-attention[trl]' takes one that fits"
+        )
     if hasattr(trainer, "_generate") and not generates:
         raise MeshAttentionError(
             f"{name} generates, and needs more than ContextParallelMixin: take (or inherit from) "

@@ -28,7 +28,11 @@ from transformers.utils import logging
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
 from mesh_attention.huggingface.head_loss import HeadLoss
-from mesh_attention.huggingface.loss_writer import refuse_trainer, takes_whole_batches
+from mesh_attention.huggingface.loss_writer import (
+    refuse_order,
+    refuse_trainer,
+    takes_whole_batches,
+)
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.repeated_samples import (
     count_samples,
@@ -63,6 +67,10 @@ class ContextParallelMixin(_Base):
     takes_sharded_batches = False
     _generates_whole = False
     loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        refuse_order(cls, ContextParallelMixin)
 
     def __init__(
         self,
