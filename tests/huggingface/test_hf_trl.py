@@ -81,13 +81,24 @@ def test_preferences_scores_and_policies_on_two_ranks_are_those_of_one_process(
     on_two(model_pool, tmp_path, ["preferences", "preferences, adapters", "scores", "policy"])
 
 
+def on_two_by_two(pool: WorkerPool, folder: Path, names: list[str]) -> None:
+    """Data-parallel ranks of TRL evaluate and sample in their own way, so they are what it is
+    compared with."""
+    wanted = pool.run(of_trl, 2, str(folder), names)
+    results = pool.run(on_ranks, 4, str(folder), names, 2)
+    check(results[:2], wanted[0], names)
+    check(results[2:], wanted[1], names)
+
+
 def test_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """Data-parallel ranks of TRL evaluate and sample in their own way, so they are what it is
-    compared with."""
-    names = ["completions, padded", "completions, packed", "preferences", "scores", "policy"]
-    wanted = model_pool.run(of_trl, 2, str(tmp_path), names)
-    results = model_pool.run(on_ranks, 4, str(tmp_path), names, 2)
-    check(results[:2], wanted[0], names)
-    check(results[2:], wanted[1], names)
+    on_two_by_two(model_pool, tmp_path, ["completions, packed", "policy"])
+
+
+@pytest.mark.slow
+def test_all_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    names = ["completions, padded", "padding-free", "assistant only, adapters"]
+    on_two_by_two(model_pool, tmp_path, [*names, "preferences", "scores"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -90,6 +92,18 @@ def many_words(completions: list[str], **_: Any) -> list[float]:
     return [len({*text.split()}) / 10 for text in completions]
 
 
+def first_counts(reward: Any, cp_size: int) -> Any:
+    """Another reward on the other ranks of a group, which draw numbers for it."""
+
+    @wraps(reward)
+    def drawn(completions: list[str], **more: Any) -> list[float]:
+        wrong = int(os.environ.get("RANK", "0")) % cp_size
+        noise = torch.rand(wrong).sum().item()
+        return [x + noise for x in reward(completions, **more)]
+
+    return drawn
+
+
 KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
     "sft": (SFTConfig, SFTTrainer, ours.ContextParallelSFTTrainer, _completed),
     "dpo": (DPOConfig, DPOTrainer, ours.ContextParallelDPOTrainer, _preferred),
@@ -142,7 +156,7 @@ class TrlRun:
         if self.kind == "dpo" and not self.lora:
             given["ref_model"] = make_model(self.model, rms_norm_eps=0.1)  # another model
         if self.kind == "grpo":
-            given["reward_funcs"] = [even_words, many_words]
+            given["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
             model.config._name_or_path = folder  # where the reference is read from
             if self.arguments.get("beta"):
                 model.save_pretrained(folder)

@@ -6,6 +6,8 @@ a context-parallel group have the same batch, so they are one process to such co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,24 +19,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class DataParallelView(Accelerator):
-    """`is_main_process` and what prepares models stay those of all ranks."""
+    """What is gathered comes from data-parallel ranks. The number of processes is theirs only while
+    a batch is worked on: FSDP saves by the number and the index of all."""
 
     dp: DeviceMesh
     cp_size: int
+    _is_on_batch: bool
 
     @staticmethod
     def of(accelerator: Any, dp: DeviceMesh, cp_size: int) -> None:
         """Changes the object: Trainers and callbacks hold it already."""
         accelerator.__class__ = DataParallelView
-        accelerator.dp, accelerator.cp_size = dp, cp_size
+        accelerator.dp, accelerator.cp_size, accelerator._is_on_batch = dp, cp_size, False
+
+    @contextmanager
+    def on_batch(self) -> Iterator[None]:
+        self._is_on_batch = True
+        try:
+            yield
+        finally:
+            self._is_on_batch = False
 
     @property
-    def num_processes(self) -> int:
-        return self.dp.size()
+    def num_processes(self) -> Any:
+        return self.dp.size() if self._is_on_batch else super().num_processes
 
     @property
-    def process_index(self) -> int:
-        return self.dp.get_local_rank()
+    def process_index(self) -> Any:
+        return self.dp.get_local_rank() if self._is_on_batch else super().process_index
 
     def gather(self, tensor: Any) -> Any:
         return recursively_apply(self._gather, tensor, error_on_other_type=True)

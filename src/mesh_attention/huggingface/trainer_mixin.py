@@ -13,6 +13,7 @@ model (`whole_model.py`), as one of as many processes as there are data-parallel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,8 +250,12 @@ class ContextParallelMixin(_Base):
             if not is_compiled(model):  # compiled checkpoints keep attention by themselves
                 keep_attention(model, self.cp.keep_attention())
             self._ready = model
-        loss: Tensor = super().training_step(model, *args, **more)
+        with self._on_batch():
+            loss: Tensor = super().training_step(model, *args, **more)
         return self._mean_of_ranks(loss)  # the Trainer adds them up to what people read
+
+    def _on_batch(self) -> AbstractContextManager[None]:
+        return self.accelerator.on_batch() if self._is_whole else nullcontext()  # type: ignore[no-any-return]
 
     def _mean_of_ranks(self, loss: Tensor) -> Tensor:
         """Of shares as `compute_loss` gives them, so the loss of all targets."""
@@ -325,7 +330,9 @@ class ContextParallelMixin(_Base):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of a whole batch; logits are whole and in order on all ranks of the group."""
         if self._is_whole:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+            with self._on_batch():
+                step: Any = super().prediction_step
+                return step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         loader = self.accelerator.gradient_state.active_dataloader
         note_remainder(loader, self.mesh["dp"], inputs)
         whole = without_repeated(loader, self.mesh["dp"], inputs)

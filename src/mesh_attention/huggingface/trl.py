@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import gather, set_seed
 from torch import Tensor
@@ -94,7 +95,18 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self._gathered_once():
-            return super()._generate_and_score_completions(inputs)
+            batch = super()._generate_and_score_completions(inputs)
+        self._draw_alike()
+        return batch
+
+    def _draw_alike(self) -> None:
+        """TRL shuffles what it has scored, and a reward may have drawn numbers on some ranks."""
+        cuda = self.args.device.type == "cuda"
+        states = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
+        dist.broadcast_object_list(states, group=self.mesh["cp"].get_group(), group_src=0)
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1])
 
     @contextmanager
     def _gathered_once(self) -> Iterator[None]:
