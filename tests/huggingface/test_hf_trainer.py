@@ -44,16 +44,16 @@ def on_ranks(
     return found
 
 
-def check(found: list[list[Trained]], wanted: list[Trained]) -> None:
+def check(found: list[list[Trained]], wanted: list[Trained], exact: float = EXACT) -> None:
     for of_rank in found:
         for (logged, parameters), (true_logged, true_parameters) in zip(
             of_rank, wanted, strict=True
         ):
-            assert logged == [pytest.approx(one, rel=EXACT) for one in true_logged]
+            assert logged == [pytest.approx(one, rel=exact) for one in true_logged]
             assert parameters.keys() == true_parameters.keys()
             for name, p in parameters.items():
                 wanted_p = true_parameters[name]
-                assert (p - wanted_p).abs().max() <= EXACT * wanted_p.abs().max(), name
+                assert (p - wanted_p).abs().max() <= exact * wanted_p.abs().max(), name
 
 
 ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints", "smoothed"]

@@ -208,16 +208,12 @@ def _fsdp2(**config: Any) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": {"version": 2, **config}}
 
 
+_TWO_BY_TWO: dict[str, Any] = {"batch_size": 4, "num_examples": 48, "num_evaluated": 4}
+_KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")  # they need a GPU
+_COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+_SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
+
 RUNS = {
-    "FSDP2": Run("llama", on_ranks=_fsdp2(), arguments={"max_steps": 5}),
-    "FSDP2 tied": Run("gemma2", changes={"tie_word_embeddings": True}, on_ranks=_fsdp2(activation_checkpointing=True), arguments={"max_steps": 5, "gradient_accumulation_steps": 2}),
-    "FSDP2 LoRA": Run("llama", lora=True, on_ranks=_fsdp2(cpu_ram_efficient_loading=True), arguments=_checkpoints(False)),
-    "FSDP2 compiled": Run("llama", on_ranks=_fsdp2() | {"torch_compile": True, "torch_compile_backend": "eager"}),
-    "own loss": Run("llama", loss="squared", batch_size=4, arguments={"max_steps": 3, "gradient_accumulation_steps": 2}, on_ranks=_fsdp2()),
-    "model_init": Run("llama", from_init=True, on_ranks=_fsdp2()),
-    "bf16": Run("llama", num_examples=4, on_ranks=_fsdp2(), arguments={"bf16": True, "max_steps": 2}),
-    "bf16 ddp": Run("llama", num_examples=4, arguments={"bf16": True, "max_steps": 2}),
-    "compiled": Run("llama", on_ranks= {"torch_compile": True, "torch_compile_backend": "eager"}),
     "windows, accumulated": Run(
         "gemma3_text",
         arguments={
@@ -253,6 +249,51 @@ RUNS = {
         num_examples=4,
     ),
     "smoothed": Run(
-        "llama", num_examples=4, arguments={"label_smoothing_factor": 0.2, "max_steps": 2}
+        "llama",
+        num_examples=4,
+        arguments={"label_smoothing_factor": 0.2, "max_steps": 2},
+        on_ranks={"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)},
+    ),
+    # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
+    "tied, softcap, checkpoints of accelerate": Run(
+        "gemma2",
+        **_TWO_BY_TWO,
+        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(activation_checkpointing=True),
+        changes={"tie_word_embeddings": True},
+    ),
+    "LoRA, checkpoints of transformers": Run(
+        "llama",
+        **_TWO_BY_TWO,
+        lora=True,
+        arguments={"max_steps": 5} | _checkpoints(False),
+        on_ranks=_fsdp2(cpu_ram_efficient_loading=True),
+    ),
+    "own loss": Run(
+        "qwen3",
+        **_TWO_BY_TWO,
+        loss="squared",
+        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(),
+    ),
+    "model_init": Run(
+        "llama", from_init=True, num_examples=4, arguments={"max_steps": 5}, on_ranks=_fsdp2()
+    ),
+    "bf16": Run(
+        "llama", num_examples=4, arguments={"bf16": True, "max_steps": 2}, on_ranks=_fsdp2()
+    ),
+    "compiled": Run("llama", on_ranks=_COMPILED),
+    "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),
+    "FSDP2, whole": Run(
+        "llama",
+        num_examples=4,
+        arguments=_SAVED,
+        on_ranks=_fsdp2(state_dict_type="FULL_STATE_DICT"),
+    ),
+    "FSDP2, in shards": Run(
+        "llama",
+        num_examples=4,
+        arguments=_SAVED,
+        on_ranks=_fsdp2(state_dict_type="SHARDED_STATE_DICT"),
     ),
 }

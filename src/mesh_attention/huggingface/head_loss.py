@@ -21,7 +21,13 @@ from mesh_attention.train.means import TokenMean
 # Of hidden states and the head's weight; softcap and bias by name.
 Loss = Callable[..., TokenMean]
 
-_PROBES = (1.0, -2.0, 0.25, 8.0, -64.0, 2.0**17)  # the last is beyond any softcap
+# No powers of two among them, which rounding to 16 bits leaves alone. The second is beyond any cap.
+_PROBES = (1.0, 1e5, -2.7, 0.3, 7.7, -61.0)
+
+
+def _probes(vocabulary: int, like: torch.device | None = None) -> Tensor:
+    """For one token, over the whole vocabulary: models may treat parts of it otherwise."""
+    return torch.tensor(_PROBES, device=like).repeat(-(-vocabulary // len(_PROBES)))[:vocabulary]
 
 
 class HeadLoss:
@@ -57,7 +63,7 @@ class HeadLoss:
         if len(means) != 1:
             return None
         if not self._is_known:  # read once: the host waits for it
-            after = None if seen is None else _AfterHead.of(seen)
+            after = None if seen is None else _AfterHead.of(seen, len(self._head.weight))
             if after is None:
                 return None
             self._is_known = True
@@ -87,8 +93,7 @@ class HeadLoss:
         mean = loss(hidden, head.weight, bias=bias, softcap=self._after.softcap)
         gradient = _Gradient()
         self._means.append((mean, gradient))
-        shape = (*hidden.shape[:-1], len(_PROBES))
-        carried: Tensor = _Carry.apply(mean.loss, shape, gradient)  # type: ignore[no-untyped-call]
+        carried: Tensor = _Carry.apply(mean.loss, len(head.weight), gradient)  # type: ignore[no-untyped-call]
         return carried
 
     @outside_compile
@@ -107,15 +112,14 @@ class _AfterHead:
     softcap: float | None = None
 
     @staticmethod
-    def of(seen: Tensor) -> _AfterHead | None:
-        """From what became of the probes of all tokens."""
-        if seen.shape[-1] != len(_PROBES) or not seen.numel():
+    def of(seen: Tensor, vocabulary: int) -> _AfterHead | None:
+        """From what became of the probes."""
+        if seen.shape != (1, 1, vocabulary) or vocabulary < len(_PROBES):
             return None
-        y = seen.flatten(0, -2)[0].double().cpu()
-        x = torch.tensor(_PROBES, dtype=torch.float64)
+        y, x = seen[0, 0].double().cpu(), _probes(vocabulary).double()
         scale, softcap = y[0], None
-        if not torch.isclose(y[-1], scale * x[-1], rtol=1e-3):
-            softcap = y[-1]
+        if not torch.isclose(y[1], scale * x[1], rtol=1e-3):
+            softcap = y[1]
             scale = softcap * torch.atanh(y[0] / softcap)
         wanted = scale * x if softcap is None else softcap * torch.tanh(scale * x / softcap)
         if not (scale > 0 and torch.allclose(y, wanted, rtol=1e-4)):
@@ -133,9 +137,9 @@ class _Gradient:
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...], gradient: _Gradient) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, vocabulary: int, gradient: _Gradient) -> Tensor:
         ctx.gradient = gradient
-        return torch.tensor(_PROBES, device=loss.device).expand(shape).clone()
+        return _probes(vocabulary, loss.device)[None, None]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]

@@ -42,7 +42,13 @@ from mesh_attention.huggingface.repeated_samples import (
 )
 from mesh_attention.huggingface.trainer_arguments import refuse_arguments, refuse_settings
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
-from mesh_attention.huggingface.trainer_model import is_compiled, keep_attention, refuse_unreduced
+from mesh_attention.huggingface.trainer_model import (
+    is_compiled,
+    keep_attention,
+    refuse_unreduced,
+    reshard,
+    shard_on_cpu,
+)
 from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
@@ -117,6 +123,11 @@ class ContextParallelMixin(_Base):
             DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
         else:
             self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            self.is_fsdp_enabled = shard_on_cpu(self.accelerator, self.args)
 
     def _attach(self, model: nn.Module) -> None:
         self._whole_models: list[WholeModel] = []
@@ -242,6 +253,8 @@ class ContextParallelMixin(_Base):
         """Accelerate takes a model that was evaluated before for one that is wrapped already."""
         if self.model_wrapped is self.model:
             self.model._is_accelerate_prepared = False
+        if isinstance(self.model, FSDPModule):  # and would put checkpoints into checkpoints
+            self.accelerator.state.fsdp_plugin.activation_checkpointing = False
         return super().train(*args, **more)
 
     def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
@@ -360,7 +373,9 @@ class ContextParallelMixin(_Base):
         if not self._is_whole:
             count_samples(dataloader, self.mesh["dp"])
             self.gather_function = self._gather
-        return super().evaluation_loop(dataloader, *args, **more)
+        results = super().evaluation_loop(dataloader, *args, **more)
+        reshard(self.model)
+        return results
 
     def _shard_model(self) -> None:
         """Before any training; accelerate shards a model with its optimizer alone."""

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +17,29 @@ from torch.utils.checkpoint import checkpoint
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor
 from mesh_attention.train.keep_attention import KeepAttention
+
+
+def shard_on_cpu(accelerator: Any, args: Any) -> bool:
+    """Accelerate takes FSDP on GPUs alone, and DDP in silence on processes without one, whose model
+    may be too large for that. All that it does for FSDP2 works there too, once its state says so.
+    False where there are no other processes."""
+    state = accelerator.state
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return True
+
+
+def reshard(model: nn.Module) -> None:
+    """Without a backward pass FSDP2 leaves some parameters whole; an optimizer that is made then
+    would train copies of them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def refuse_unreduced(model: nn.Module) -> None:

@@ -1,0 +1,117 @@
+"""The loss in the head of a model is the one of its logits, whatever the model does with those, or
+the logits are asked for. One process, no ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mesh_attention.train.means import TokenMean
+
+pytest.importorskip("transformers")
+from transformers.modeling_outputs import CausalLMOutput
+
+from mesh_attention.huggingface.head_loss import HeadLoss
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+
+TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
+
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda x: x,
+    "scaled": lambda x: x / 3.0,
+    "softcap": lambda x: 1.5 * torch.tanh(x / 1.5),
+    "both": lambda x: 2.0 * torch.tanh(x * 0.3 / 2.0),
+    "in 16 bits": lambda x: (x.bfloat16() * 0.7).float(),
+    "shifted": lambda x: x + 1.0,
+    "padded": lambda x: x.masked_fill(torch.arange(x.shape[-1]) == 6, -9.0),
+    "cut": lambda x: x[..., :-1],
+}
+
+
+class Model(nn.Module):
+    def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.lm_head, self.after = nn.Linear(5, 4), nn.Linear(4, 7), after
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: Tensor) -> Any:
+        return CausalLMOutput(logits=self.after(self.lm_head(self.body(x).tanh())))
+
+
+def of_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+) -> TokenMean:
+    logits = nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+    return TokenMean(loss, loss.detach(), torch.tensor(TARGETS.numel()))
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    (3 * loss).backward()  # type: ignore[no-untyped-call]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(name: str) -> None:
+    model, x = Model(AFTER[name]), torch.randn(2, 3, 5)
+    loss = cross_entropy(model(x).logits.flatten(0, 1), TARGETS.flatten())
+    wanted = gradients(model, loss)
+    head_loss = HeadLoss.of(model)
+    assert head_loss is not None
+    for turn in range(2):
+        mean = head_loss.mean(model, {"x": x}, of_head)
+        if name in ("in 16 bits", "shifted", "padded", "cut"):
+            assert mean is None
+            break
+        assert mean is not None, turn
+        torch.testing.assert_close(mean.loss, loss.detach(), check_stride=False)
+        for grad, true in zip(gradients(model, mean.loss), wanted, strict=True):
+            torch.testing.assert_close(grad, true)
+    twin = copy.deepcopy(model)  # with a head of its own
+    nn.init.zeros_(twin.lm_head.weight)
+    assert (twin(x).logits != model(x).logits).any()
+    head_loss.remove()
+    assert model(x).logits.shape[:2] == (2, 3)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
+    model, x = Model(AFTER["nothing"]), torch.randn(2, 3, 5)
+    model.after = lambda logits: logits + 0 * model.lm_head(model.body(x))
+    head_loss = HeadLoss.of(model)
+    assert head_loss is not None
+    assert head_loss.mean(model, {"x": x}, of_head) is None
+    head_loss.remove()
+    hook = model.lm_head.register_forward_hook(lambda *_: None)  # it would see no logits
+    assert HeadLoss.of(model) is None
+    hook.remove()
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert HeadLoss.of(model) is None
+
+
+def test_noise_has_the_size_that_the_whole_sequence_says() -> None:
+    """NEFTune's alpha / sqrt(length * width), where a rank has a part of the length."""
+    embeddings = nn.Embedding(5, 4).requires_grad_(False)
+    noise = EmbeddingNoise(embeddings, 8.0)
+    ids = torch.zeros(50, 20, dtype=torch.long)
+    plain = nn.functional.embedding(ids, embeddings.weight)
+    assert torch.equal(embeddings(ids), plain)  # no batch yet
+    noise.length = 400
+    most = (embeddings(ids) - plain).abs().max().item()
+    assert 0.95 * 0.2 < most <= 0.2 + 1e-6  # 8 / sqrt(400 * 4)
+    assert torch.equal(embeddings.eval()(ids), plain)
+    noise.remove()
+    assert torch.equal(embeddings.train()(ids), plain)

@@ -1,0 +1,127 @@
+"""`ContextParallelTrainer` with FSDP2: parameters after five steps are those of transformers' own
+Trainer on one process, and no logits are made on the way.
+
+Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 22 (checkpointing).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_hf_trainer import check, one_process
+
+from support.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from support.tiny_trainer import Trained
+
+
+def on_ranks(
+    rank: int, world_size: int, folder: str, names: list[str], cp_size: int
+) -> list[Trained]:
+    from torch.distributed.fsdp import FSDPModule
+
+    from mesh_attention.train.keep_attention import KeepAttention
+    from support.tiny_trainer import RUNS, launched, train
+
+    results = []
+    for name in names:
+        with launched(rank, world_size):
+            trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
+            lengths: set[int] = set()
+
+            def look(module: Any, args: Any, outputs: Any, lengths: Any = lengths) -> None:
+                if module.training:
+                    lengths.add(outputs.logits.shape[1])
+
+            trainer.cp.model.register_forward_hook(look)
+            results.append(train(trainer))
+            assert isinstance(trainer.model, FSDPModule)
+            if RUNS[name].loss is None and not RUNS[name].from_init:
+                assert lengths == {1}  # of logits; those of batches are 2 or more
+            kept = [x for module in trainer.model.modules() for x in vars(module).values()]
+            contexts = [getattr(x, "keywords", {}).get("context_fn") for x in kept]
+            has_kept = any(isinstance(context, KeepAttention) for context in contexts)
+            assert has_kept == ("checkpoints" in name)
+            trainer.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "names"),
+    [
+        (2, ["tied, softcap, checkpoints of accelerate", "own loss"]),
+        (4, ["LoRA, checkpoints of transformers"]),
+    ],
+)
+def test_four_sharded_ranks_train_as_one_process(
+    model_pool: WorkerPool, tmp_path: Path, cp_size: int, names: list[str]
+) -> None:
+    folder = str(tmp_path)
+    [wanted] = model_pool.run(one_process, 1, folder, names)
+    check(model_pool.run(on_ranks, 4, folder, names, cp_size), wanted)
+
+
+def test_a_model_is_made_anew_for_each_training(model_pool: WorkerPool, tmp_path: Path) -> None:
+    folder, names = str(tmp_path), ["model_init"]
+    [wanted] = model_pool.run(one_process, 1, folder, names)
+    check(model_pool.run(on_ranks, 2, folder, names, 2), wanted)
+
+
+def test_bf16_is_near_to_that_of_one_process(model_pool: WorkerPool, tmp_path: Path) -> None:
+    folder, names = str(tmp_path), ["bf16"]
+    [wanted] = model_pool.run(one_process, 1, folder, names)
+    check(model_pool.run(on_ranks, 2, folder, names, 2), wanted, 0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled", "compiled, FSDP2"])
+def test_a_compiled_model_trains_as_one_process(
+    model_pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    from test_hf_trainer import on_ranks
+
+    [wanted] = model_pool.run(one_process, 1, str(tmp_path), [name])
+    check(model_pool.run(on_ranks, 2, str(tmp_path), [name], 2, seconds=300), wanted)
+
+
+def saved(rank: int, world_size: int, folder: str, name: str) -> None:
+    """A training that goes on from a checkpoint ends as if it had not been interrupted."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from support.tiny_trainer import RUNS, launched
+
+    ends = []
+    for checkpoint in (None, str(Path(folder) / "checkpoint-1")):
+        with launched(rank, world_size):
+            trainer = RUNS[name].trainer(folder, world_size)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            parameters = trainer.model.named_parameters()
+            ends.append({name: parameter.full_tensor() for name, parameter in parameters})
+            trainer.close()
+    whole, resumed = ends
+    for name, parameter in whole.items():
+        assert torch.equal(parameter, resumed[name]), name
+    dist.barrier()
+    if (Path(folder) / "checkpoint-2" / "model.safetensors").is_file():
+        loaded = AutoModelForCausalLM.from_pretrained(str(Path(folder) / "checkpoint-2"))
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("FSDP2, whole", "model.safetensors"),
+        ("FSDP2, in shards", "pytorch_model_fsdp_0/.metadata"),  # of torch.distributed.checkpoint
+    ],
+)
+def test_sharded_trainings_go_on_from_checkpoints_of_both_kinds(
+    model_pool: WorkerPool, tmp_path: Path, name: str, file: str
+) -> None:
+    model_pool.run(saved, 2, str(tmp_path), name)
+    assert (tmp_path / "checkpoint-2" / file).is_file()
