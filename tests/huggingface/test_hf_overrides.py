@@ -113,8 +113,7 @@ def whole_models(rank: int, world_size: int) -> list[str]:
         assert torch.allclose(mixed[real], true[real], atol=1e-4)
     prompt = {"input_ids": RIGHT.whole["input_ids"][:1, : 5 + rank]}  # ranks may differ
     for _ in range(2):
-        with whole.own_attention():
-            generated = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+        generated = model.generate(**prompt, max_new_tokens=4, do_sample=False)
         assert torch.equal(generated, alone.generate(**prompt, max_new_tokens=4, do_sample=False))
         assert torch.allclose(model(**RIGHT.whole).loss, wanted.loss, rtol=EXACT)
     whole.close()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.one_process import Generate, OneProcess
 from mesh_attention.huggingface.token_mixers import refuse_token_mixers
 from mesh_attention.request.attend import attend
 from mesh_attention.request.position_checks import fault_of_positions
@@ -32,7 +32,7 @@ from mesh_attention.train.whole_batch import MARK
 Kind = tuple[int | None, float | None]  # window and softcap of a layer
 
 
-class ModelContextParallel(ContextParallel):
+class ModelContextParallel(OneProcess):
     """A `ContextParallel` for all layers of a model, which then attends over the group.
 
         cp = ModelContextParallel(model, mesh["cp"])
@@ -44,11 +44,15 @@ class ModelContextParallel(ContextParallel):
               that classifies tokens, or one without a head; give it before DDP or FSDP wrap it
     untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
               others than causal, with a window or without, are refused all the same, and so are
-              modules that mix tokens outside of attention (convolutions, state-space layers)
+              modules that mix tokens outside of attention (convolutions, state-space layers).
+              The first `shard_batch` compares the model with one process, up to 2,048 tokens of its
+              first row in both passes, and raises what differs: in time and memory a step of one
+              process on so many tokens, once
     handled   names of classes of such modules that you make see the tokens of all ranks
     options   as of `ContextParallel`, but for those that the model says: sizes and masks
 
-    `close()` gives the model its own attention back, for `generate` say.
+    `generate` works on whole sequences at any time; `with cp.own_attention():` makes the model do
+    so for a while, and `close()` for good.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class ModelContextParallel(ContextParallel):
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
         self._door: _Door | None = None
+        self._names = frozenset(inspect.signature(own.forward).parameters)
+        self._uncompared = model if untested and config.model_type not in SHOWN else None
         try:
             for kind in rest:
                 self._of(kind)
@@ -98,17 +104,6 @@ class ModelContextParallel(ContextParallel):
             self._by_kind[kind] = cp
             self._calls.companions.append(cp._calls)
         return self._by_kind[kind]
-
-    @contextmanager
-    def own_attention(self) -> Iterator[None]:
-        """A block in which the model attends as before, to what each rank gives it: `generate`."""
-        door = self._door
-        assert door is not None
-        door.remove()
-        try:
-            yield
-        finally:
-            door.open()
 
     def close(self) -> None:
         if self._door is not None:
@@ -234,15 +229,18 @@ class _Door:
             raise MeshAttentionError("the model has a ModelContextParallel already; close() it")
         self._model, self._cp = model, cp
         self._names = [*inspect.signature(model.forward).parameters]
-        self.open()
+        self.add()
 
-    def open(self) -> None:
+    def add(self) -> None:
         self._before = self._model.config._attn_implementation
         self._model.set_attn_implementation(NAME)
         self._hook = self._model.register_forward_pre_hook(self, with_kwargs=True)
+        if hasattr(self._model, "generate"):
+            self._model.generate = Generate(self._model, self._cp)
 
     def remove(self) -> None:
         self._hook.remove()
+        self._model.__dict__.pop("generate", None)
         if self._model.config._attn_implementation == NAME:
             self._model.set_attn_implementation(self._before)
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
+from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
 from mesh_attention.huggingface.head_loss import HeadLoss
@@ -42,6 +43,7 @@ from mesh_attention.huggingface.repeated_samples import (
 )
 from mesh_attention.huggingface.trainer_arguments import refuse_arguments, refuse_settings
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
+from mesh_attention.huggingface.trainer_doctor import doctor_of
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
@@ -165,6 +167,11 @@ class ContextParallelMixin(_Base):
                 part.remove()
         self._head_loss = self._noise = None
         self.cp.close()
+
+    def doctor(self, whole: Mapping[str, Any] | None = None, **options: Any) -> Diagnosis:
+        """`mesh_attention.doctor` on a batch as data_collator makes it, or the first of training:
+        `compute_loss` on ranks against the model's own attention on one process."""
+        return doctor_of(self, whole, options)
 
     def get_cp_size(self) -> int:
         return self.cp_size

@@ -87,7 +87,7 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         with ExitStack() as blocks:
             for model in self._whole_models:
-                blocks.enter_context(model.own_attention())
+                blocks.enter_context(model.cp.own_attention())
             completions = [super()._generate(prompts)]
         # Kernels may round differently, and tools may answer differently.
         dist.broadcast_object_list(completions, group=self.mesh["cp"].get_group(), group_src=0)

@@ -9,8 +9,7 @@ group: DDP and FSDP take the mean over ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.attention import NAME
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
 from mesh_attention.train.sharded_batch import ShardedBatch
@@ -52,7 +52,6 @@ class WholeModel:
         self.noise: EmbeddingNoise | None = None
         self._names = [*inspect.signature(type(model).forward).parameters][1:]
         self._call: _Call | None = None
-        self._is_active = True
         self._hooks = (
             # Before the hook of the object, which refuses whole batches.
             model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
@@ -68,25 +67,16 @@ class WholeModel:
             model = own.base_model
         return WholeModel(ModelContextParallel(model, group, **options))
 
-    @contextmanager
-    def own_attention(self) -> Iterator[None]:
-        """The model attends by itself, to what each rank gives it: for `generate`."""
-        self._is_active = False
-        try:
-            with self.cp.own_attention():
-                yield
-        finally:
-            self._is_active = True
-
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self.cp.close()
 
-    def _shard(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _shard(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._call = None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        if not self._is_active or arguments.get("documents") is not None:  # sharded by the caller
+        attends_by_itself = model.config._attn_implementation != NAME  # as when it generates
+        if attends_by_itself or arguments.get("documents") is not None:  # sharded by the caller
             return None
         whole = {name: arguments.pop(name, None) for name in _TOKENS}
         labels, targets = (arguments.pop(name, None) for name in ("labels", "shift_labels"))

@@ -1,0 +1,275 @@
+"""`doctor`: is training on ranks that of one process, and if not, why?
+
+    report = doctor(step, whole_batch, model, cp)
+    print(report)
+
+`step(model, whole_batch)` is training code up to its loss: it cuts the batch, runs the model and
+returns the loss. It runs on ranks and once more on one process, and what both compute is compared:
+losses, gradients as the framework has reduced them, and a few numbers of every module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from mesh_attention.api.context_parallel import ContextParallel
+from mesh_attention.diagnose.causes import of_activations, of_gradients, of_loss, sums_of_labels
+from mesh_attention.diagnose.compare import Activations, Gradients
+from mesh_attention.diagnose.record import Recorder, without_dropout
+from mesh_attention.diagnose.report import Cause, Diagnosis
+from mesh_attention.diagnose.runs import Run, Step, inner, nothing_changed, on_one_rank, run
+from mesh_attention.errors import MeshAttentionError
+
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # others: 0.05
+
+
+def doctor(
+    step: Step,
+    whole_batch: Any,
+    model: nn.Module,
+    cp: ContextParallel | Sequence[ContextParallel],
+    *,
+    plain: Step | None = None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """What is wrong with training on ranks, if anything, in words; all processes call it and get
+    the same answer. Parameters, gradients, buffers and random numbers are as before afterwards.
+
+    step              step(model, whole_batch) is training code up to the loss, which it returns as
+                      a tensor or as `cross_entropy` of the object does; doctor calls backward
+    whole_batch       tensors by name, as a data loader gives them to the ranks of the group
+    model             as `step` wants it: plain, or wrapped by DDP or FSDP2
+    cp                the object whose attention the model calls, or a list of all of them
+    plain             plain(model, whole_batch): the loss as code without ranks has it. Without it
+                      `step` itself runs with the objects on one rank, which does not show mistakes
+                      that are wrong on one rank too, such as labels that are shifted twice; a
+                      `ModelContextParallel` has one of its own
+    reduce_gradients  reduce_gradients(model), called after backward on ranks, where no framework
+                      reduces them
+    tolerance         up to which numbers count as equal, as a part of the largest; by the dtype
+
+    Every process computes the whole batch once, in the memory that this takes, and holds three sets
+    of gradients meanwhile: a few thousand tokens say as much as many. With data-parallel ranks the
+    batch is that of the first.
+    """
+    objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
+    of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
+    plain = plain if of_model is None else plain or of_model()
+    differing = _differing_batches(objects[0], whole_batch)
+    if differing is not None:
+        return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
+    box = [tree_map_only(Tensor, lambda x: x.detach().cpu(), whole_batch)]
+    dist.broadcast_object_list(box)
+    return diagnose(
+        step,
+        _like(box[0], whole_batch),
+        model,
+        objects,
+        everyone=None,
+        plain=plain,
+        reduce_gradients=reduce_gradients,
+        tolerance=tolerance,
+    )
+
+
+def diagnose(
+    step: Step,
+    batch: Mapping[str, Any],
+    model: nn.Module,
+    objects: Sequence[ContextParallel],
+    *,
+    everyone: dist.ProcessGroup | None,
+    plain: Step | None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """The same among the processes of `everyone`, who have the same batch, or the groups of
+    different batches do not meet each other."""
+    first, own = objects[0], inner(model)
+    notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
+    with ExitStack() as held:
+        held.enter_context(nothing_changed(model))
+        dropouts = held.enter_context(without_dropout(own))
+        with on_one_rank(objects):
+            record = Recorder(_sizes(batch))
+            whole, failed = _tried(everyone, plain or step, model, batch, record)
+        if whole is None:
+            return _same_everywhere(
+                everyone, Diagnosis(Cause("error", f"on one process: {failed}"))
+            )
+        how = {"cp": first, "reduce_gradients": reduce_gradients}
+        ours, failed = _tried(everyone, step, model, batch, Recorder(None, record), **how)
+        if ours is None:
+            failure = Cause("error", failed or "")
+            return _same_everywhere(everyone, Diagnosis(failure, whole_loss=whole.value))
+        left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
+        if left_out:
+            notes.append(f"dropout was left out, of {', '.join(left_out)}")
+        dtypes = record.dtypes | {p.dtype for p in own.parameters()}
+        limit = tolerance or max((_TOLERANCES.get(x, 0.05) for x in dtypes), default=0.05)
+        group = first._calls.session.groups.parent
+        seen = _activations(group, whole, ours, batch, limit)
+        grads = Gradients.of(everyone, ours.grads, whole.grads, limit)
+        loss = _loss(group, ours, whole.value)
+        cause = _where_heads_are_first(ours.record, record) or of_activations(seen, own)
+        if cause is None:
+            apart = _added_up(model, group, ours, whole, limit)
+            cause = of_gradients(grads, apart, limit, len(seen.ranks))
+            is_equal = abs(loss - whole.value) <= limit * abs(whole.value)
+            if not is_equal and (cause is None or cause.kind == "gradients"):
+                own_sums = sums_of_labels(ours.record.outputs, ours.targets)
+                labels = batch.get("labels")
+                whole_sums = sums_of_labels(record.outputs, labels)
+                cause = of_loss(loss, _gathered(group, own_sums), whole_sums, limit)
+        if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
+            again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
+            cause = _randomness(ours, again, limit) or cause
+    return _same_everywhere(
+        everyone,
+        Diagnosis(
+            cause or Cause("nothing", "ranks compute what one process does"),
+            loss,
+            whole.value,
+            grads.errors,
+            {name: float(errors.max()) for name, errors in seen.errors.items()},
+            limit,
+            tuple(notes),
+        ),
+    )
+
+
+def _tried(
+    everyone: Any, step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
+) -> tuple[Run | None, str | None]:
+    """Or why it failed: the first of the errors of all ranks."""
+    done, failed = None, None
+    try:
+        done = run(step, model, batch, record, **how)
+    except Exception as error:
+        name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
+        failed = f"{name}{error}"
+    errors = [x for x in _gathered(everyone, failed) if x is not None]
+    return (None, errors[0]) if errors else (done, None)
+
+
+def _gathered(group: Any, value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
+    """That of the first rank on which something is wrong."""
+    of_all: list[Diagnosis] = _gathered(everyone, diagnosis)
+    return next((x for x in of_all if not x.is_right), of_all[0])
+
+
+def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
+    if not isinstance(batch, Mapping):
+        raise MeshAttentionError(f"whole_batch is a {type(batch).__name__}: give tensors by name")
+    digests = {
+        name: blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if isinstance(x, Tensor)
+        else repr(x)
+        for name, x in batch.items()
+    }
+    by_rank = _gathered(cp._calls.session.groups.parent, digests)
+    for rank, other in enumerate(by_rank):
+        names = [
+            name for name in {**by_rank[0], **other} if other.get(name) != by_rank[0].get(name)
+        ]
+        if names:
+            return (
+                f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
+                "ranks of a context-parallel group draw the same batch; samplers count "
+                "data-parallel ranks alone (docs/training.md)"
+            )
+    return None
+
+
+def _like(batch: Any, own: Any) -> Any:
+    """On the devices on which this rank's own batch is."""
+    return {
+        name: x.to(own[name].device) if isinstance(own.get(name), Tensor) else x
+        for name, x in batch.items()
+    }
+
+
+def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
+    names = ("input_ids", "inputs_embeds", "labels", *batch)
+    tensors = [batch[name] for name in names if isinstance(batch.get(name), Tensor)]
+    sizes = [x.shape[:2] for x in tensors if x.ndim >= 2]
+    if not sizes:
+        raise MeshAttentionError("whole_batch: give tensors of (batch, tokens), input_ids say")
+    return int(sizes[0][0]), int(sizes[0][1])
+
+
+def _activations(group: Any, whole: Run, ours: Run, batch: Any, limit: float) -> Activations:
+    real, mask = torch.ones(_sizes(batch), dtype=torch.bool), batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == real.shape:
+        real = mask.bool().cpu()
+    by_rank = _gathered(group, ours.record.seen)
+    return Activations(whole.record.seen, by_rank, ours.shards, real, limit)
+
+
+def _loss(group: Any, ours: Run, whole: float) -> float:
+    """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
+    if ours.is_of_all:
+        return ours.value
+    values = _gathered(group, ours.value)
+    mean = sum(values) / len(values)
+    return min(mean, sum(values), key=lambda x: abs(x - whole))
+
+
+def _added_up(
+    model: nn.Module, group: Any, ours: Run, whole: Run, limit: float
+) -> Gradients | None:
+    """Gradients that ranks have apart from each other, as their sum."""
+    if isinstance(model, DistributedDataParallel) or any(
+        hasattr(p, "full_tensor") for p in model.parameters()
+    ):
+        return None
+    summed: dict[str, Tensor | None] = {}
+    for name, grad in ours.grads.items():
+        summed[name] = None if grad is None else grad.clone()
+        if grad is not None:
+            dist.all_reduce(summed[name], group=group)
+    return Gradients.of(group, summed, whole.grads, limit)
+
+
+def _where_heads_are_first(*records: Recorder) -> Cause | None:
+    where = next((x.heads_first for x in records if x.heads_first is not None), None)
+    if where is None:
+        return None
+    return Cause(
+        "heads first",
+        f"attention of {where} is called with (batch, heads, tokens, head_dim), and takes (batch, "
+        "tokens, heads, head_dim): give x.transpose(1, 2) of q, k and v",
+        where,
+    )
+
+
+def _randomness(ours: Run, again: Run | None, limit: float) -> Cause | None:
+    """Where a second run with another seed gives other numbers."""
+    for name, x in ours.record.seen.items() if again is not None else ():
+        other = again.record.seen.get(name)
+        if other is not None and float((x - other).abs().max()) > limit * float(x.abs().max()):
+            where = name.partition(": ")[0]
+            return Cause(
+                "randomness",
+                f"{where} draws random numbers (dropout that is not PyTorch's, noise), so ranks "
+                "and one process cannot be equal, and ranks of one seed draw the same for other "
+                "tokens: set it to 0 to compare, and seed ranks differently to train",
+                where,
+            )
+    return None
