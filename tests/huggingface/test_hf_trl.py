@@ -102,3 +102,15 @@ def test_all_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
 ) -> None:
     names = ["completions, padded", "padding-free", "assistant only, adapters"]
     on_two_by_two(model_pool, tmp_path, [*names, "preferences", "scores"])
+
+
+@pytest.mark.slow
+def test_trainers_of_trl_with_sharded_parameters_are_those_of_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """FSDP2 on ranks."""
+    on_two(
+        model_pool,
+        tmp_path,
+        ["sharded completions", "sharded preferences", "sharded scores"],
+    )

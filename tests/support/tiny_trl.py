@@ -28,7 +28,7 @@ from trl import (
 
 from mesh_attention.huggingface import trl as ours
 from support.tiny_models import VOCABULARY, make_model
-from support.tiny_trainer import launched
+from support.tiny_trainer import _name, _whole, launched
 
 __all__ = ["RUNS", "TrlRun", "launched", "tokenizer", "train", "words"]
 
@@ -123,6 +123,7 @@ class TrlRun:
     examples: Any = None
     num_examples: int = 8
     arguments: dict[str, Any] = field(default_factory=dict)
+    on_ranks: dict[str, Any] = field(default_factory=dict)  # arguments there besides
 
     def trainer(self, folder: str, cp_size: int | None, dp_size: int = 1) -> Any:
         """`cp_size` None: that of TRL, on one process."""
@@ -145,7 +146,7 @@ class TrlRun:
             per_device_eval_batch_size=self.batch_size // dp_size,
             report_to=[],
             disable_tqdm=True,
-            **usual | self.arguments,
+            **usual | self.arguments | (self.on_ranks if cp_size else {}),
         )
         make = self.examples or example
         rows = Dataset.from_list([make(at) for at in range(self.num_examples)])
@@ -192,9 +193,10 @@ def train(trainer: Any) -> Trained:
     texts = getattr(trainer, "_logs", {})  # of GRPO: what its tables show
     logged.append({name: len(texts[name]) for name in ("prompt", "completion") if texts})
     parameters = trainer.model.named_parameters()
-    return logged, {name: p.detach().clone() for name, p in parameters if p.requires_grad}
+    return logged, {_name(n): _whole(p) for n, p in parameters if p.requires_grad}
 
 
+_FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2}}
 RUNS = {
     "completions, padded": TrlRun(
         "sft", arguments={"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
@@ -220,6 +222,9 @@ RUNS = {
     ),
     "preferences": TrlRun("dpo", arguments={"gradient_accumulation_steps": 2}),
     "preferences, adapters": TrlRun("dpo", lora=True, arguments={"loss_type": ["ipo", "sft"]}),
+    "sharded completions": TrlRun("sft", on_ranks=_FSDP2),
+    "sharded preferences": TrlRun("dpo", lora=True, on_ranks=_FSDP2),
+    "sharded scores": TrlRun("reward", on_ranks=_FSDP2),
     "scores": TrlRun("reward", arguments={"center_rewards_coefficient": 0.01}),
     "policy": TrlRun(
         "grpo",
