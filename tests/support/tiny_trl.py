@@ -196,6 +196,17 @@ def train(trainer: Any) -> Trained:
     return logged, {_name(n): _whole(p) for n, p in parameters if p.requires_grad}
 
 
+_POLICY: dict[str, Any] = {
+    "num_generations": 2,
+    # Some completions end early.
+    "generation_kwargs": {"sequence_bias": [[[2], 3.0]]},
+    "max_completion_length": 7,
+    "beta": 0.1,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": 5,
+    "learning_rate": 0.05,
+}
 _FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2}}
 RUNS = {
     "completions, padded": TrlRun(
@@ -224,21 +235,11 @@ RUNS = {
     "preferences, adapters": TrlRun("dpo", lora=True, arguments={"loss_type": ["ipo", "sft"]}),
     "sharded completions": TrlRun("sft", on_ranks=_FSDP2),
     "sharded preferences": TrlRun("dpo", lora=True, on_ranks=_FSDP2),
+    "sharded preferences, reference": TrlRun("dpo", on_ranks=_FSDP2),
     "sharded scores": TrlRun("reward", on_ranks=_FSDP2),
     "scores": TrlRun("reward", arguments={"center_rewards_coefficient": 0.01}),
-    "policy": TrlRun(
-        "grpo",
-        batch_size=4,
-        arguments={
-            "num_generations": 2,
-            # Some completions end early.
-            "generation_kwargs": {"sequence_bias": [[[2], 3.0]]},
-            "max_completion_length": 7,
-            "beta": 0.1,
-            "steps_per_generation": 2,
-            "num_iterations": 2,
-            "max_steps": 5,
-            "learning_rate": 0.05,
-        },
+    "policy": TrlRun("grpo", batch_size=4, arguments=_POLICY),
+    "sharded policy": TrlRun(  # of one generation: with FSDP2 the next one draws other tokens
+        "grpo", batch_size=4, arguments=_POLICY | {"max_steps": 4}, on_ranks=_FSDP2
     ),
 }

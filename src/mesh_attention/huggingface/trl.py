@@ -88,6 +88,9 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         with ExitStack() as blocks:
             for model in self._whole_models:
                 blocks.enter_context(model.cp.own_attention())
+            if self.is_fsdp_enabled:  # nobody stops before all ranks do, which share parameters
+                mark = patch.object(self.cp.model, "_is_fsdp_managed_module", True, create=True)
+                blocks.enter_context(mark)
             completions = [super()._generate(prompts)]
         # Kernels may round differently, and tools may answer differently.
         dist.broadcast_object_list(completions, group=self.mesh["cp"].get_group(), group_src=0)
