@@ -135,17 +135,13 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
     from support.tiny_trl import RUNS, TrlRun, launched
 
-    class Generating(ContextParallelMixin, GRPOTrainer):
-        pass
-
-    class Untested(ContextParallelMixin, KTOTrainer):
-        pass
-
+    generating: Any = type("Generating", (ContextParallelMixin, GRPOTrainer), {})
+    untested: Any = type("Untested", (ContextParallelMixin, KTOTrainer), {})
     messages = {}
     with pytest.raises(MeshAttentionError) as error:
         type("Last", (KTOTrainer, ContextParallelMixin), {})
     messages["Last"] = str(error.value)
-    for kind in (Generating, Untested):
+    for kind in (generating, untested):
         with pytest.raises(MeshAttentionError) as error:
             kind()
         messages[kind.__name__] = str(error.value)

@@ -19,8 +19,8 @@ from mesh_attention.errors import MeshAttentionError
 def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, Any]) -> Diagnosis:
     if trainer._is_whole:
         raise MeshAttentionError(
-            f"trainer.doctor() asks for the loss of ContextParallelTrainer, and {type(trainer)} has "
-            "its own: call mesh_attention.doctor with a step of yours"
+            f"trainer.doctor() compares the loss of ContextParallelTrainer, and "
+            f"{type(trainer).__name__} has its own: call mesh_attention.doctor with a step of yours"
         )
     if whole is None:
         with torch.random.fork_rng(devices=[]):

@@ -75,7 +75,7 @@ class ContextParallelMixin(_Base):
 
     takes_sharded_batches = False
     _generates_whole = False
-    loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
+    loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -275,7 +275,7 @@ class ContextParallelMixin(_Base):
         return self._mean_of_ranks(loss)  # the Trainer adds them up to what people read
 
     def _on_batch(self) -> AbstractContextManager[None]:
-        return self.accelerator.on_batch() if self._is_whole else nullcontext()  # type: ignore[no-any-return]
+        return self.accelerator.on_batch() if self._is_whole else nullcontext()
 
     def _mean_of_ranks(self, loss: Tensor) -> Tensor:
         """Of shares as `compute_loss` gives them, so the loss of all targets."""

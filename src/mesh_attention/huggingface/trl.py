@@ -3,8 +3,8 @@
     from mesh_attention.huggingface.trl import ContextParallelSFTTrainer
     trainer = ContextParallelSFTTrainer(model, args, ..., cp_size=4)
 
-They are TRL's own, which see whole batches and whole outputs: so each loss, packing, mask and metric
-of theirs is as it is. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
+They are TRL's own, which see whole batches and whole outputs: each loss, packing, mask and metric
+is theirs. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise MeshAttentionError(
-        "trl is not installed: pip install 'mesh-attention[trl]'"
-    ) from error
+    raise MeshAttentionError("trl is not installed: pip install 'mesh-attention[trl]'") from error
 
 __all__ = [
     "ContextParallelDPOTrainer",
@@ -105,7 +103,7 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
     def _draw_alike(self) -> None:
         """TRL shuffles what it has scored, and a reward may have drawn numbers on some ranks."""
         cuda = self.args.device.type == "cuda"
-        states = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
+        states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
         dist.broadcast_object_list(states, group=self.mesh["cp"].get_group(), group_src=0)
         torch.set_rng_state(states[0])
         if cuda:
@@ -123,4 +121,5 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
             yield
 
     def _from_first_ranks(self, x: Tensor) -> Tensor:
-        return gather(x).unflatten(0, (dist.get_world_size(), -1))[:: self.cp_size].flatten(0, 1)
+        of_all: Tensor = gather(x).unflatten(0, (dist.get_world_size(), -1))
+        return of_all[:: self.cp_size].flatten(0, 1)
