@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +62,39 @@ def test_models_train_over_nccl_as_on_one_process(
     for of_losses, of_parameters in gpu_pool_in_turns.run(train, ranks, name, seconds=3 * SECONDS):
         assert of_losses < 1e-4
         assert of_parameters < 1e-4
+
+
+def train_sharded(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any], float]:
+    """What the Trainer with FSDP2 logs and that of one process, and the worst of the parameters."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+    from torch.distributed.fsdp import FSDPModule
+
+    from support.tiny_trainer import RUNS, launched
+    from support.tiny_trainer import train as trained
+
+    run = RUNS["on GPUs"]
+    with launched(0, 0):
+        wanted, parameters = trained(run.trainer(folder, None))
+    # The group is the Trainer's default one, and has CPU tensors too.
+    store = PrefixStore("trainer", _get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=store, rank=rank, world_size=world_size)
+    with launched(rank, world_size):
+        trainer = run.trainer(folder, 2, world_size // 2, use_cpu=False)
+        logged, of_ranks = trained(trainer)
+        assert isinstance(trainer.model, FSDPModule)
+        trainer.close()
+    both = [(of_ranks[name].cpu(), p) for name, p in parameters.items()]
+    return logged, wanted, max(((a - b).abs().max() / b.abs().max()).item() for a, b in both)
+
+
+def test_a_sharded_trainer_trains_over_nccl_as_on_one_process(
+    gpu_pool_in_turns: WorkerPool, tmp_path: Path
+) -> None:
+    """Two data-parallel by two context-parallel ranks, five steps."""
+    for package in ("accelerate", "peft"):
+        pytest.importorskip(package)
+    answers = gpu_pool_in_turns.run(train_sharded, 4, str(tmp_path), seconds=3 * SECONDS)
+    for logged, wanted, worst in answers:
+        assert logged == [pytest.approx(x, rel=1e-4) for x in wanted]
+        assert worst < 1e-4

@@ -232,14 +232,12 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from support.tiny_trainer import Texts, launched
 
     def made(cp_size: int | None = None, **arguments: Any) -> Any:
-        given = {
-            name: arguments.pop(name)
-            for name in ("compute_loss_func", "model_init", "data_collator")
-            if name in arguments
-        }
-        model = None if "model_init" in given else make_model("llama")
+        given = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
         return ContextParallelTrainer(
-            *(model, TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)),
+            *(
+                make_model("llama"),
+                TrainingArguments(folder, use_cpu=True, report_to=[], **arguments),
+            ),
             train_dataset=Texts(2),
             cp_size=cp_size,
             **given,
@@ -249,11 +247,10 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
         name: lambda given=given: made(**given)  # type: ignore[misc]
         for name, given in {
             "parallelism_config": {"parallelism_config": ParallelismConfig(cp_size=1)},
-            "compute_loss_func": {"compute_loss_func": print},
-            "model_init": {"model_init": lambda: make_model("llama")},
+            "use_liger_kernel": {"use_liger_kernel": True},
+            "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1}},
             "cp_size": {"cp_size": 3},
             "cp_size as text": {"cp_size": "2"},
-            "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
             "average_tokens_across_devices": {"average_tokens_across_devices": False},
             "auto_find_batch_size": {"auto_find_batch_size": True},
             "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
@@ -277,11 +274,10 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
     """Need 6."""
     wanted = {
         "parallelism_config": "cp_size says all",
-        "compute_loss_func": "override compute_loss",
-        "model_init": "give the model",
+        "use_liger_kernel": "'fused_linear_cross_entropy': False",
+        "FSDP1": "fsdp_config={'version': 2}",
         "cp_size": "cp_size=3 does not divide 2 processes",
         "cp_size as text": "cp_size='2'",
-        "neftune_noise_alpha": "neftune_noise_alpha",
         "average_tokens_across_devices": "targets of all ranks",
         "auto_find_batch_size": "auto_find_batch_size",
         "dispatch_batches": "dispatch_batches",

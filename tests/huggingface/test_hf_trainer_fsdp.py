@@ -37,6 +37,8 @@ def on_ranks(
                     lengths.add(outputs.logits.shape[1])
 
             trainer.cp.model.register_forward_hook(look)
+            if RUNS[name].from_init:
+                trainer.train()  # and all of it once more, from the beginning
             results.append(train(trainer))
             assert isinstance(trainer.model, FSDPModule)
             if RUNS[name].loss is None and not RUNS[name].from_init:
@@ -45,6 +47,8 @@ def on_ranks(
             contexts = [getattr(x, "keywords", {}).get("context_fn") for x in kept]
             has_kept = any(isinstance(context, KeepAttention) for context in contexts)
             assert has_kept == ("checkpoints" in name)
+            if trainer.args.neftune_noise_alpha is not None:  # of tokens of a whole row
+                assert 8 <= trainer._noise.length <= 11
             trainer.close()
     return results
 
@@ -71,7 +75,7 @@ def test_a_model_is_made_anew_for_each_training(model_pool: WorkerPool, tmp_path
 
 
 def test_bf16_is_near_to_that_of_one_process(model_pool: WorkerPool, tmp_path: Path) -> None:
-    folder, names = str(tmp_path), ["bf16"]
+    folder, names = str(tmp_path), ["bf16, noise"]
     [wanted] = model_pool.run(one_process, 1, folder, names)
     check(model_pool.run(on_ranks, 2, folder, names, 2), wanted, 0.03)
 

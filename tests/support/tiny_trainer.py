@@ -98,7 +98,9 @@ class Run:
     loss: str | None = None  # compute_loss_func
     from_init: bool = False  # the model is made by model_init
 
-    def trainer(self, folder: str, cp_size: int | None, dp_size: int = 1) -> Any:
+    def trainer(
+        self, folder: str, cp_size: int | None, dp_size: int = 1, *, use_cpu: bool = True
+    ) -> Any:
         """`cp_size` None: that of transformers, on one process."""
         model = make_model(self.model, **self.changes)
         if self.lora:
@@ -118,7 +120,7 @@ class Run:
         }
         arguments = TrainingArguments(
             folder,
-            use_cpu=True,
+            use_cpu=use_cpu,
             per_device_train_batch_size=self.batch_size // dp_size,
             per_device_eval_batch_size=self.batch_size // dp_size,
             report_to=[],
@@ -273,14 +275,24 @@ RUNS = {
         "qwen3",
         **_TWO_BY_TWO,
         loss="squared",
-        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        arguments={"max_steps": 2, "gradient_accumulation_steps": 2},
         on_ranks=_fsdp2(),
     ),
     "model_init": Run(
         "llama", from_init=True, num_examples=4, arguments={"max_steps": 5}, on_ranks=_fsdp2()
     ),
-    "bf16": Run(
-        "llama", num_examples=4, arguments={"bf16": True, "max_steps": 2}, on_ranks=_fsdp2()
+    "bf16, noise": Run(
+        "llama",
+        num_examples=4,
+        arguments={"bf16": True, "max_steps": 2},
+        on_ranks=_fsdp2() | {"neftune_noise_alpha": 1e-3},  # too little to be seen
+    ),
+    "on GPUs": Run(
+        "llama",
+        **_TWO_BY_TWO,
+        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        on_ranks=_fsdp2(activation_checkpointing=True),
+        changes={"head_dim": 16},
     ),
     "compiled": Run("llama", on_ranks=_COMPILED),
     "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),

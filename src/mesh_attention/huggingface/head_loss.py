@@ -1,19 +1,21 @@
 """The loss of a causal language model, made in its head, so that its logits are never there.
 
 FSDP2 has the whole weight of a head in the forward of the head alone. There the loss is made, and a
-few known numbers are returned in the place of logits. What the model does with logits after its
-head, a scale or a softcap, is read off from what it makes of these numbers. They also carry the
-graph: DDP and FSDP2 look for it in what the model returns.
+few known numbers are returned in the place of logits. They carry the graph: DDP and FSDP2 look for
+it in what the model returns. What a model does with logits after its head, a scale or a softcap, is
+read off beforehand from what it makes of such numbers, on one token and without its layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import atanh, isclose
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.means import TokenMean
@@ -25,62 +27,60 @@ Loss = Callable[..., TokenMean]
 _PROBES = (1.0, 1e5, -2.7, 0.3, 7.7, -61.0)
 
 
-def _probes(vocabulary: int, like: torch.device | None = None) -> Tensor:
-    """For one token, over the whole vocabulary: models may treat parts of it otherwise."""
-    return torch.tensor(_PROBES, device=like).repeat(-(-vocabulary // len(_PROBES)))[:vocabulary]
+def _probes(vocabulary: int, device: torch.device | None = None) -> Tensor:
+    """Of one token, over the whole vocabulary: models may treat parts of it otherwise."""
+    times = -(-vocabulary // len(_PROBES))
+    return torch.tensor(_PROBES, device=device).repeat(times)[:vocabulary][None, None]
 
 
 class HeadLoss:
     """Stands in the head of one model, until `remove()`."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self._head = head
-        self._after, self._is_known = _AfterHead(), False
+    def __init__(self, head: nn.Linear, after: _AfterHead) -> None:
+        self._head, self._after = head, after
         self._loss: Loss | None = None
         self._means: list[tuple[TokenMean, _Gradient]] = []
-        self._seen: Tensor | None = None
         head.forward = self._forward  # type: ignore[method-assign]
-        self._hook = model.register_forward_hook(self._look, prepend=True)
 
     @staticmethod
     def of(model: Any) -> HeadLoss | None:
-        """None where the head is no plain matrix: one with LoRA, say."""
+        """Before it is wrapped. None where the head is no plain matrix (one with LoRA, say), or
+        where the model does more with its logits than to scale and to softcap them."""
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        if not plain or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
-            return None
-        return HeadLoss(model, head)
+        if plain and not (
+            "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
+        ):
+            after = _after_head(model, head)
+            if after is not None:
+                return HeadLoss(head, after)
+        logging.get_logger(__name__).warning_once(
+            f"the loss of {type(model).__name__} is made from its logits, which take memory for "
+            "all tokens of a rank: its head is no plain matrix, or it does more with logits than "
+            "to scale or to softcap them"
+        )
+        return None
 
     def remove(self) -> None:
-        self._hook.remove()
         del self._head.forward
 
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> TokenMean | None:
-        """Of a forward pass of `model`, wrapped or not. None where what the model does after its
-        head is neither a scale nor a softcap: its logits are needed then. All ranks see the same
-        numbers, and so the same here."""
-        outputs, means, seen = self._run(model, inputs, loss)
+        """Of a forward pass of `model`, wrapped or not. None where it did not call its head once:
+        its logits are needed then."""
+        outputs, means = self._run(model, inputs, loss)
         if len(means) != 1:
             return None
-        if not self._is_known:  # read once: the host waits for it
-            after = None if seen is None else _AfterHead.of(seen, len(self._head.weight))
-            if after is None:
-                return None
-            self._is_known = True
-            if after != self._after:
-                self._after = after
-                return self.mean(model, inputs, loss)
         mean, gradient = means[0]
         emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
         return replace(mean, loss=emerged)
 
-    def _run(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> tuple[Any, Any, Any]:
-        self._loss, self._means, self._seen = loss, [], None
+    def _run(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> tuple[Any, Any]:
+        self._loss, self._means = loss, []
         try:
             outputs = model(**inputs)
-            return outputs, self._means, self._seen
+            return outputs, self._means
         finally:
-            self._loss, self._means, self._seen = None, [], None
+            self._loss, self._means = None, []
 
     @outside_compile
     def _forward(self, hidden: Tensor) -> Tensor:
@@ -96,13 +96,6 @@ class HeadLoss:
         carried: Tensor = _Carry.apply(mean.loss, len(head.weight), gradient)  # type: ignore[no-untyped-call]
         return carried
 
-    @outside_compile
-    def _look(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        """Before FSDP2 casts what the model returns."""
-        logits = getattr(outputs, "logits", None)
-        if self._loss is not None and isinstance(logits, Tensor):
-            self._seen = logits.detach()
-
 
 @dataclass(frozen=True)
 class _AfterHead:
@@ -111,22 +104,67 @@ class _AfterHead:
     scale: float = 1.0
     softcap: float | None = None
 
-    @staticmethod
-    def of(seen: Tensor, vocabulary: int) -> _AfterHead | None:
-        """From what became of the probes."""
-        if seen.shape != (1, 1, vocabulary) or vocabulary < len(_PROBES):
+
+def _after_head(model: Any, head: nn.Linear) -> _AfterHead | None:
+    """From what the model makes of the probes, if its layers are left out."""
+    vocabulary, device = len(head.weight), head.weight.device
+    layers = model.base_model
+    if layers is model:  # whose prefix is that of a larger model
+        layers = getattr(model, "model", None)
+    hidden = torch.zeros(1, 1, head.in_features, device=device)
+    instead: dict[Any, Any] = {
+        layers: lambda *_, **__: _Hidden(hidden),
+        head: lambda _: _probes(vocabulary, device),
+    }
+    if layers is None:
+        return None
+    before = {module: vars(module).get("forward") for module in instead}
+    try:
+        for module, forward in instead.items():
+            module.forward = forward
+        with torch.no_grad():
+            ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+            seen = model.forward(input_ids=ids, use_cache=False).logits.double()
+    except Exception:  # of a model that is made otherwise
+        return None
+    finally:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+    return _read(seen, _probes(vocabulary, device).double())
+
+
+class _Hidden(tuple[Tensor]):
+    """What layers return, and nothing but hidden states."""
+
+    def __new__(cls, hidden: Tensor) -> _Hidden:
+        return super().__new__(cls, (hidden,))
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _read(y: Tensor, x: Tensor) -> _AfterHead | None:
+    """y = scale * x, or softcap * tanh(scale * x / softcap), or something else."""
+    if y.shape != x.shape or x.numel() < len(_PROBES):
+        return None
+    (first, large), softcap = y[0, 0, :2].tolist(), None
+    scale = first
+    if not isclose(large, scale * x[0, 0, 1].item(), rel_tol=1e-3):
+        if not 0 < first < large:
             return None
-        y, x = seen[0, 0].double().cpu(), _probes(vocabulary).double()
-        scale, softcap = y[0], None
-        if not torch.isclose(y[1], scale * x[1], rtol=1e-3):
-            softcap = y[1]
-            scale = softcap * torch.atanh(y[0] / softcap)
-        wanted = scale * x if softcap is None else softcap * torch.tanh(scale * x / softcap)
-        if not (scale > 0 and torch.allclose(y, wanted, rtol=1e-4)):
-            return None
-        if abs(scale - 1) < 1e-6:  # one that went through tanh
-            scale = torch.tensor(1.0)
-        return _AfterHead(scale.item(), None if softcap is None else softcap.item())
+        softcap = large
+        scale = softcap * atanh(first / softcap)
+    if abs(scale - 1) < 1e-6:  # one that went through tanh
+        scale = 1.0
+    wanted = scale * x if softcap is None else softcap * torch.tanh(scale * x / softcap)
+    is_it = scale > 0 and torch.allclose(y, wanted, rtol=1e-4)
+    return _AfterHead(scale, softcap) if is_it else None
 
 
 class _Gradient:
@@ -139,7 +177,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, vocabulary: int, gradient: _Gradient) -> Tensor:
         ctx.gradient = gradient
-        return _probes(vocabulary, loss.device)[None, None]
+        return _probes(vocabulary, loss.device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from mesh_attention.errors import MeshAttentionError
 
 
@@ -19,6 +21,10 @@ def refuse_arguments(args: Any) -> None:
             "accelerate's own context parallelism; leave it out, cp_size says all",
         ),
         "deepspeed": (bool(args.deepspeed), "it reduces gradients its own way; take FSDP2"),
+        "FSDP1": (
+            (args.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2,
+            "take FSDP2, fsdp_config={'version': 2}",
+        ),
         "use_liger_kernel": (
             bool(args.use_liger_kernel)
             and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True),
@@ -81,3 +87,24 @@ def refuse_settings(trainer: Any) -> None:
     for name, (is_given, why) in refused.items():
         if is_given:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+
+
+def mesh_sizes(trainer: Any, cp_size: Any) -> tuple[int, int]:
+    """Of data-parallel and of context-parallel ranks."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
+    if trainer.args.world_size != world_size:  # DDP would not be where ranks are
+        raise MeshAttentionError(
+            f"the default process group has {world_size} processes, and accelerate sees "
+            f"{trainer.args.world_size}: start them with torchrun, and leave the group to Trainer"
+        )
+    if cp_size is not None and type(cp_size) is not int:
+        raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
+    size = world_size if cp_size is None else cp_size
+    if size < 1 or world_size % size:
+        raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
+    if size < world_size and not trainer.accelerator.even_batches:
+        raise MeshAttentionError(
+            "accelerator_config.even_batches=False is not supported with several sequences at "
+            "once: a rank with fewer batches would be waited for"
+        )
+    return world_size // size, size

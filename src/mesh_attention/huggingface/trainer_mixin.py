@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.utils import logging
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
@@ -41,7 +40,11 @@ from mesh_attention.huggingface.repeated_samples import (
     note_remainder,
     without_repeated,
 )
-from mesh_attention.huggingface.trainer_arguments import refuse_arguments, refuse_settings
+from mesh_attention.huggingface.trainer_arguments import (
+    mesh_sizes,
+    refuse_arguments,
+    refuse_settings,
+)
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
 from mesh_attention.huggingface.trainer_doctor import doctor_of
 from mesh_attention.huggingface.trainer_model import (
@@ -63,8 +66,8 @@ class ContextParallelMixin(_Base):
     cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
                 data-parallel, so batches are those of (all ranks / cp_size) processes
     cp_options  as of `ModelContextParallel`
-    linear_loss  losses are made in the model's head, without its logits, where that can be (a head
-                that is a plain matrix). False: always from logits
+    linear_loss losses are made in the model's head, without its logits, where the head is a plain
+                matrix and nobody asks for logits. False: always from logits
 
     All else is as of the other class; start it with torchrun. `trainer.cp` is the
     `ModelContextParallel`, and `close()` gives the model its own attention back.
@@ -100,23 +103,8 @@ class ContextParallelMixin(_Base):
             self.loss_is_scaled_for_ga = getattr(super(), "loss_is_scaled_for_ga", None)
         super().__init__(*positional, **named)
         refuse_settings(self)
-        world_size = dist.get_world_size() if dist.is_initialized() else 0
-        if self.args.world_size != world_size:  # DDP would not be where ranks are
-            raise MeshAttentionError(
-                f"the default process group has {world_size} processes, and accelerate sees "
-                f"{self.args.world_size}: start them with torchrun, and leave the group to Trainer"
-            )
-        if cp_size is not None and type(cp_size) is not int:
-            raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
-        self.cp_size = world_size if cp_size is None else cp_size
-        if self.cp_size < 1 or world_size % self.cp_size:
-            raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
-        sizes = world_size // self.cp_size, self.cp_size
-        if sizes[0] > 1 and not self.accelerator.even_batches:
-            raise MeshAttentionError(
-                "accelerator_config.even_batches=False is not supported with several sequences at "
-                "once: a rank with fewer batches would be waited for"
-            )
+        sizes = mesh_sizes(self, cp_size)
+        self.cp_size = sizes[1]
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self._attach(self.model)
@@ -316,10 +304,6 @@ class ContextParallelMixin(_Base):
             mean = self._head_loss.mean(model, given, in_head)
             if mean is not None:
                 return mean.loss
-            logging.get_logger(__name__).warning_once(
-                "this model does more with its logits than to scale or softcap them, so they are "
-                "made as a whole, which takes memory: (tokens of a rank) x vocabulary"
-            )
             self._head_loss.remove()
             self._head_loss = None
         outputs = model(**given)
