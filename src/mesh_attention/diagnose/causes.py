@@ -16,61 +16,62 @@ from torch.nn.functional import cross_entropy
 from mesh_attention.diagnose.compare import Activations, Gradients
 from mesh_attention.diagnose.report import Cause
 
-_LAYOUT = "cut them by shard or shard_batch of the object, or say layout= or relayout=True to it"
-_POSITIONS = (
-    "RoPE and position embeddings of a rank need the positions of its tokens in the whole: hand "
-    "batch.position_ids, or cp.positions(), on to the model"
-)
+
+def of_heads(where: str | None) -> Cause | None:
+    if where is None:
+        return None
+    return Cause(
+        "heads first",
+        f"attention of {where} is called with (batch, heads, tokens, head_dim), and takes (batch, "
+        "tokens, heads, head_dim): give x.transpose(1, 2) of q, k and v",
+        where,
+    )
 
 
 def of_activations(seen: Activations, model: nn.Module) -> Cause | None:
     name = seen.first
-    if name is None:
+    if name is None or seen.shards is None:
         return None
     where = name.partition(": ")[0].partition(", call ")[0]
-    errors = seen.errors[name]
     way = _other_way(seen, name)
     if name == next(iter(seen.errors)) and way not in (None, _COUNTED):
-        assert seen.shards is not None
-        kind = seen.shards.q_layout.kind
         return Cause(
             "layout",
-            f"tokens lie in {way} shards, and attention takes them for the {kind} layout: they "
-            f"differ from the first module on, {where}; {_LAYOUT}",
+            f"tokens lie in {way} shards, and attention takes them for the "
+            f"{seen.shards.q_layout.kind} layout: they differ from the first module on, {where}; "
+            "cut them by shard or shard_batch of the object, or say layout= or relayout=True to it",
             where,
         )
-    if way == _COUNTED or (_is_of(name, "q", "k") and _other_than_v(seen, name)):
+    same_v = seen.errors.get(name.replace(": q of", ": v of").replace(": k of", ": v of"))
+    is_rotated = ": q of" in name or ": k of" in name
+    if way == _COUNTED or (is_rotated and same_v is not None and not seen.is_wrong(same_v).any()):
         what = "positions are counted from 0 on each rank"
         if way != _COUNTED:
-            what = (
-                "q and k of attention differ and v does not, so positions are not those of tokens"
-            )
-        return Cause("positions", f"{what}, first in {where}: {_POSITIONS}", where)
-    attends = _is_of(name, "result") or any(
-        x.startswith(f"{where}: ") or (x.startswith(f"{where}.") and ": " in x)
-        for x in seen.ranks[0]
-    )
-    if attends:
-        return _of_attention(seen, errors, where)
-    module = dict(model.named_modules()).get(where)
-    inside = [type(x).__name__ for x in module.modules() if _convolves(x)] if module else []
-    which = f" ({inside[0]} in it)" if inside else ""
-    reach = _behind_edges(seen, errors)
-    if reach is not None or inside:
-        edge = f"the first {reach} tokens of stretches on a rank are" if reach else "tokens are"
+            what = "q and k of attention differ and v does not: positions are not those of tokens"
         return Cause(
-            "token mixing",
-            f"{where}{which} looks at neighbouring tokens, and at a shard's edge these are on "
-            f"another rank: {edge} wrong. Give it all tokens (cp.unshard and cp.shard around it), "
-            "or those before each edge",
+            "positions",
+            f"{what}, first in {where}. RoPE and position embeddings of a rank need the positions "
+            "of its tokens in the whole: hand batch.position_ids, or cp.positions(), on to the "
+            "model",
             where,
         )
-    return Cause(
-        "token mixing",
-        f"{where} gives other numbers though all before it are equal: it mixes tokens outside of "
-        "attention (a mean, a recurrence, a router over tokens) or depends on the rank",
-        where,
+    wrong = seen.is_wrong(seen.errors[name])
+    inside = [x.partition(": ")[0] for x in seen.ranks[0] if ": " in x]
+    if any(x == where or x.startswith(f"{where}.") for x in inside):
+        return _of_attention(seen.shards.starts[0], wrong, where)
+    convolves = any(
+        isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1
+        for x in dict(model.named_modules()).get(where, model).modules()
     )
+    reach = _behind_edges(seen, wrong)
+    if reach is None and not convolves:
+        words = "gives other numbers though all before it are equal: it mixes tokens outside of "
+        words += "attention (a mean, a recurrence, a router over tokens) or depends on the rank"
+    else:
+        words = "looks at neighbouring tokens, and at a shard's edge these are on another rank"
+        words += f": the first {reach} tokens of stretches on a rank are wrong" if reach else ""
+        words += ". Give it all tokens (cp.unshard and cp.shard around it), or those before edges"
+    return Cause("token mixing", f"{where} {words}", where)
 
 
 _COUNTED = "counted from 0 on each rank"
@@ -79,60 +80,61 @@ _COUNTED = "counted from 0 on each rank"
 def _other_way(seen: Activations, name: str) -> str | None:
     for way, positions in seen.other_positions():
         errors = seen.errors_if(name, positions)
-        if errors is not None and not bool((errors > seen.tolerance).any()):
+        if errors is not None and not seen.is_wrong(errors).any():
             return way
     return None
 
 
-def _is_of(name: str, *parts: str) -> bool:
-    return any(f": {part} of attention" in name for part in parts)
-
-
-def _other_than_v(seen: Activations, name: str) -> bool:
-    errors = seen.errors.get(name.replace(": q of", ": v of").replace(": k of", ": v of"))
-    return errors is not None and not bool((errors > seen.tolerance).any())
-
-
-def _of_attention(seen: Activations, errors: Tensor, where: str) -> Cause:
-    assert seen.shards is not None
-    starts, wrong = seen.shards.starts[0], errors > seen.tolerance
-    inputs = "its q, k and v are equal, and its result is not"
+def _of_attention(starts: tuple[int, ...], wrong: Tensor, where: str) -> Cause:
+    inputs = f"attention of {where}: its q, k and v are equal, and its result is not"
     if len(starts) > 2 and not bool(wrong[:, : starts[1]].any()):
         return Cause(
             "documents",
-            f"attention of {where}: {inputs}, but for the first document: tokens see those of "
-            "other documents; call attention(..., documents=batch.documents), of the same object",
+            f"{inputs}, but for the first document: tokens see those of other documents; call "
+            "attention(..., documents=batch.documents), of the same object",
             where,
         )
     return Cause(
         "attention",
-        f"attention of {where}: {inputs}: its mask, window, scale, softcap or documents are not "
-        "those of the one process; ContextParallel(...) says them once for all calls",
+        f"{inputs}: its mask, window, scale, softcap or documents are not those of the one "
+        "process; ContextParallel(...) says them once for all calls",
         where,
     )
 
 
-def _convolves(module: nn.Module) -> bool:
-    size: Any = getattr(module, "kernel_size", (1,))
-    return isinstance(module, nn.Conv1d) and size[0] > 1
-
-
-def _behind_edges(seen: Activations, errors: Tensor) -> int | None:
+def _behind_edges(seen: Activations, wrong: Tensor) -> int | None:
     """Wrong tokens are the first few of each stretch of tokens on a rank, or the last few: how
     many; None where others are wrong too."""
-    wrong = (errors > seen.tolerance).any(0).numpy()
-    for backwards in (False, True):
+    tokens = wrong.any(0).numpy()
+    for step in (1, -1):
         reach, longest = 0, 0
         for positions in seen.positions():
-            inside = positions[positions < len(wrong)]
-            inside = inside[::-1] if backwards else inside
-            ends = np.flatnonzero(np.diff(inside) != (-1 if backwards else 1)) + 1
+            inside = positions[positions < len(tokens)][::step]
+            ends = np.flatnonzero(np.diff(inside) != step) + 1
             for stretch in np.split(inside, ends):
-                at = np.flatnonzero(wrong[stretch])
+                at = np.flatnonzero(tokens[stretch])
                 reach = max(reach, int(at[-1]) + 1 if len(at) else 0)
                 longest = max(longest, len(stretch))
         if 0 < reach <= longest // 2:
             return reach
+    return None
+
+
+def of_randomness(
+    first: dict[str, Tensor], second: dict[str, Tensor] | None, limit: float
+) -> Cause | None:
+    """Of two runs on ranks with different seeds."""
+    for name, x in first.items():
+        other = (second or {}).get(name)
+        if other is not None and float((x - other).abs().max()) > limit * float(x.abs().max()):
+            where = name.partition(": ")[0]
+            return Cause(
+                "randomness",
+                f"{where} draws random numbers (dropout that is not PyTorch's, noise), so ranks "
+                "and one process cannot be equal, and ranks of one seed draw the same for other "
+                "tokens: set it to 0 to compare, and seed ranks differently to train",
+                where,
+            )
     return None
 
 

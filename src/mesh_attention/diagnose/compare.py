@@ -46,7 +46,10 @@ class Activations:
     @property
     def first(self) -> str | None:
         """That differs, in the order in which one process computed them."""
-        return next((n for n, x in self.errors.items() if bool((x > self.tolerance).any())), None)
+        return next((n for n, x in self.errors.items() if self.is_wrong(x).any()), None)
+
+    def is_wrong(self, errors: Tensor) -> Tensor:
+        return errors > self.tolerance
 
     def positions(self) -> list[Positions]:
         """Of the slots of each rank of the group."""

@@ -11,20 +11,26 @@ losses, gradients as the framework has reduced them, and a few numbers of every 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from mesh_attention.api.context_parallel import ContextParallel
-from mesh_attention.diagnose.causes import of_activations, of_gradients, of_loss, sums_of_labels
+from mesh_attention.diagnose.causes import (
+    of_activations,
+    of_gradients,
+    of_heads,
+    of_loss,
+    of_randomness,
+    sums_of_labels,
+)
 from mesh_attention.diagnose.compare import Activations, Gradients
-from mesh_attention.diagnose.record import Recorder, without_dropout
+from mesh_attention.diagnose.record import Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis
 from mesh_attention.diagnose.runs import Run, Step, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
@@ -68,18 +74,12 @@ def doctor(
     differing = _differing_batches(objects[0], whole_batch)
     if differing is not None:
         return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
-    box = [tree_map_only(Tensor, lambda x: x.detach().cpu(), whole_batch)]
+    box: list[Any] = [tree_map_only(Tensor, lambda x: x.detach().cpu(), {**whole_batch})]
     dist.broadcast_object_list(box)
-    return diagnose(
-        step,
-        _like(box[0], whole_batch),
-        model,
-        objects,
-        everyone=None,
-        plain=plain,
-        reduce_gradients=reduce_gradients,
-        tolerance=tolerance,
-    )
+    for name, x in whole_batch.items():
+        if isinstance(x, Tensor):
+            box[0][name] = box[0][name].to(x.device)
+    return diagnose(step, box[0], model, objects, None, plain, reduce_gradients, tolerance)
 
 
 def diagnose(
@@ -87,27 +87,23 @@ def diagnose(
     batch: Mapping[str, Any],
     model: nn.Module,
     objects: Sequence[ContextParallel],
-    *,
     everyone: dist.ProcessGroup | None,
     plain: Step | None,
     reduce_gradients: Callable[[Any], None] | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
-    """The same among the processes of `everyone`, who have the same batch, or the groups of
-    different batches do not meet each other."""
-    first, own = objects[0], inner(model)
+    """The same among the processes of `everyone`, who all have this batch."""
+    first, own, sizes = objects[0], inner(model), _sizes(batch)
+    group = first._calls.session.groups.parent
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
-    with ExitStack() as held:
-        held.enter_context(nothing_changed(model))
-        dropouts = held.enter_context(without_dropout(own))
+    how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
+    with nothing_changed(model) as dropouts:
+        record = Recorder(sizes)
         with on_one_rank(objects):
-            record = Recorder(_sizes(batch))
             whole, failed = _tried(everyone, plain or step, model, batch, record)
         if whole is None:
-            return _same_everywhere(
-                everyone, Diagnosis(Cause("error", f"on one process: {failed}"))
-            )
-        how = {"cp": first, "reduce_gradients": reduce_gradients}
+            failure = Cause("error", f"on one process: {failed}")
+            return _same_everywhere(everyone, Diagnosis(failure))
         ours, failed = _tried(everyone, step, model, batch, Recorder(None, record), **how)
         if ours is None:
             failure = Cause("error", failed or "")
@@ -116,36 +112,30 @@ def diagnose(
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
         dtypes = record.dtypes | {p.dtype for p in own.parameters()}
-        limit = tolerance or max((_TOLERANCES.get(x, 0.05) for x in dtypes), default=0.05)
-        group = first._calls.session.groups.parent
-        seen = _activations(group, whole, ours, batch, limit)
+        limit = tolerance or max(_TOLERANCES.get(x, 0.05) for x in dtypes)
+        real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == real.shape:
+            real = mask.bool().cpu()
+        of_ranks = _gathered(group, ours.record.seen)
+        seen = Activations(record.seen, of_ranks, ours.shards, real, limit)
         grads = Gradients.of(everyone, ours.grads, whole.grads, limit)
         loss = _loss(group, ours, whole.value)
-        cause = _where_heads_are_first(ours.record, record) or of_activations(seen, own)
+        cause = of_heads(ours.record.heads_first or record.heads_first) or of_activations(seen, own)
         if cause is None:
-            apart = _added_up(model, group, ours, whole, limit)
-            cause = of_gradients(grads, apart, limit, len(seen.ranks))
+            apart = _added_up(own, group, ours, whole, limit) if own is model else None
+            cause = of_gradients(grads, apart, limit, len(of_ranks))
             is_equal = abs(loss - whole.value) <= limit * abs(whole.value)
             if not is_equal and (cause is None or cause.kind == "gradients"):
-                own_sums = sums_of_labels(ours.record.outputs, ours.targets)
-                labels = batch.get("labels")
-                whole_sums = sums_of_labels(record.outputs, labels)
-                cause = of_loss(loss, _gathered(group, own_sums), whole_sums, limit)
+                of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
+                of_labels = sums_of_labels(record.outputs, batch.get("labels"))
+                cause = of_loss(loss, of_targets, of_labels, limit)
         if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
-            cause = _randomness(ours, again, limit) or cause
-    return _same_everywhere(
-        everyone,
-        Diagnosis(
-            cause or Cause("nothing", "ranks compute what one process does"),
-            loss,
-            whole.value,
-            grads.errors,
-            {name: float(errors.max()) for name, errors in seen.errors.items()},
-            limit,
-            tuple(notes),
-        ),
-    )
+            cause = of_randomness(ours.record.seen, again and again.record.seen, limit) or cause
+    errors = {name: float(x.max()) for name, x in seen.errors.items()}
+    cause = cause or Cause("nothing", "ranks compute what one process does")
+    numbers = loss, whole.value, grads.errors, errors, limit
+    return _same_everywhere(everyone, Diagnosis(cause, *numbers, tuple(notes)))
 
 
 def _tried(
@@ -177,17 +167,17 @@ def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
 def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
     if not isinstance(batch, Mapping):
         raise MeshAttentionError(f"whole_batch is a {type(batch).__name__}: give tensors by name")
-    digests = {
-        name: blake2b(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        if isinstance(x, Tensor)
-        else repr(x)
-        for name, x in batch.items()
-    }
-    by_rank = _gathered(cp._calls.session.groups.parent, digests)
-    for rank, other in enumerate(by_rank):
-        names = [
-            name for name in {**by_rank[0], **other} if other.get(name) != by_rank[0].get(name)
-        ]
+
+    def digest(x: Any) -> str:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        held = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{x.shape} {blake2b(held).hexdigest()}"
+
+    digests = {name: digest(x) for name, x in batch.items()}
+    first, *others = _gathered(cp._calls.session.groups.parent, digests)
+    for rank, other in enumerate(others, 1):
+        names = [name for name in first | other if other.get(name) != first.get(name)]
         if names:
             return (
                 f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
@@ -195,14 +185,6 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
                 "data-parallel ranks alone (docs/training.md)"
             )
     return None
-
-
-def _like(batch: Any, own: Any) -> Any:
-    """On the devices on which this rank's own batch is."""
-    return {
-        name: x.to(own[name].device) if isinstance(own.get(name), Tensor) else x
-        for name, x in batch.items()
-    }
 
 
 def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -214,62 +196,20 @@ def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
     return int(sizes[0][0]), int(sizes[0][1])
 
 
-def _activations(group: Any, whole: Run, ours: Run, batch: Any, limit: float) -> Activations:
-    real, mask = torch.ones(_sizes(batch), dtype=torch.bool), batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == real.shape:
-        real = mask.bool().cpu()
-    by_rank = _gathered(group, ours.record.seen)
-    return Activations(whole.record.seen, by_rank, ours.shards, real, limit)
-
-
 def _loss(group: Any, ours: Run, whole: float) -> float:
     """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
     if ours.is_of_all:
         return ours.value
     values = _gathered(group, ours.value)
-    mean = sum(values) / len(values)
-    return min(mean, sum(values), key=lambda x: abs(x - whole))
+    return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
 
 
-def _added_up(
-    model: nn.Module, group: Any, ours: Run, whole: Run, limit: float
-) -> Gradients | None:
+def _added_up(own: nn.Module, group: Any, ours: Run, whole: Run, limit: float) -> Gradients | None:
     """Gradients that ranks have apart from each other, as their sum."""
-    if isinstance(model, DistributedDataParallel) or any(
-        hasattr(p, "full_tensor") for p in model.parameters()
-    ):
+    if any(isinstance(p, DTensor) for p in own.parameters()):
         return None
-    summed: dict[str, Tensor | None] = {}
-    for name, grad in ours.grads.items():
-        summed[name] = None if grad is None else grad.clone()
+    summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
+    for grad in summed.values():
         if grad is not None:
-            dist.all_reduce(summed[name], group=group)
+            dist.all_reduce(grad, group=group)
     return Gradients.of(group, summed, whole.grads, limit)
-
-
-def _where_heads_are_first(*records: Recorder) -> Cause | None:
-    where = next((x.heads_first for x in records if x.heads_first is not None), None)
-    if where is None:
-        return None
-    return Cause(
-        "heads first",
-        f"attention of {where} is called with (batch, heads, tokens, head_dim), and takes (batch, "
-        "tokens, heads, head_dim): give x.transpose(1, 2) of q, k and v",
-        where,
-    )
-
-
-def _randomness(ours: Run, again: Run | None, limit: float) -> Cause | None:
-    """Where a second run with another seed gives other numbers."""
-    for name, x in ours.record.seen.items() if again is not None else ():
-        other = again.record.seen.get(name)
-        if other is not None and float((x - other).abs().max()) > limit * float(x.abs().max()):
-            where = name.partition(": ")[0]
-            return Cause(
-                "randomness",
-                f"{where} draws random numbers (dropout that is not PyTorch's, noise), so ranks "
-                "and one process cannot be equal, and ranks of one seed draw the same for other "
-                "tokens: set it to 0 to compare, and seed ranks differently to train",
-                where,
-            )
-    return None

@@ -14,24 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mesh_attention.request.operators import attention_op
 
 _NUMBERS = 8  # of a token
-_DROPOUTS = (functional.dropout, functional.dropout1d, functional.alpha_dropout)
 
 
 class Recorder(TorchFunctionMode):
     """
-    sizes      (rows, tokens) of the whole batch; None on ranks, where the tensors say it
-    like       what one process recorded: where tokens are in the tensors of each name
-    seen       (rows, tokens, a few numbers) by name, in the order in which they were made
-    outputs    the last tensor of a module, which are logits for most models
+    sizes        (rows, tokens) of the whole batch; None on ranks, where the tensors say it
+    like         what one process recorded: where tokens are in the tensors of each name
+    seen         (rows, tokens, a few numbers) by name, in the order in which they were made
+    outputs      the last tensor of a module, which are logits for most models
     heads_first  where attention was called with (batch, heads, tokens, head_dim)
-    dropouts   modules whose dropout was left out
+    dropouts     modules whose dropout was left out
     """
 
     def __init__(self, sizes: tuple[int, int] | None, like: Recorder | None = None) -> None:
@@ -56,49 +54,39 @@ class Recorder(TorchFunctionMode):
             name = name or type(module).__name__
             hooks += [
                 module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                module.register_forward_hook(
-                    lambda _, __, output, name=name: self._end(name, output), always_call=True
-                ),
+                module.register_forward_hook(lambda *x, name=name: self._end(name, x[-1])),
             ]
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
-            self._inside.clear()
             for hook in hooks:
                 hook.remove()
 
     def _end(self, name: str, output: Any) -> None:
-        if not self._is_on:
-            return
-        if name in self._inside:
-            while self._inside.pop() != name:
-                pass
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        tensors = [x for x in tensors if x.is_floating_point() and x.ndim >= 2]
-        if tensors:
-            self._keep(name, tensors[0])
-            if tensors[0].ndim == 3:
-                self.outputs = tensors[0].detach()
+        self._inside.pop()
+        leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
+        if tensor is not None and self._is_on:
+            self._keep(name, tensor)
+            self.outputs = tensor.detach() if tensor.ndim == 3 else self.outputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         where = self._inside[-1] if self._inside else "the model"
-        if func in _DROPOUTS:
-            p, training = kwargs.get("p", 0.5), kwargs.get("training", True)
-            p, training = (*args[1:3], *(p, training)[len(args[1:3]) :])
-            if p and training:
+        if func is functional.dropout:
+            how = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if how.get("p", 0.5) and how.get("training", True):
                 self.dropouts[where] = None
-                return args[0] if args else kwargs["input"]
+                return how["input"]
         out = func(*args, **kwargs)
         is_sdpa = func is functional.scaled_dot_product_attention
         if self._is_on and len(args) >= 3 and (is_sdpa or func is attention_op):
-            result = out if is_sdpa else out[0]
-            for name, x in zip(("q", "k", "v", "result"), (*args[:3], result), strict=True):
+            tensors = (*args[:3], out if is_sdpa else out[0])
+            for name, x in zip(("q", "k", "v", "result"), tensors, strict=True):
                 x = x.detach().transpose(1, 2) if is_sdpa else x.detach()
-                length = self._tokens
-                if length and x.ndim == 4 and x.shape[1] != length == x.shape[2]:
+                if self._tokens and x.shape[1] != self._tokens == x.shape[2]:
                     self.heads_first = self.heads_first or where
                 self._keep(f"{where}: {name} of attention", x[:, :, 0])
         return out
@@ -111,9 +99,8 @@ class Recorder(TorchFunctionMode):
         if dim is None:
             return
         self.dims[name] = dim
-        x = x.detach()
         self.dtypes.add(x.dtype)
-        rows = x[None] if dim == 0 else x.movedim(dim, 1)
+        rows = x.detach()[None] if dim == 0 else x.detach().movedim(dim, 1)
         self._tokens = self._tokens or rows.shape[1]
         rows = rows.flatten(2) if rows.ndim > 2 else rows[..., None]
         step = max(1, rows.shape[2] // _NUMBERS)
@@ -123,29 +110,8 @@ class Recorder(TorchFunctionMode):
         """Tensors are (rows, tokens, ...), or of one pack of all rows, or have tokens last, as
         convolutions want them, or no rows."""
         if self.like is not None:
-            dim = self.like.dims.get(name)
-            return dim if dim is None or dim < x.ndim else None
+            return self.like.dims.get(name)
         assert self.sizes is not None
-        rows, tokens = self.sizes
-        for dim in (1, 0, x.ndim - 1):
-            if x.shape[dim] in (tokens, rows * tokens) and (dim or x.ndim == 2):
-                return dim
-        return None
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[list[str]]:
-    """Of modules; where functions are called the recorder leaves it out. In a backward pass on a
-    GPU, which computes checkpoints again in another thread, no mode holds."""
-    changed = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _DropoutNd) and module.training and module.p
-    }
-    for module in changed.values():
-        module.training = False
-    try:
-        yield [*changed]
-    finally:
-        for module in changed.values():
-            module.training = True
+        lengths = self.sizes[1], self.sizes[0] * self.sizes[1]
+        dims = (1, 0, x.ndim - 1) if x.ndim == 2 else (1, x.ndim - 1)
+        return next((dim for dim in dims if x.shape[dim] in lengths), None)

@@ -115,7 +115,7 @@ def _averaging(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(cp: ContextParallel, done: Run) -> Iterator[None]:
-    """Notes how batches are cut."""
+    """Notes how batches are cut, or what attention took tensors for that were cut elsewhere."""
     calls: Any = cp._calls
     cut, shard_batch = calls.cut, cp.shard_batch
 
@@ -132,17 +132,12 @@ def _watched(cp: ContextParallel, done: Run) -> Iterator[None]:
     try:
         yield
         if done.shards is None and (calls.fixed or calls.latest) is not None:
-            done.shards = _shards_of_calls(calls)
+            taken = calls.source.first
+            starts = (0, taken.plan.problem.q_tokens)
+            where = taken.rank, taken.plan.devices, taken.words
+            done.shards = Shards(*taken.plan.shards, *where, starts=(starts, starts))
     finally:
         del calls.cut, cp.shard_batch
-
-
-def _shards_of_calls(calls: Any) -> Shards:
-    """What attention took tensors for that the object has not cut."""
-    rank_plan = calls.source.first
-    plan, starts = rank_plan.plan, (0, rank_plan.plan.problem.q_tokens)
-    rank, words = rank_plan.rank, rank_plan.words
-    return Shards(*plan.shards, rank, plan.devices, words, starts=(starts, starts))
 
 
 _OF_ATTENTION = (
@@ -159,17 +154,12 @@ def on_one_rank(objects: Sequence[ContextParallel]) -> Iterator[None]:
     lone = []
     try:
         for cp, calls in before:
-            arguments: dict[str, Any] = dict(calls.arguments)
-            if arguments.get("plan") is not None:
+            arguments: dict[str, Any] = {n: calls.arguments.get(n) for n in _OF_ATTENTION}
+            if calls.arguments.get("plan") is not None:
                 problem = calls.source.first.plan.problem
-                arguments = {
-                    "seq_len": problem.q_tokens,
-                    "kv_seq_len": problem.kv_tokens,
-                    "mask": problem.mask,
-                    "softmax_scale": arguments.get("softmax_scale"),
-                    "softcap": arguments.get("softcap"),
-                }
-            lone.append(ContextParallel(group, **{n: arguments.get(n) for n in _OF_ATTENTION}))
+                lengths = {"seq_len": problem.q_tokens, "kv_seq_len": problem.kv_tokens}
+                arguments |= {**lengths, "mask": problem.mask}
+            lone.append(ContextParallel(group, **arguments))
             cp._calls = lone[-1]._calls
         yield
     finally:
@@ -181,16 +171,21 @@ def on_one_rank(objects: Sequence[ContextParallel]) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_changed(model: nn.Module) -> Iterator[None]:
+def nothing_changed(model: nn.Module) -> Iterator[list[str]]:
+    """Gives the names of modules whose dropout is left out meanwhile, also in checkpoints that a
+    backward pass computes again, in another thread, where no recorder sees it."""
     own = inner(model)
     grads = [(p, p.grad) for p in own.parameters()]
     buffers = [(b, b.clone()) for b in own.buffers()]
     versions = [_version(p) for p, _ in grads]
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    drops = {n: m for n, m in own.named_modules() if isinstance(m, nn.Dropout) and m.training}
+    for module in drops.values():
+        module.training = False
     try:
         with torch.random.fork_rng(devices):
-            yield
+            yield [name for name, module in drops.items() if module.p]
         if versions != [_version(p) for p, _ in grads]:
             raise MeshAttentionError(
                 "step changes parameters: leave optimizer.step() out of it; doctor calls backward"
@@ -203,6 +198,8 @@ def nothing_changed(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, grad in grads:
             parameter.grad = grad
+        for module in drops.values():
+            module.training = True
 
 
 def _version(parameter: Any) -> int:

@@ -57,7 +57,11 @@ class OneProcess(ContextParallel):
             self._door = door
 
     def shard_batch(self, **batch: Any) -> ShardedBatch:
-        """As of `ContextParallel`. Other tensors go to the model only if it names them."""
+        """As of `ContextParallel`. Other tensors go to the model only if it names them; what
+        collators of transformers say to flash-attn are documents."""
+        of_collator = {name: batch.pop(name, None) for name in _OF_FLASH_ATTENTION}
+        if of_collator["cu_seq_lens_q"] is not None:
+            batch["cu_seqlens"] = of_collator["cu_seq_lens_q"]
         model, self._uncompared = self._uncompared, None
         if model is not None:
             _compare(self, model, batch)
@@ -84,6 +88,7 @@ class OneProcess(ContextParallel):
 
 
 _INPUTS = ("input_ids", "inputs_embeds")
+_OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _compare(cp: OneProcess, model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -127,15 +132,7 @@ def _compare(cp: OneProcess, model: nn.Module, batch: Mapping[str, Any]) -> None
                 dist.all_reduce(parameter.grad, group=group)
 
     first = batch[name][:1, :_COMPARED].to(next(model.parameters()).device)
-    report = diagnose(
-        step,
-        {name: first},
-        model,
-        [cp],
-        everyone=group,
-        plain=plain,
-        reduce_gradients=None if is_fsdp else add_up,
-    )
+    report = diagnose(step, {name: first}, model, [cp], group, plain, None if is_fsdp else add_up)
     if not report.is_right:
         raise MeshAttentionError(
             f"{type(model).__name__} is untested, and on ranks it is not the model that it is on "
