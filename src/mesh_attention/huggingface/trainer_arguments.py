@@ -48,6 +48,14 @@ def refuse_arguments(args: Any) -> None:
             bool(config is not None and config.dispatch_batches),
             "every rank reads its own batches",
         ),
+        "use_vllm": (
+            bool(getattr(args, "use_vllm", False)),
+            "it deals prompts out to all ranks, and those of a sequence need the same",
+        ),
+        "use_transformers_continuous_batching": (
+            bool(getattr(args, "use_transformers_continuous_batching", False)),
+            "it attends in its own way; generate without it",
+        ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
     for name, (is_given, why) in refused.items():
@@ -66,6 +74,10 @@ def refuse_settings(trainer: Any) -> None:
         "FSDP1": (
             plugin is not None and plugin.fsdp_version != 2,
             "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
+            bool(getattr(trainer, "aux_loss_enabled", False)),
+            "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
         ),
         "parallelism_config": (
             getattr(trainer.accelerator, "parallelism_config", None) is not None,

@@ -13,9 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from mesh_attention.diagnose.doctor import doctor
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.diagnose.runs import inner
+from mesh_attention.errors import MeshAttentionError
 
 
 def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, Any]) -> Diagnosis:
+    if trainer._is_whole:
+        raise MeshAttentionError(
+            f"trainer.doctor() compares the loss of ContextParallelTrainer, and "
+            f"{type(trainer).__name__} has its own: call mesh_attention.doctor with a step of yours"
+        )
     if whole is None:
         with torch.random.fork_rng(devices=[]):
             whole = next(iter(trainer.get_train_dataloader()))
