@@ -105,7 +105,14 @@ def of_trainer(rank: int, world_size: int, folder: str) -> list[Any]:
     """Before training, after it (so wrapped by DDP), and where a subclass shifts labels again."""
     from torch.nn.functional import cross_entropy
 
+    from mesh_attention.huggingface import ContextParallelTrainer
     from support.tiny_trainer import RUNS, launched
+
+    class Own(ContextParallelTrainer):
+        """Whose losses are made of whole batches."""
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs).loss
 
     with launched(rank, world_size):
         trainer = RUNS["data-parallel"].trainer(folder, 2, world_size // 2)
@@ -120,13 +127,18 @@ def of_trainer(rank: int, world_size: int, folder: str) -> list[Any]:
         trainer.compute_loss = compute_loss
         answers.append(str(trainer.doctor()))
         trainer.close()
+        collate, data = trainer.data_collator, trainer.train_dataset
+        own = Own(trainer.model, trainer.args, collate, data, cp_size=2)
+        answers.append(str(own.doctor()))
+        own.close()
     return answers
 
 
 def test_a_trainer_asks_the_doctor_before_and_after_training(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    for before, after, shifted in model_pool.run(of_trainer, 4, str(tmp_path)):
+    for before, after, shifted, own in model_pool.run(of_trainer, 4, str(tmp_path)):
         assert before.startswith("ranks compute what one process does")
         assert after.startswith("ranks compute what one process does")
         assert shifted.startswith("labels are shifted twice")
+        assert own.startswith("ranks compute what one process does")

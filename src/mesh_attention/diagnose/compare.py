@@ -73,7 +73,11 @@ class Activations:
             return None
         if len(whole) > 1 and parts[0] is not None and len(parts[0]) == 1:  # one pack of all rows
             whole = whole.flatten(0, 1)[None]
-        real = real if real.shape == whole.shape[:2] else real.flatten()[None]
+        if self.shards is None or whole.shape[1] != self.shards.q_layout.num_tokens:
+            return (
+                None  # such as positions that are the same for all rows, of which one pack is made
+            )
+        real = real if real.shape[1] == whole.shape[1] else real.flatten()[None]
         scale, errors = whole.abs().max() + 1e-30, torch.zeros(whole.shape[:2])
         for x, at in zip(parts, positions, strict=True):
             assert x is not None
@@ -85,7 +89,7 @@ class Activations:
             at_tokens = torch.from_numpy(at)[inside]
             off = (x[:, inside] - whole[:, at_tokens]).abs().amax(-1) / scale
             errors[:, at_tokens] = torch.nan_to_num(off, nan=torch.inf).float()
-        return errors.masked_fill(~real, 0) if real.shape == errors.shape else errors
+        return errors.masked_fill(~real.all(0) if len(real) > len(errors) else ~real, 0)
 
 
 @dataclass(frozen=True)

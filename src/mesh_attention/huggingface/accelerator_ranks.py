@@ -59,20 +59,23 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
 
 
-def deal_to_replicas(accelerator: Accelerator, mesh: DeviceMesh) -> None:
+def deal_to_replicas(
+    accelerator: Accelerator, mesh: DeviceMesh, *, on_device: bool = False
+) -> None:
     """`accelerator.prepare` and `prepare_data_loader` then make loaders that give ranks of a
     sequence the same batch. Of this object alone: accelerate itself counts all processes, and its
-    `ParallelismConfig` knows no other context parallelism than its own."""
+    `ParallelismConfig` knows no other context parallelism than its own. Batches stay on the CPU,
+    where documents are read from them, unless `on_device`."""
 
     def prepare(loader: Any, *_: Any, **__: Any) -> Any:
-        """Batches stay on the CPU, where documents are read from them."""
         if not getattr(loader, "_is_accelerate_prepared", False):
             loader = prepare_data_loader(
                 loader,
+                accelerator.device,
                 num_processes=mesh["dp"].size(),
                 process_index=mesh["dp"].get_local_rank(),
                 split_batches=accelerator.split_batches,
-                put_on_device=False,
+                put_on_device=on_device,
                 rng_types=accelerator.rng_types.copy(),
                 even_batches=accelerator.even_batches,
                 use_seedable_sampler=accelerator.use_seedable_sampler,

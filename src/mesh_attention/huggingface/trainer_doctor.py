@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,16 +18,28 @@ from mesh_attention.errors import MeshAttentionError
 
 
 def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, Any]) -> Diagnosis:
-    if trainer._is_whole:
+    if trainer._generates_whole:
         raise MeshAttentionError(
-            f"trainer.doctor() compares the loss of ContextParallelTrainer, and "
-            f"{type(trainer).__name__} has its own: call mesh_attention.doctor with a step of yours"
+            f"trainer.doctor(): {type(trainer).__name__} generates what it is trained on; call "
+            "mesh_attention.doctor with a step of yours"
         )
     if whole is None:
         with torch.random.fork_rng(devices=[]):
             whole = next(iter(trainer.get_train_dataloader()))
     model: nn.Module = trainer.model_wrapped
     is_wrapped = inner(model) is not model or isinstance(model, FSDPModule)
+
+    def whole_step(model: Any, whole: Any) -> Tensor:
+        """Of a Trainer that makes losses of whole batches."""
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(model, trainer._prepare_inputs({**whole}))
+        return loss
+
+    def plain_step(model: Any, whole: Any) -> Tensor:
+        with ExitStack() as held:
+            for other in trainer._whole_models:
+                held.enter_context(other.cp.own_attention())
+            return whole_step(model, whole)
 
     def step(model: Any, whole: Any) -> Tensor:
         part = trainer._prepare_inputs(trainer._shard(whole))
@@ -42,8 +55,9 @@ def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, 
             loss: Tensor = trainer.cp.plain_loss(model, part, whole, label_smoothing=smoothing)
         return loss
 
-    how = {"plain": plain, "reduce_gradients": None if is_wrapped else _average, **options}
-    return doctor(step, whole, model, trainer.cp, **how)
+    steps = (whole_step, plain_step) if trainer._is_whole else (step, plain)
+    how = {"plain": steps[1], "reduce_gradients": None if is_wrapped else _average, **options}
+    return doctor(steps[0], whole, model, trainer.cp, **how)
 
 
 def _average(model: nn.Module) -> None:

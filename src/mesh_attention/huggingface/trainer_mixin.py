@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
 from mesh_attention.huggingface.head_loss import HeadLoss
 from mesh_attention.huggingface.loss_writer import (
@@ -41,7 +39,6 @@ from mesh_attention.huggingface.repeated_samples import (
     without_repeated,
 )
 from mesh_attention.huggingface.trainer_arguments import (
-    mesh_sizes,
     refuse_arguments,
     refuse_settings,
 )
@@ -103,12 +100,11 @@ class ContextParallelMixin(_Base):
             self.loss_is_scaled_for_ga = getattr(super(), "loss_is_scaled_for_ga", None)
         super().__init__(*positional, **named)
         refuse_settings(self)
-        sizes = mesh_sizes(self, cp_size)
-        self.cp_size = sizes[1]
-        self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
+        self.mesh = mesh_of_ranks(self.accelerator, cp_size)
+        self.cp_size = self.mesh["cp"].size()
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self._attach(self.model)
-        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        deal_to_replicas(self.accelerator, self.mesh, on_device=self._is_whole)
         if self._is_whole:
             DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
         else:
@@ -166,28 +162,6 @@ class ContextParallelMixin(_Base):
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
 
-    def _prepare_data_loader(self, loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
-        """As accelerate's, for data-parallel ranks alone. Batches stay on the CPU, where documents
-        are read from them."""
-        accelerator = self.accelerator
-        if not getattr(loader, "_is_accelerate_prepared", False):
-            loader = prepare_data_loader(
-                loader,
-                num_processes=self.mesh["dp"].size(),
-                process_index=self.mesh["dp"].get_local_rank(),
-                split_batches=accelerator.split_batches,
-                device=accelerator.device,
-                put_on_device=self._is_whole,
-                rng_types=accelerator.rng_types.copy(),
-                even_batches=accelerator.even_batches,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=accelerator.dataloader_config.data_seed,
-                use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            )
-        if not any(loader is known for known in accelerator._dataloaders):
-            accelerator._dataloaders.append(loader)
-        return loader
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
@@ -203,10 +177,7 @@ class ContextParallelMixin(_Base):
             raise MeshAttentionError(
                 f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
             )
-        arguments = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
-        if "cu_seq_lens_q" in whole:
-            arguments["cu_seqlens"] = whole["cu_seq_lens_q"]
-        return TrainerBatch.of(self.cp.shard_batch(**arguments), whole)
+        return TrainerBatch.of(self.cp.shard_batch(**whole), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_whole:  # gathered from data-parallel ranks, and then divided by all sizes
@@ -381,6 +352,3 @@ class ContextParallelMixin(_Base):
         loader = self.accelerator.gradient_state
         ends = loader.end_of_dataloader and loader.remainder > 0
         return values[: loader.remainder] if ends else values
-
-
-_OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
