@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mesh_attention.diagnose.compare import Activations, Gradients
+from mesh_attention.diagnose.compare import Activations, ComparedGradients
 from mesh_attention.diagnose.report import Cause
 
 
@@ -197,7 +197,9 @@ def of_loss(loss: float, targets: list[Sums], labels: Sums, tol: float) -> Cause
     )
 
 
-def of_gradients(ours: Gradients, apart: Gradients | None, tol: float, size: int) -> Cause | None:
+def of_gradients(
+    ours: ComparedGradients, apart: ComparedGradients | None, tol: float, size: int
+) -> Cause | None:
     """`apart`: those of ranks, were they added up over them; None where a framework does it."""
     wrong = [name for name, error in ours.errors.items() if error > tol]
     if not wrong:

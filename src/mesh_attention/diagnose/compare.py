@@ -93,7 +93,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class ComparedGradients:
     """
     errors    of each parameter, relative to its largest number, or to 1/1000 of the largest of all
     factors   by how much each is too large, if it is only that; None where it is not
@@ -108,7 +108,7 @@ class Gradients:
         ours: dict[str, Tensor | None],
         whole: dict[str, Tensor | None],
         tolerance: float,
-    ) -> Gradients:
+    ) -> ComparedGradients:
         """Ranks hold parts, or the same: numbers are added up over all of them."""
         pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
         sums = _of_all(
@@ -127,7 +127,7 @@ class Gradients:
             scale = max(own, floor)
             errors[name] = error / scale
             factors[name] = ratio if rest <= tolerance * scale * max(1, abs(ratio)) else None
-        return Gradients(errors, factors)
+        return ComparedGradients(errors, factors)
 
 
 def _wide(x: Tensor | None, like: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ from mesh_attention.diagnose.causes import (
     of_randomness,
     sums_of_labels,
 )
-from mesh_attention.diagnose.compare import Activations, Gradients
+from mesh_attention.diagnose.compare import Activations, ComparedGradients
 from mesh_attention.diagnose.record import Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis
-from mesh_attention.diagnose.runs import Run, Step, inner, nothing_changed, on_one_rank, run
+from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
 
 _CLOSE = 1 / 30  # of the tolerance
@@ -119,7 +119,7 @@ def diagnose(
             real = mask.bool().cpu()
         of_ranks = _gathered(group, ours.record.seen)
         seen = Activations(record.seen, of_ranks, ours.shards, real, limit)
-        grads = Gradients.of(everyone, ours.grads, whole.grads, limit)
+        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limit)
         loss = _loss(group, ours, whole.value)
         off = abs(loss - whole.value) / (abs(whole.value) + 1e-30)
         cause = None
@@ -148,7 +148,7 @@ def diagnose(
 
 def _tried(
     everyone: Any, step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
-) -> tuple[Run | None, str | None]:
+) -> tuple[StepRun | None, str | None]:
     """Or why it failed: the first of the errors of all ranks."""
     done, failed = None, None
     try:
@@ -204,7 +204,7 @@ def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
     return int(sizes[0][0]), int(sizes[0][1])
 
 
-def _loss(group: Any, ours: Run, whole: float) -> float:
+def _loss(group: Any, ours: StepRun, whole: float) -> float:
     """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
     if ours.is_of_all:
         return ours.value
@@ -212,12 +212,14 @@ def _loss(group: Any, ours: Run, whole: float) -> float:
     return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
 
 
-def _added_up(own: nn.Module, group: Any, ours: Run, whole: Run, limit: float) -> Gradients | None:
-    """Gradients that ranks have apart from each other, as their sum."""
+def _added_up(
+    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limit: float
+) -> ComparedGradients | None:
+    """Those that ranks have apart from each other, as their sum."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
         return None
     summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
-    return Gradients.of(group, summed, whole.grads, limit)
+    return ComparedGradients.of(group, summed, whole.grads, limit)

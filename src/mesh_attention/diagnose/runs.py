@@ -25,7 +25,7 @@ Step = Callable[[Any, Any], Tensor | TokenMean]
 
 
 @dataclass
-class Run:
+class StepRun:
     """
     value    the loss of all ranks where the step says it, else this rank's
     grads    of each parameter, this rank's part where ranks hold parts
@@ -60,9 +60,9 @@ def run(
     cp: ContextParallel | None = None,
     reduce_gradients: Callable[[Any], None] | None = None,
     seed: int = 0,
-) -> Run:
+) -> StepRun:
     """`cp`: on ranks, by this object; otherwise on one process."""
-    done = Run(record)
+    done = StepRun(record)
     own = inner(model)
     for parameter in own.parameters():
         parameter.grad = None
@@ -114,7 +114,7 @@ def _averaging(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(cp: ContextParallel, done: Run) -> Iterator[None]:
+def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
     """Notes how batches are cut, or what attention took tensors for that were cut elsewhere."""
     calls: Any = cp._calls
     cut, shard_batch = calls.cut, cp.shard_batch
