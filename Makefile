@@ -5,12 +5,13 @@ TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 OLDEST := $(shell sed -n 's/^torch==//p' requirements-oldest.txt)
 VENV := .venv
 OLD := .venv-oldest
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest coverage test-slow test-gpu test-browser mutants hostile lint format clean
+.PHONY: demo docs test test-oldest coverage test-slow test-gpu test-browser mutants hostile lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -41,6 +42,16 @@ test-gpu:
 # With Chromium and its driver (Debian: apt-get install chromium chromium-driver): clicks on the page.
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m browser
+
+# The site, in an environment of its own, without torch: pages, reference, links and anchors.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python docs/check_site.py site
+
+$(DOCS)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
 
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)
@@ -73,4 +84,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) $(DOCS) site demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache
