@@ -1,8 +1,8 @@
-"""Reads the built site as a browser would: every link and anchor exists, and nothing is loaded from elsewhere.
+"""Reads the built site: every link and anchor exists, and nothing is loaded from elsewhere.
 
     python docs/check_site.py site
 
-`mkdocs build --strict` checks what pages say; this checks what the theme and the API reference make of it.
+`mkdocs build --strict` checks what pages say; this checks what theme and reference make of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href", "sourc
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.anchors: set[str] = set()
+        self.anchors = {""}  # the page itself
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.feed(text)
@@ -49,9 +49,8 @@ def faults(folder: Path) -> list[str]:
             place = place / "index.html" if place.is_dir() else place
             if not place.exists():
                 told.append(f"{file.name} links to {target}, which is not there")
-            elif parts.fragment and place in pages:
-                if unquote(parts.fragment) not in pages[place].anchors:
-                    told.append(f"{file.name} links to {target}, which has no such anchor")
+            elif place in pages and unquote(parts.fragment or "") not in pages[place].anchors:
+                told.append(f"{file.name} links to {target}, which has no such anchor")
     for file in folder.rglob("*.css"):
         if "url(http" in file.read_text() or "@import" in file.read_text():
             told.append(f"{file.name} loads a file from elsewhere")
@@ -61,7 +60,8 @@ def faults(folder: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     (folder,) = arguments
     told = faults(Path(folder))
-    print("\n".join(told) or f"{len(list(Path(folder).rglob('*.html')))} pages, all links are there")
+    pages = len(list(Path(folder).rglob("*.html")))
+    print("\n".join(told) or f"{pages} pages, all links are there")
     return int(bool(told))
 
 

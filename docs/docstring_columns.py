@@ -1,4 +1,4 @@
-"""Docstrings list arguments in two columns, which read well in a terminal; on the site they are lists.
+"""Docstrings list arguments in two columns, as terminals show well; on the site they are lists.
 
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh
     seq_len         tokens of the whole sequence
@@ -13,7 +13,7 @@ from typing import Any
 
 import griffe
 
-ROW = re.compile(r"(?P<name>[\w.\"=,]+(?:[ ,][\w.\"=]+)*(?:, \.\.\.)?)(?P<gap> {2,})(?P<text>\S.*)")
+ROW = re.compile(r"(?P<name>[\w.\"=,]+(?: [\w.\"=,]+)*) {2,}(?P<text>\S.*)")
 
 
 class Columns(griffe.Extension):
@@ -23,7 +23,7 @@ class Columns(griffe.Extension):
 
 
 def as_lists(text: str) -> str:
-    """Two columns need at least a name at the margin, two spaces, and text; what goes on is indented."""
+    """A row is a name at the margin, two spaces or more, and text that may go on indented."""
     lines: list[str] = []
     in_row = False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Writes docs/needs.md from docs/needs.toml: what users need, and the tests that show it, those not met first.
+"""Writes docs/needs.md from docs/needs.toml: needs of users, not met first, and their tests.
 
 python docs/make_needs.py
 """
@@ -14,10 +14,11 @@ PAGE, DATA = FOLDER / "needs.md", FOLDER / "needs.toml"
 
 INTRODUCTION = """# Needs and their tests
 
-This page answers: what users of such libraries suffer from, which test shows that it does not happen here, and what is not met.
-The statements come from about 120 public issue threads of libraries for context parallelism, the most painful first. Numbers are
-those by which tests name them. Tests are in `tests/`; those in `gpu/` need a GPU (`make test-gpu`), all others run by `make test`.
-What happens when ranks go wrong: [guarantees](guarantees.md).
+This page answers: what users of such libraries suffer from, which test shows that it does not
+happen here, and what is not met. The statements come from about 120 public issue threads of
+libraries for context parallelism, the most painful first. Numbers are those by which tests name
+them. Tests are in `tests/`; those in `gpu/` need a GPU (`make test-gpu`), all others run by `make
+test`. What happens when ranks go wrong: [guarantees](guarantees.md).
 
 Written by `python docs/make_needs.py` from `docs/needs.toml`.
 """

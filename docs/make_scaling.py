@@ -51,15 +51,18 @@ WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
 
 INTRODUCTION = f"""# Scaling, modelled
 
-This page answers: how each method scales on two clusters, what the default takes, and what a longer search finds.
+This page answers: how each method scales on two clusters, what the default takes, and what a
+longer search finds.
 
-**Modelled, not measured.** Every number is a simulation ([what is modelled](simulate.md)). `paper` is the machine of the
-Mesh-Attention paper, whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ring does much better.
+**Modelled, not measured.** Every number is a simulation ([what is modelled](simulate.md)). `paper`
+is the machine of the Mesh-Attention paper, whose point-to-point links are slow; `hgx-h100` has
+healthy links, on which a ring does much better.
 
-A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method is at the best setting for
-each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail with teams of at least 2. The last two columns choose
-among all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by itself, `search`
-is what `advise` and `simulate --best` find. Bold is the fastest of its row, both passes together.
+A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method
+is at the best setting for each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail
+with teams of at least 2. The last two columns choose among all methods, and name the one they
+chose for each pass: `default` is what `ContextParallel` takes by itself, `search` is what `advise`
+and `simulate --best` find. Bold is the fastest of its row, both passes together.
 
 Any cell can be asked for again:
 

@@ -1,4 +1,4 @@
-"""The blocks of docs/migration.md that are ours run as they stand, and give the numbers of one process."""
+"""The blocks of docs/migration.md that are ours run as they stand, as on one process."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class DoubleRingSetting(DegreeSetting, ChunkSetting):
     """Rings of `inner` ranks, and one ring of such rings."""
 
     inner: int | None = option(
-        None, "ranks of an inner ring: a divisor of the ranks over `ulysses`; left out: those of a node"
+        None, "ranks of an inner ring; they divide all ranks. Left out: the ranks of a node"
     )
 
 

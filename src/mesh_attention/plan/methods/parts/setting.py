@@ -199,8 +199,8 @@ class ChunkSetting(SliceSetting):
     chunks: tuple[int, int] | None = option(
         None,
         "queries of a tile in KQ chunks and keys in KKV, so that communication hides behind "
-        "computation: at most 16 in all, 1x1 is uncut. Left out together with `head_slices`: chosen "
-        "by size. Around Ulysses, queries of one KV head are cut by heads first",
+        "computation: at most 16 in all, 1x1 is uncut. Left out with `head_slices`: chosen by "
+        "size. Around Ulysses, queries of one KV head are cut by heads first",
         "KQxKKV",
     )
     backward_chunks: tuple[int, int] | None = option(
