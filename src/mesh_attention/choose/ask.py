@@ -56,7 +56,8 @@ def make_plan(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Plan:
-    """The plan of a method; left out, it is chosen. Every option is used, or refused by name.
+    """The plan for a problem on so many ranks. A method that is left out is chosen, for `cluster`
+    where it is given. Options are those of the method; every one is used, or refused by name.
 
     >>> plan = make_plan(Problem(q_tokens=64, num_heads=2, head_dim=8), 4, tile=(2, 2))
     >>> plan.num_ranks, plan.forward.setting["tile"]
