@@ -13,10 +13,9 @@ import pytest
 from mesh_attention.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    name: (ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/slices.md")
-}
-README, PLANNING, _ = PAGES.values()
+NAMES = ("README", "docs/planning", "docs/slices", "docs/start", "docs/long-sequences")
+PAGES = {name: (ROOT / f"{name}.md").read_text() for name in NAMES}
+README, PLANNING = PAGES["README"], PAGES["docs/planning"]
 
 
 def _blocks(page: str, language: str) -> list[str]:

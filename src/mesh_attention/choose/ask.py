@@ -1,8 +1,8 @@
 """What people write, as a question: the door of `make_plan`, the command line and all objects.
 
 A method that is named is taken as it is. `auto`, the default, is chosen for a cluster by a search
-under a budget (`auto.py`); without a cluster, for the nearest known one. All doors make the same
-plan of the same words.
+under a budget (`auto.py`); without a cluster, for the nearest known one. The same words give the
+same plan, whoever asks.
 """
 
 from __future__ import annotations
