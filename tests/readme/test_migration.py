@@ -90,9 +90,9 @@ def error_of(block: str, names: dict[str, Any]) -> float:
     seen = visible(DOCUMENTS if "cu_seqlens" in block else [0, TOKENS])
     if "slices" in block:  # the first is full
         seen[:16, :16] = True
-    whole = (names[name] for name in ("whole_q", "whole_k", "whole_v"))
+    wanted = on_one_process(names["whole_q"], names["whole_k"], names["whole_v"], seen)
     out = names["cp"].unshard(names["out"].detach(), 1, documents=names.get("docs"))
-    return float((out - on_one_process(*whole, seen)).abs().max())
+    return float((out - wanted).abs().max())
 
 
 def test_every_block_of_ours_gives_the_numbers_of_one_process(pool: WorkerPool) -> None:
