@@ -111,15 +111,14 @@ def plan_ulysses(
 def _check_uneven(problem: Problem, ranks: int, setting: UlyssesSetting) -> None:
     if ranks > problem.num_heads:
         raise PlanError(
-            f"{ranks} ranks do not share out {problem.num_heads} heads, of which each needs at "
-            f"least one; numbers of ranks that work: 1 to {problem.num_heads}. Method mesh-usp "
-            "exchanges heads among some of the ranks, and takes any number"
+            f"{ranks} ranks are too many for {problem.num_heads} heads: with ulysses each needs "
+            f"one; ranks that work: 1 to {problem.num_heads}. Method mesh-usp takes any number"
         )
     slices = setting.head_slices or setting.backward_head_slices
     if slices or any(c not in (None, (1, 1)) for c in (setting.chunks, setting.backward_chunks)):
         raise PlanError(
-            f"{ranks} ranks do not share out {problem.num_heads} heads evenly: uneven shares are "
-            "exchanged at once; leave 'chunks' and 'head_slices' out"
+            f"{ranks} ranks do not share {problem.num_heads} heads evenly, and uneven shares are not "
+            "cut; leave 'chunks' and 'head_slices' out"
         )
 
 

@@ -112,11 +112,10 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
     join, session = ctx.join, ctx.join.user.session
     if join.grad is None:
         raise MeshAttentionError(
-            "a loss depends on unshard(...), and nobody said what becomes of its gradient: "
-            "grad='sum' adds up those of all ranks, for a loss that all compute alike under DDP "
-            "or FSDP2, which then divide by the number of ranks; grad='mean' divides the sum by "
-            "it; grad='own' passes on this rank's alone, for gradients of parameters that are "
-            "added up; or use unshard(x.detach(), ...)"
+            "a loss depends on unshard(...), and 'grad' is missing, which says what becomes of its "
+            "gradient. For a loss that all ranks compute alike: grad='sum' under DDP or FSDP2, "
+            "which divide by the number of ranks; grad='mean' or 'own' if gradients of parameters "
+            "are added up. Without a gradient: unshard(x.detach(), ...)"
         )
     if torch.is_grad_enabled():
         raise MeshAttentionError(
