@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-oldest coverage test-slow test-gpu test-browser mutants hostile lint format clean
+.PHONY: demo docs test test-oldest coverage test-slow test-gpu test-browser mutants hostile compare lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -65,6 +65,11 @@ SEED ?= 1
 hostile: $(STAMP)
 	$(BIN)/python tests/hostile/run.py --seed $(SEED) --seconds $(SECONDS) --json hostile.json
 
+# Ours beside its peers: minutes on a machine with a GPU, over gloo elsewhere (as root over shaped links, MBIT=200).
+compare: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4
+	$(BIN)/python benchmarks/against_peers.py $(if $(shell command -v nvidia-smi),,--gloo) $(if $(MBIT),--mbit $(MBIT)) --json peers.json
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,4 +89,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) $(DOCS) site demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) $(DOCS) site demo-output coverage.json hostile.json peers.json .mypy_cache .ruff_cache .pytest_cache

@@ -172,8 +172,8 @@ class Shards:
         if length != tokens:
             again = length == layout.slots
             raise MeshAttentionError(
-                f"shard wants all {tokens} tokens along dim {dim}, but it has {length}"
-                + ("; it looks sharded already" if again else "")
+                f"shard wants all {tokens} tokens along dim {dim}, but it has {length} in x of "
+                f"shape {tuple(x.shape)}" + ("; it looks sharded already" if again else "")
             )
         return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
@@ -281,7 +281,7 @@ def _checked_dim(x: Tensor, dim: int) -> int:
 def _checked_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, ValueError, OverflowError):
         raise MeshAttentionError(
             f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
         ) from None
