@@ -114,8 +114,8 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
         raise MeshAttentionError(
             "a loss depends on unshard(...), and 'grad' is missing, which says what becomes of its "
             "gradient. For a loss that all ranks compute alike: grad='sum' under DDP or FSDP2, "
-            "which divide by the number of ranks; grad='mean' or 'own' if gradients of parameters "
-            "are added up. Without a gradient: unshard(x.detach(), ...)"
+            "which divide by the number of ranks; grad='mean' or grad='own' if gradients of "
+            "parameters are added up. Without a gradient: unshard(x.detach(), ...)"
         )
     if torch.is_grad_enabled():
         raise MeshAttentionError(
