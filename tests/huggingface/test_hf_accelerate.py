@@ -3,6 +3,8 @@ than a plain loop, and losses and parameters of one process."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,15 @@ if TYPE_CHECKING:
 Trained = tuple[list[float], dict[str, "Tensor"]]
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+
+
 def loop(way: str, collate: str, cp_size: int | None, dp_size: int = 1) -> Trained:
-    """`cp_size` None: plain, on one process."""
+    """That of the page; `cp_size` None: a plain one, on one process."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
-    from mesh_attention.huggingface import AcceleratorContextParallel
     from mesh_attention.huggingface.trainer_model import shard_on_cpu
     from support import tiny_trainer
     from support.tiny_models import make_model
@@ -34,27 +38,26 @@ def loop(way: str, collate: str, cp_size: int | None, dp_size: int = 1) -> Train
         wraps |= {"auto_wrap_policy": "transformer_based_wrap"}
         assert shard_on_cpu(accelerator, SimpleNamespace(fsdp_plugin_args=wraps))
     model = make_model("qwen3")
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
     texts, joined = tiny_trainer.Texts(16), getattr(tiny_trainer, collate)
-    loader = DataLoader(texts, batch_size=4 // dp_size, collate_fn=joined)
+    names: dict[str, Any] = {
+        "accelerator": accelerator,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.2),
+        "loader": DataLoader(texts, batch_size=4 // dp_size, collate_fn=joined),
+        "losses": [],
+    }
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    [program] = [block for block in blocks if "AcceleratorContextParallel" in block]
+    if cp_size is None:
+        program = re.sub(r".*AcceleratorContextParallel.*\n", "", program)
+        # With a cache transformers do not keep packed documents apart.
+        program = program.replace("cp.loss(model, batch)", "model(**batch, use_cache=False).loss")
+    exec(program + "        losses.append(loss.item())\n", names)
     if cp_size is not None:
-        cp = AcceleratorContextParallel(accelerator, model, cp_size=cp_size)  # 1
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            if cp_size is None:  # with a cache transformers do not keep packed documents apart
-                loss = model(**batch, use_cache=False).loss
-            else:
-                loss = cp.loss(model, batch)  # 2
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    state = accelerator.get_state_dict(model)
-    if cp_size is not None:
-        cp.close()
-    return losses, {name: x.detach().clone() for name, x in state.items()}
+        assert names["cp"].mesh["cp"].size() == cp_size
+        names["cp"].close()
+    state = accelerator.get_state_dict(names["model"])
+    return names["losses"], {name: x.detach().clone() for name, x in state.items()}
 
 
 def run(rank: int, world_size: int, way: str, collate: str, cp_size: int | None) -> Trained:

@@ -51,7 +51,7 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
     from support.tiny_models import PLAIN, make_model, on_one_process
     from support.tiny_trainer import RUNS, launched, padded
 
-    with_trainer, with_loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    with_trainer, with_loop, *_ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     model = make_model("gemma3_text")
     wanted = on_one_process(model, PLAIN)[0].item()
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp"))

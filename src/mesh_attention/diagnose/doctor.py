@@ -77,9 +77,9 @@ def doctor(
         return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
     box: list[Any] = [tree_map_only(Tensor, lambda x: x.detach().cpu(), {**whole_batch})]
     dist.broadcast_object_list(box)
-    for name, x in whole_batch.items():
-        if isinstance(x, Tensor):
-            box[0][name] = box[0][name].to(x.device)
+    for name, x in box[0].items():
+        if isinstance(x, Tensor) and isinstance(whole_batch.get(name), Tensor):
+            box[0][name] = x.to(whole_batch[name].device)
     return diagnose(step, box[0], model, objects, None, plain, reduce_gradients, tolerance)
 
 
