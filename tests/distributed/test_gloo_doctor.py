@@ -133,7 +133,7 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
 
 
 def diagnosed(rank: int, size: int, faults: list[str]) -> dict[str, tuple[str, str | None, str]]:
-    answers = {}
+    answers: dict[str, tuple[str, str | None, str]] = {}
     for fault in faults:
         asked = case(fault, rank, size)
         report = doctor(**asked)
@@ -215,7 +215,7 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
             step(model, batch).loss.backward()
             optimizer.step()
         before = state(model, optimizer)
-        answers = []
+        answers: list[str] = []
         long = {"input_ids": ids.reshape(1, 42), "labels": ids.reshape(1, 42)}
         # Documents that lie on one rank each have the right distances also if counted there.
         for wrong, whole in (False, batch), (True, batch), (True, long), (False, batch):
@@ -251,7 +251,7 @@ def changing(rank: int, size: int) -> list[str]:
             model.head.weight.mul_(1.0)
         return mean
 
-    answers = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
+    answers: list[str] = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
     with pytest.raises(MeshAttentionError, match="step changes parameters"):
         doctor(trains, reduce_gradients=add_up, **asked)
     answers.append(doctor(lambda *x: step(*x).value.item(), **asked).cause.words)

@@ -215,7 +215,7 @@ def as_on_the_page(rank: int, world_size: int, steps: Steps) -> list[float]:
     exec(loop, names)
     [asked] = [block for block in blocks if "doctor(" in block]
     exec(asked, names)
-    assert names["report"].is_right  # type: ignore[attr-defined]
+    assert names["report"].is_right
     names["cp"].close()
     return losses
 

@@ -134,9 +134,9 @@ def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
         if done.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
             plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
-            done.shards = Shards(
-                *plan.shards, taken.rank, plan.devices, taken.words, starts=(starts, starts)
-            )
+            both = (starts, starts)
+            queries, keys = plan.shards
+            done.shards = Shards(queries, keys, taken.rank, plan.devices, taken.words, both)
     finally:
         del calls.cut, cp.shard_batch
 
