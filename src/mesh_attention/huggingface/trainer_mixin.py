@@ -78,6 +78,7 @@ class ContextParallelMixin(_Base):
 
     takes_sharded_batches = False
     _generates_whole = False
+    _divides_by_cp = True
     loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -162,7 +163,7 @@ class ContextParallelMixin(_Base):
         return doctor_of(self, whole, options)
 
     def get_cp_size(self) -> int:
-        return self.cp_size
+        return self.cp_size if self._divides_by_cp else 1
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
 
@@ -209,9 +210,13 @@ class ContextParallelMixin(_Base):
         return TrainerBatch.of(self.cp.shard_batch(**arguments), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if self._is_whole:  # gathered from data-parallel ranks, and then divided by all sizes
-            number = super()._get_num_items_in_batch(batch_samples, device)
-            return None if number is None else number * self.cp_size
+        if self._is_whole:
+            # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
+            self._divides_by_cp = False
+            try:
+                return super()._get_num_items_in_batch(batch_samples, device)
+            finally:
+                self._divides_by_cp = True
         counts = [part.num_targets for part in batch_samples]
         if not counts or any(count is None for count in counts):
             if counts:
