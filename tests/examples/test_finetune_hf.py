@@ -1,4 +1,4 @@
-"""The example of fine-tuning with transformers runs, and learns the same on any number of ranks.
+"""The examples of fine-tuning with transformers run, and learn the same on any number of ranks.
 
 It runs in processes that have imported transformers already; the group is theirs.
 """
@@ -15,10 +15,10 @@ import pytest
 
 from support.pool import WorkerPool
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_hf.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(rank: int, world_size: int, *arguments: str) -> str:
+def run(rank: int, world_size: int, *arguments: str, name: str = "finetune_hf.py") -> str:
     from support.tiny_trainer import launched
 
     printed = io.StringIO()
@@ -27,7 +27,7 @@ def run(rank: int, world_size: int, *arguments: str) -> str:
         patch("torch.distributed.destroy_process_group"),
         contextlib.redirect_stdout(printed),
     ):
-        runpy.run_path(str(EXAMPLE))["main"](arguments)
+        runpy.run_path(str(EXAMPLES / name))["main"](arguments)
     return printed.getvalue()
 
 
@@ -60,3 +60,19 @@ def test_fine_tuning_trains_adapters_on_data_parallel_by_context_parallel_ranks(
     assert not any(others)
     before, after = losses(first)
     assert after < before - 0.1
+
+
+def run_sft(rank: int, world_size: int, *arguments: str) -> str:
+    return run(rank, world_size, *arguments, name="sft_fsdp2.py")
+
+
+def test_supervised_fine_tuning_of_a_sharded_model_learns_and_saves_all_of_it(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    first, other = model_pool.run(run_sft, 2, "--steps", "4", "--output", str(tmp_path))
+    assert not other
+    before, after = losses(first)
+    assert after < before - 0.5
+    from safetensors.torch import load_file
+
+    assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].shape == (256, 64)

@@ -66,6 +66,7 @@ def refuse_arguments(args: Any) -> None:
 def refuse_settings(trainer: Any) -> None:
     """What `accelerate launch` may have said in the environment, too."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    config = getattr(trainer.model, "config", None)
     refused = {
         "DeepSpeed": (
             trainer.is_deepspeed_enabled,
@@ -78,6 +79,10 @@ def refuse_settings(trainer: Any) -> None:
         "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
             bool(getattr(trainer, "aux_loss_enabled", False)),
             "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
+        ),
+        "output_router_logits": (
+            getattr(config, "output_router_logits", False),
+            "the loss that balances experts would be left out; set it to False in the config",
         ),
         "parallelism_config": (
             getattr(trainer.accelerator, "parallelism_config", None) is not None,
