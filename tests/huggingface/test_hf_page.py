@@ -14,7 +14,8 @@ from mesh_attention import MeshAttentionError, huggingface
 from mesh_attention.huggingface.models import SHOWN
 from support.pool import WorkerPool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, TRL_PAGE = ((DOCS / name).read_text() for name in ("huggingface.md", "trl.md"))
 
 
 def test_the_table_of_models_is_the_one_that_tests_run() -> None:
@@ -53,7 +54,8 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
     from support.tiny_trl import RUNS as TRL_RUNS
     from support.tiny_trl import tokenizer
 
-    with_trainer, with_trl, with_loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    with_trainer, with_loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    [with_trl] = re.findall(r"```python\n(.*?)```", TRL_PAGE, flags=re.DOTALL)
     model = make_model("gemma3_text")
     wanted = on_one_process(model, PLAIN)[0].item()
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp"))

@@ -129,7 +129,7 @@ def _refuse_fields_of_old(table: Mapping[str, Any], source: str) -> None:
         if inner is not None:
             raise ClusterError(
                 f"{source}: {'.'.join(path)} is a field of older files: {instead} "
-                "(docs/simulate.md, or copy a file that ships with the library)"
+                "(docs/clusters.md, or copy a file that ships with the library)"
             )
 
 
