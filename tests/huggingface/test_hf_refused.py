@@ -233,11 +233,10 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
 
     def made(cp_size: int | None = None, experts: bool = False, **arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
+        model = make_model("gpt_oss", output_router_logits=True) if experts else make_model("llama")
+        args = TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)
         return ContextParallelTrainer(
-            *(
-                make_model("llama"),
-                TrainingArguments(folder, use_cpu=True, report_to=[], **arguments),
-            ),
+            *(model, args),
             train_dataset=Texts(2),
             cp_size=cp_size,
             **given,
