@@ -34,16 +34,20 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Layers(nn.Linear):
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(5, 4)
+
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return BaseModelOutput(super().forward(input_ids).tanh())
+        return BaseModelOutput(self.matrix(input_ids).tanh())
 
 
 class Model(nn.Module):
     def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.base_model, self.lm_head, self.after = Layers(5, 4), nn.Linear(4, 7), after
+        self.base_model, self.lm_head, self.after = Layers(), nn.Linear(4, 7), after
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -106,7 +110,7 @@ def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
     hook = model.lm_head.register_forward_hook(lambda *_: None)  # it would see no logits
     assert HeadLoss.of(model) is None
     hook.remove()
-    model.lm_head = nn.Sequential(model.lm_head)
+    setattr(model, "lm_head", nn.Sequential(model.lm_head))  # noqa: B010
     assert HeadLoss.of(model) is None
 
 

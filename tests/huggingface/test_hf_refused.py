@@ -231,13 +231,12 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from support.tiny_models import make_model
     from support.tiny_trainer import Texts, launched
 
-    def made(cp_size: int | None = None, **arguments: Any) -> Any:
+    def made(cp_size: int | None = None, experts: bool = False, **arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
+        model = make_model("gpt_oss", output_router_logits=True) if experts else make_model("llama")
+        args = TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)
         return ContextParallelTrainer(
-            *(
-                make_model("llama"),
-                TrainingArguments(folder, use_cpu=True, report_to=[], **arguments),
-            ),
+            *(model, args),
             train_dataset=Texts(2),
             cp_size=cp_size,
             **given,
@@ -248,6 +247,7 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
         for name, given in {
             "parallelism_config": {"parallelism_config": ParallelismConfig(cp_size=1)},
             "use_liger_kernel": {"use_liger_kernel": True},
+            "output_router_logits": {"experts": True},
             "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1}},
             "cp_size": {"cp_size": 3},
             "cp_size as text": {"cp_size": "2"},
@@ -275,6 +275,7 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
     wanted = {
         "parallelism_config": "cp_size says all",
         "use_liger_kernel": "'fused_linear_cross_entropy': False",
+        "output_router_logits": "balances experts would be left out",
         "FSDP1": "fsdp_config={'version': 2}",
         "cp_size": "cp_size=3 does not divide 2 processes",
         "cp_size as text": "cp_size='2'",

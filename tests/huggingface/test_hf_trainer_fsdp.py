@@ -43,7 +43,7 @@ def on_ranks(
             assert isinstance(trainer.model, FSDPModule)
             if RUNS[name].loss is None and not RUNS[name].from_init:
                 assert lengths == {1}  # of logits; those of batches are 2 or more
-            kept = [x for module in trainer.model.modules() for x in vars(module).values()]
+            kept = [x for module in trainer.cp.model.modules() for x in vars(module).values()]
             contexts = [getattr(x, "keywords", {}).get("context_fn") for x in kept]
             has_kept = any(isinstance(context, KeepAttention) for context in contexts)
             assert has_kept == ("checkpoints" in name)

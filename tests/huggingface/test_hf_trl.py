@@ -109,7 +109,8 @@ def test_all_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
     names = ["completions, padded", "padding-free", "assistant only, adapters"]
-    on_two_by_two(model_pool, tmp_path, [*names, "preferences", "scores"])
+    names += ["preferences", "preferences, precomputed", "scores"]
+    on_two_by_two(model_pool, tmp_path, names)
 
 
 @pytest.mark.slow

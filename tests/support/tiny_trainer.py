@@ -150,7 +150,8 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
     real = targets != -100
     chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     apart = (chosen - logits.logsumexp(-1)).square() + (outputs.logits[:, 1:] - logits).mean(-1)
-    return (apart * real).sum() / num_items_in_batch
+    loss: Tensor = (apart * real).sum() / num_items_in_batch
+    return loss
 
 
 def _metrics(found: Any) -> dict[str, float]:
@@ -195,8 +196,9 @@ def _name(name: str) -> str:
 
 
 def _whole(parameter: Any) -> Tensor:
-    x: Tensor = parameter.detach()
-    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    x = parameter.detach()
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x.clone()
+    return whole
 
 
 def _checkpoints(use_reentrant: bool) -> dict[str, Any]:

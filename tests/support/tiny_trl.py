@@ -8,7 +8,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
+import torch.distributed as dist
+from datasets import Dataset, disable_progress_bars, load_from_disk
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -150,6 +151,8 @@ class TrlRun:
         )
         make = self.examples or example
         rows = Dataset.from_list([make(at) for at in range(self.num_examples)])
+        if self.arguments.get("precompute_ref_log_probs"):
+            rows = _on_disk(rows, f"{folder}/{cp_size}")
         given: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
         model = make_model(self.model)
         if self.kind == "reward":
@@ -167,6 +170,15 @@ class TrlRun:
         if cp_size is None:
             return plain(model=model, args=arguments, **given)
         return parallel(model=model, args=arguments, cp_size=cp_size, **given)
+
+
+def _on_disk(rows: Dataset, folder: str) -> Any:
+    """Where TRL's processes find each other's results."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        rows.save_to_disk(folder)
+    if "RANK" in os.environ:
+        dist.barrier()
+    return load_from_disk(folder)
 
 
 def _with_score(model: Any) -> Any:
@@ -232,6 +244,7 @@ RUNS = {
         "sft", lora=True, examples=_chat, arguments={"assistant_only_loss": True}
     ),
     "preferences": TrlRun("dpo", arguments={"gradient_accumulation_steps": 2}),
+    "preferences, precomputed": TrlRun("dpo", arguments={"precompute_ref_log_probs": True}),
     "preferences, adapters": TrlRun("dpo", lora=True, arguments={"loss_type": ["ipo", "sft"]}),
     "sharded completions": TrlRun("sft", on_ranks=_FSDP2),
     "sharded preferences": TrlRun("dpo", lora=True, on_ranks=_FSDP2),

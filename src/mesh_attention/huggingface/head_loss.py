@@ -9,7 +9,7 @@ read off beforehand from what it makes of such numbers, on one token and without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import atanh, isclose
 from typing import Any
 
@@ -40,13 +40,13 @@ class HeadLoss:
         self._head, self._after = head, after
         self._loss: Loss | None = None
         self._means: list[tuple[TokenMean, _Gradient]] = []
-        head.forward = self._forward  # type: ignore[method-assign]
+        vars(head)["forward"] = self._forward
 
     @staticmethod
     def of(model: Any) -> HeadLoss | None:
         """Before it is wrapped. None where the head is no plain matrix (one with LoRA, say), or
         where the model does more with its logits than to scale and to softcap them."""
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         if plain and not (
             "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
@@ -62,7 +62,7 @@ class HeadLoss:
         return None
 
     def remove(self) -> None:
-        del self._head.forward
+        del vars(self._head)["forward"]
 
     def mean(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> TokenMean | None:
         """Of a forward pass of `model`, wrapped or not. None where it did not call its head once:
@@ -72,7 +72,7 @@ class HeadLoss:
             return None
         mean, gradient = means[0]
         emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
-        return replace(mean, loss=emerged)
+        return TokenMean(emerged, mean.value, mean.num_targets)
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> tuple[Any, Any]:
         self._loss, self._means = loss, []
@@ -87,7 +87,8 @@ class HeadLoss:
         head, loss = self._head, self._loss
         if loss is None:
             return nn.functional.linear(hidden, head.weight, head.bias)
-        scale, bias = self._after.scale, head.bias
+        scale = self._after.scale
+        bias: Tensor | None = head.bias
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         mean = loss(hidden, head.weight, bias=bias, softcap=self._after.softcap)
@@ -180,7 +181,7 @@ class _Carry(torch.autograd.Function):
         return _probes(vocabulary, loss.device).clone()  # FSDP2 warns of views
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.gradient.value, None, None
 
 
@@ -192,6 +193,6 @@ class _Emerge(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.gradient.value = grad
         return torch.zeros(ctx.shape, **ctx.kind), None, None

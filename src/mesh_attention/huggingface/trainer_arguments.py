@@ -64,9 +64,18 @@ def refuse_arguments(args: Any) -> None:
 
 def refuse_settings(trainer: Any) -> None:
     """What is known when a Trainer is made: of the model, and of its Accelerator."""
-    if getattr(trainer, "aux_loss_enabled", False):  # of TRL, from the config of the model too
-        raise MeshAttentionError(
-            "router_aux_loss_coef is not supported with context parallelism: it would balance "
-            "experts over this rank's tokens alone; set router_aux_loss_coef=0.0"
-        )
+    config = getattr(trainer.model, "config", None)
+    refused = {
+        "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
+            bool(getattr(trainer, "aux_loss_enabled", False)),
+            "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
+        ),
+        "output_router_logits": (
+            getattr(config, "output_router_logits", False),
+            "the loss that balances experts would be left out; set it to False in the config",
+        ),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
     refuse_accelerator(trainer.accelerator)

@@ -73,9 +73,14 @@ class ContextParallelMixin(_Base):
     rank then holds. With `takes_sharded_batches = True` in the class it gets a `ShardedBatch`.
     """
 
+    model: Any
+    optimizer: Any
+    is_fsdp_enabled: bool
+    neftune_noise_alpha: float | None
+    loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
     takes_sharded_batches = False
     _generates_whole = False
-    loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
+    _divides_by_cp = True
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -90,8 +95,8 @@ class ContextParallelMixin(_Base):
         **named: Any,
     ) -> None:
         # Not by its place: the order of arguments differs between Trainers.
-        given = (*positional, *named.values())
-        refuse_arguments(next((x for x in given if isinstance(x, TrainingArguments)), None))
+        values = (*positional, *named.values())
+        refuse_arguments(next((x for x in values if isinstance(x, TrainingArguments)), None))
         self._cp_options, self._linear_loss = dict(cp_options or {}), linear_loss
         self._is_whole = takes_whole_batches(type(self), ContextParallelMixin)
         if self._is_whole:
@@ -158,7 +163,7 @@ class ContextParallelMixin(_Base):
         return doctor_of(self, whole, options)
 
     def get_cp_size(self) -> int:
-        return self.cp_size
+        return self.cp_size if self._divides_by_cp else 1
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
 
@@ -180,9 +185,13 @@ class ContextParallelMixin(_Base):
         return TrainerBatch.of(self.cp.shard_batch(**whole), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        if self._is_whole:  # gathered from data-parallel ranks, and then divided by all sizes
-            number = super()._get_num_items_in_batch(batch_samples, device)
-            return None if number is None else number * self.cp_size
+        if self._is_whole:
+            # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
+            self._divides_by_cp = False
+            try:
+                return super()._get_num_items_in_batch(batch_samples, device)
+            finally:
+                self._divides_by_cp = True
         counts = [part.num_targets for part in batch_samples]
         if not counts or any(count is None for count in counts):
             if counts:
@@ -253,11 +262,11 @@ class ContextParallelMixin(_Base):
         FSDP2 take the mean of them, and so does what is logged."""
         if self._is_whole:  # asked by an override, for what it builds on
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        given = inputs.model_inputs() | {"use_cache": False}
+        arguments = inputs.model_inputs() | {"use_cache": False}
         if self._noise is not None:
             self._noise.length = inputs.whole["input_ids"].shape[1]
         if self.compute_loss_func is not None:
-            outputs = model(**given)
+            outputs = model(**arguments)
             loss = self._loss_of_whole(outputs, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         options: dict[str, Any] = {
@@ -272,12 +281,12 @@ class ContextParallelMixin(_Base):
                 more |= options
                 return self.cp.linear_cross_entropy(hidden, weight, inputs.labels, **more)
 
-            mean = self._head_loss.mean(model, given, in_head)
+            mean = self._head_loss.mean(model, arguments, in_head)
             if mean is not None:
                 return mean.loss
             self._head_loss.remove()
             self._head_loss = None
-        outputs = model(**given)
+        outputs = model(**arguments)
         mean = self.cp.cross_entropy(outputs.logits, inputs.labels, **options)
         return (mean.loss, outputs) if return_outputs else mean.loss
 
@@ -319,10 +328,10 @@ class ContextParallelMixin(_Base):
             else:
                 count = self._get_num_items_in_batch([part], self.args.device)
                 only_loss = prediction_loss_only
-                found = self.compute_loss(
+                result = self.compute_loss(
                     model, part, return_outputs=not only_loss, num_items_in_batch=count
                 )
-                loss, outputs = (found, None) if only_loss else found
+                loss, outputs = (result, None) if only_loss else result
                 loss = self._mean_of_ranks(loss)
             if prediction_loss_only:
                 return loss, None, None

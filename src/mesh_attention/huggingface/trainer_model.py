@@ -54,6 +54,7 @@ def refuse_unreduced(model: nn.Module) -> None:
             "DistributedDataParallel nor by FSDP2 (fsdp=True), so gradients would not be averaged "
             "over all ranks"
         )
+    parameter: Any
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not (
             is_dtensor(parameter) and parameter.device_mesh.size() == world_size
