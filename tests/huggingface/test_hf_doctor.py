@@ -57,15 +57,13 @@ def test_models_generate_whole_sequences_in_the_middle_of_training(model_pool: W
 def compared(rank: int, world_size: int) -> list[Any]:
     """An untested model that is exact, and one that mixes tokens where no class name says so."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from mesh_attention import doctor
     from mesh_attention.huggingface import ModelContextParallel
-    from support.tiny_models import _COMMON, ALL
+    from support.tiny_models import ALL, make_model
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("helium", **_COMMON | {"hidden_size": 48})
-    model = AutoModelForCausalLM.from_config(config)
+    model = make_model("llama", "sdpa")
+    model.config.model_type = "new"
 
     def step(model: Any, whole: dict[str, Any]) -> Any:
         part = cp.shard_batch(**whole)
@@ -96,7 +94,7 @@ def test_untested_models_are_compared_with_one_process_by_themselves(
     """Batches of all kinds: padded on both sides, packed, plain."""
     for *right, wrong, is_clean in model_pool.run(compared, 2):
         assert all("ranks compute what one process does" in words for words in right), right
-        assert "HeliumForCausalLM is untested, and on ranks it is not the model" in wrong
+        assert "LlamaForCausalLM is untested, and on ranks it is not the model" in wrong
         assert "model.layers.0.mlp looks at neighbouring tokens" in wrong
         assert is_clean
 

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh_attention import MeshAttentionError, huggingface
-from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.models import DIFFERENT, REFUSED, SHOWN
+from support.model_table import BEGIN, END, as_page, table
 from support.pool import WorkerPool
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, TRL_PAGE = ((DOCS / name).read_text() for name in ("huggingface.md", "trl.md"))
+ROOT = Path(__file__).parents[2]
+PAGE, TRL_PAGE = ((ROOT / "docs" / name).read_text() for name in ("huggingface.md", "trl.md"))
+DATA = ROOT / "src/mesh_attention/huggingface/models.toml"
+RESULT = ROOT / "benchmarks/results/2026-11-18-models.json"
 
 
-def test_the_table_of_models_is_the_one_that_tests_run() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `") and line.count("|") == 3]
-    kept = [row for row in rows if row.split("`")[1] != "model_type"]
-    assert kept == [f"| `{name}` | {about} |" for name, about in SHOWN.items()]
+def test_the_table_of_models_is_that_of_the_package_and_of_the_last_sweep() -> None:
+    text = PAGE.partition(BEGIN)[2].partition(END)[0]
+    made = tomllib.loads(DATA.read_text())
+    assert text == as_page(made)
+    assert table(json.loads(RESULT.read_text())["types"]) == made
+    assert len(SHOWN) >= 70
+    assert not {*SHOWN} & {*REFUSED, *DIFFERENT}
 
 
 def test_importing_the_package_imports_neither_transformers_nor_torch() -> None:

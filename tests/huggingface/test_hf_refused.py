@@ -45,7 +45,6 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             "other positions": {"position_ids": torch.arange(local.shape[1])[None]},
             "documents": {"documents": None},
             "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 19])},
-            "is_causal": {"is_causal": False},
             "head_mask": {"head_mask": local},
             "of one rank": {"head_mask": local} if rank == 1 else {},
         }
@@ -82,7 +81,6 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "other positions": "position_ids are ",
         "documents": "batch.model_inputs()",
         "cu_seq_lens_q": "give cu_seqlens to shard_batch",
-        "is_causal": "causal",
         "head_mask": "head_mask is not supported",
         "of one rank": "head_mask is not supported",
         "whole batch": "labels was given",
@@ -108,10 +106,12 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
         DogeConfig,
         DogeForCausalLM,
         GPT2Config,
-        GPT2LMHeadModel,
+        GPT2ForSequenceClassification,
         GPTJConfig,
         GPTJForCausalLM,
         LlamaForSequenceClassification,
+        RobertaConfig,
+        RobertaForMaskedLM,
     )
 
     from mesh_attention.huggingface import ModelContextParallel
@@ -132,7 +132,13 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
             model(**cp.shard_batch(**PLAIN.whole).model_inputs())
 
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
+    gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=61))
+    roberta = RobertaForMaskedLM(
+        RobertaConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=61,
+        )
+    )  # fmt: skip
     gptj = GPTJForCausalLM(GPTJConfig(n_embd=8, n_layer=1, n_head=2, rotary_dim=4, vocab_size=61))
     config = DogeConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -141,11 +147,15 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
     doge = DogeForCausalLM(config)
     llama = make_model("llama")
     head = LlamaForSequenceClassification(llama.config)
+    mean: Any = "mean"
     actions: dict[str, Callable[[], Any]] = {
-        "gpt2": lambda: ModelContextParallel(gpt2),
+        "shown to be wrong": lambda: ModelContextParallel(roberta, untested=True),
+        "untested": lambda: ModelContextParallel(gptj),
         "gptj": lambda: ModelContextParallel(gptj, untested=True),
         "doge": lambda: called_untested(doge),
-        "head": lambda: ModelContextParallel(head),
+        "head": lambda: ModelContextParallel(gpt2),
+        "not reduced": lambda: ModelContextParallel(head),
+        "reduced somehow": lambda: ModelContextParallel(head, reduce=mean),
         "no head": lambda: ModelContextParallel(head.model).close(),
         "no model": lambda: ModelContextParallel(nn.Linear(2, 2)),
         "wrapped": lambda: ModelContextParallel(DistributedDataParallel(llama)),
@@ -154,7 +164,7 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
         "dropout": lambda: trained("llama", attention_dropout=0.1),
         "dropout, evaluated": lambda: called("llama", attention_dropout=0.1),
         "bidirectional": lambda: called("gemma3_text", use_bidirectional_attention=True),
-        "not causal": lambda: called("llama", is_causal=False),
+        "both directions": lambda: called("llama", is_causal=False),
         "rope": lambda: called("qwen3", rope_parameters=dynamic),
         "router": lambda: called("gpt_oss", output_router_logits=True),
     }
@@ -164,10 +174,13 @@ def wrong_models(rank: int, world_size: int) -> dict[str, str]:
 def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) -> None:
     """Need 6: masks, dropout and losses that are not those of this library."""
     wanted = {
-        "gpt2": "untested=True",
+        "shown to be wrong": "'roberta' are refused: they count positions",
+        "untested": "exact: they do not use `AttentionInterface`. The ",
         "gptj": "does not use AttentionInterface",
         "doge": "reads its mask as a tensor (mask.dtype)",
-        "head": "LlamaForSequenceClassification has a head",
+        "head": "GPT2ForSequenceClassification has a head",
+        "not reduced": "reduce='ddp'",
+        "reduced somehow": "reduce='mean': must be one of",
         "no head": "nothing",
         "no model": "Linear, which is no model of transformers",
         "wrapped": "before it is wrapped",
@@ -176,7 +189,7 @@ def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) 
         "dropout": "attention_dropout=0.1",
         "dropout, evaluated": "nothing",
         "bidirectional": "causal",
-        "not causal": "causal",
+        "both directions": "nothing",
         "rope": "rope_type='dynamic'",
         "router": "output_router_logits",
     }
@@ -190,7 +203,7 @@ def masks(rank: int, world_size: int) -> list[Any]:
     import torch
     from transformers import masking_utils as made
 
-    from mesh_attention.huggingface.masks import layer_mask
+    from mesh_attention.huggingface.attention import layer_mask
 
     window = made.sliding_window_causal_mask_function(4)
     packed = made.packed_sequence_mask_function(torch.zeros(1, 3))
@@ -199,17 +212,22 @@ def masks(rank: int, world_size: int) -> list[Any]:
     def own(batch: int, head: int, query: int, key: int) -> bool:
         return query == key
 
+    both = made.bidirectional_mask_function
     found = [
         layer_mask(mask_function=function)
         for function in (
             causal,
             window,
             made.and_masks(window, packed),
+            made.chunked_causal_mask_function(4, torch.zeros(1)),
+            both,
+            made.sliding_window_bidirectional_mask_function(4),
             made.and_masks(causal, own),
             made.or_masks(causal, packed),
-            made.chunked_causal_mask_function(4, torch.zeros(1)),
-            made.bidirectional_mask_function,
-            made.sliding_window_bidirectional_mask_function(4),
+            made.and_masks(causal, both),
+            made.and_masks(window, made.sliding_window_overlay(3)),
+            made.and_masks(both, made.sliding_window_overlay(3)),
+            packed,
         )
     ]
     return [*found, layer_mask(), layer_mask(mask_function=causal, attention_mask=torch.ones(1, 3))]
@@ -218,9 +236,16 @@ def masks(rank: int, world_size: int) -> list[Any]:
 def test_masks_are_read_from_their_functions_and_others_refused(model_pool: WorkerPool) -> None:
     """Need 6: a window that is left out in silence trains another model."""
     [found] = model_pool.run(masks, 1)
-    assert [mask.window for mask in found[:3]] == [None, 4, 4]
-    assert all(mask.refused is None for mask in found[:3])
-    assert all(mask.refused for mask in found[3:])
+    assert [(mask.causal, mask.window, mask.chunk) for mask in found[:6]] == [
+        (True, None, None),
+        (True, (3, 0), None),
+        (True, (3, 0), None),
+        (True, None, 4),
+        (False, None, None),
+        (False, (4, 4), None),
+    ]
+    assert all(mask.refused is None for mask in found[:6])
+    assert all(mask.refused for mask in found[6:])
 
 
 def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 TOKENS = 24
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "intermediate_size"), 32),
     **dict.fromkeys(("ffn_dim", "dff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
     **dict.fromkeys(("lru_width", "mamba_num_heads", "attn_dim", "embedding_size"), 32),
@@ -46,7 +46,7 @@ def tiny_model(name: str) -> Any:
     usual = AutoConfig.for_model(name)
     if usual.get_text_config() is not usual:
         raise ValueError(f"{name} is for more than text")
-    known = {x: value for x, value in _SMALL.items() if hasattr(usual, x)}
+    known = {x: value for x, value in SMALL.items() if hasattr(usual, x)}
     config = AutoConfig.for_model(name, **known | _OF_TYPES.get(name, {}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

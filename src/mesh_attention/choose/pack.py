@@ -94,6 +94,14 @@ class Pack:
         digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
+    def in_chunks(self, tokens: int) -> Pack:
+        """The same tokens on the same ranks, where documents end after `tokens` each."""
+        if self.kv_documents != self.documents:
+            raise PlanError("documents whose keys differ from queries have no chunks")
+        starts = [start for a, b in pairwise(self.documents) for start in range(a, b, tokens)]
+        chunks = (*starts, self.documents[-1])
+        return replace(self, documents=chunks, kv_documents=chunks, strategies=())
+
     def question(self, layer: Layer) -> Question:
         """What to plan for a layer: one that the layout was chosen for, or any other that takes
         it."""

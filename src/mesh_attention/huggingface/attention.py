@@ -8,14 +8,17 @@ attends again in its backward pass finds them too, whenever that comes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.masks import LayerMask, layer_mask
+from mesh_attention.huggingface.guessed_masks import guess, guesses_are_right
+from mesh_attention.huggingface.masks import LayerMask, read_mask
 from mesh_attention.runtime.session.documents import Documents
 
 NAME = "mesh_attention"
@@ -27,7 +30,12 @@ def register() -> None:
     `ModelContextParallel` does it too, and sets the implementation of its model.
     """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, layer_mask)
+    AttentionMaskInterface.register(NAME, layer_mask if guesses_are_right() else read_mask)
+
+
+def layer_mask(**arguments: Any) -> LayerMask:
+    mask = guess(**arguments) if is_dynamo_compiling() else None
+    return read_mask(**arguments) if mask is None else mask
 
 
 class LayerAttending(Protocol):
@@ -37,7 +45,7 @@ class LayerAttending(Protocol):
         self,
         tensors: tuple[Tensor, Tensor, Tensor],
         fault: MeshAttentionError | None,
-        window: int | None,
+        mask: LayerMask,
         softcap: float | None,
         **call: Any,
     ) -> Tensor: ...
@@ -45,10 +53,21 @@ class LayerAttending(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ModelBatch:
-    """What goes through the model with a batch."""
+    """What goes through the model with a batch; `of_chunks`: its documents, cut into chunks of so
+    many tokens."""
 
     cp: LayerAttending
     documents: Documents
+    position_ids: Tensor
+    of_chunks: dict[int, Documents] = field(default_factory=dict)
+
+    def documents_of(self, mask: LayerMask) -> Documents:
+        chunk = mask.chunk
+        if chunk is None or not isinstance(self.documents, Documents):  # refused by the call
+            return self.documents
+        if chunk not in self.of_chunks:
+            self.of_chunks[chunk] = self.documents.in_chunks(chunk)
+        return self.of_chunks[chunk]
 
 
 WITHOUT_BATCH = (
@@ -82,21 +101,22 @@ def attend(
             "those of StableLM and Nemotron in transformers 5.22), and it cannot attend over ranks"
         )
     mask = _mask_of(attention_mask)
-    bidirectional = is_causal is False or getattr(module, "is_causal", True) is False
+    layer_is_causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     refusal = (
         mask.refused
-        or _other_window(mask.window, sliding_window)
+        or _other_window(mask, sliding_window)
         or _dropout(dropout)
-        or ("the layer is not causal" if bidirectional else None)
+        or (None if layer_is_causal or not mask.causal else "the layer is not causal, its mask is")
         or _other_lengths(query, key)
         or _unknown(others)
     )
+    query = with_temperature(module, query, documents.position_ids)
     out = documents.cp.attend_layer(
         (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
         None if refusal is None else MeshAttentionError(refusal),
-        mask.window,
+        mask,
         softcap,
-        documents=documents.documents,
+        documents=documents.documents_of(mask),
         sinks=getattr(module, "sinks", None) if s_aux is None else s_aux,
         softmax_scale=scaling,
         label=getattr(module, "layer_idx", None),
@@ -115,10 +135,12 @@ def _mask_of(mask: Any) -> LayerMask:
     )
 
 
-def _other_window(of_mask: int | None, of_layer: int | None) -> str | None:
-    if of_layer is None or of_layer == of_mask:
+def _other_window(mask: LayerMask, of_layer: int | None) -> str | None:
+    """Layers count a query's own key; in both directions some do not."""
+    left = None if mask.window is None else mask.window[0]
+    if of_layer is None or (left is not None and of_layer in (left + 1, left + mask.causal)):
         return None
-    return f"sliding_window={of_layer} of the layer, and its mask has {of_mask}"
+    return f"sliding_window={of_layer} of the layer, and its mask has {mask.window}"
 
 
 def _dropout(dropout: float) -> str | None:
@@ -139,10 +161,26 @@ def _other_lengths(query: Tensor, key: Tensor) -> str | None:
     )
 
 
+def with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Llama 4 scales the queries of layers without RoPE by the number of their token, for which it
+    takes the place on this rank; here by its position."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scales(at: Tensor) -> Tensor:
+        floors = torch.floor((at.float() + 1.0) / module.floor_scale)
+        scaled: Tensor = torch.log1p(floors) * module.attn_scale + 1.0
+        return scaled
+
+    places = torch.arange(query.shape[2], device=query.device)
+    factor = scales(positions.to(query.device)) / scales(places)
+    return (query * factor[:, None, :, None]).to(query.dtype)
+
+
 # They change no numbers of attention.
 _NEUTRAL = (
     *("position_ids", "cache_position", "use_cache", "num_items_in_batch", "output_hidden_states"),
-    "return_dict",
+    *("output_router_logits", "return_dict"),
 )
 _WAYS_OUT = {
     **dict.fromkeys(

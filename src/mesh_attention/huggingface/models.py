@@ -1,15 +1,22 @@
-"""The models that are shown to have losses, logits and gradients of one process.
+"""The types of transformers models that are shown to have losses, logits and gradients of one
+process, and those that do not.
 
-Tests take their models from this table, and `docs/huggingface.md` its own.
+`models.toml` is made by `tests/huggingface/model_sweep.py`, and so is the table of
+`docs/huggingface.md`.
 """
 
 from __future__ import annotations
 
-SHOWN = {
-    "llama": "Llama: causal",
-    "qwen3": "Qwen3: causal, layers may have windows",
-    "mistral": "Mistral: a window in all layers",
-    "gemma2": "Gemma 2: softcap, windows in every other layer",
-    "gemma3_text": "Gemma 3, text: windows in most layers, another RoPE in each kind",
-    "gpt_oss": "gpt-oss: sinks, windows in every other layer, experts",
-}
+import tomllib
+from pathlib import Path
+
+_TABLE = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
+
+
+def _by_type(section: str) -> dict[str, str]:
+    return {name: text for text, names in _TABLE[section].items() for name in names}
+
+
+SHOWN = _by_type("exact")  # by type, what its layers have
+REFUSED = _by_type("refused")  # why: what is seen of each model anew
+DIFFERENT = _by_type("different")  # why: what is not seen, so they are always refused

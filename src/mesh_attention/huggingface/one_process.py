@@ -40,6 +40,7 @@ class OneProcess(ContextParallel):
 
     _door: Door | None
     _names: frozenset[str]  # that the model's forward takes
+    _pools: bool  # its outputs are those of rows
     _uncompared: nn.Module | None
 
     @contextmanager
@@ -97,11 +98,11 @@ def _compare(cp: OneProcess, model: nn.Module, batch: Mapping[str, Any]) -> None
     name = next((n for n in _INPUTS if isinstance(batch.get(n), Tensor)), None)
     is_fsdp = isinstance(model, FSDPModule)
     below = any(isinstance(x, FSDPModule) for x in model.modules())
-    if name is None or (below and not is_fsdp):
+    if name is None or cp._pools or (below and not is_fsdp):
         warn(
             f"untested=True: {type(model).__name__} is not compared with one process by itself, "
-            "since its batches have no input_ids, or FSDP2 has parts of it alone; call "
-            "mesh_attention.doctor",
+            "since its batches have no input_ids, its outputs are those of rows, or FSDP2 has "
+            "parts of it alone; call mesh_attention.doctor",
             stacklevel=4,
         )
         return

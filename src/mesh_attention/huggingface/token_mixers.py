@@ -16,7 +16,8 @@ from mesh_attention.errors import MeshAttentionError
 
 _NAMES = re.compile(
     r"(Mixer|Mamba\d*|MambaLayer|SSM|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|"
-    r"ShortConv(olution)?|RecurrentBlock|Rglru|RetNet|Retention|Hyena)$"
+    r"ShortConv(olution)?|RecurrentBlock|Rglru|RetNet|Retention|Hyena|Indexer|Compressor|"
+    r"NGramEmbedding)$"
 )
 
 

@@ -145,19 +145,20 @@ def shard_batch(
     size = next(iter(local.values())).shape[:2]
     if "labels" in local:
         local["labels"].masked_fill_(empty if ahead is None else empty[:, None], ignore_index)
+    real = local.pop("attention_mask", None)
+    padding = empty.expand(size) if real is None else ~real.bool()
     if handle is not None:
         handle = handle.of_batch(batch)
-        handle.position_ids = local.get("position_ids")
+        handle.position_ids, handle.padding = local.get("position_ids"), padding
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
-    real = local.pop("attention_mask", None)
     for x in local.values():
         setattr(x, MARK, (batch.number, batch.contents))  # plain, for torch.save
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),
         local.pop("position_ids"),
-        padding=empty.expand(size) if real is None else ~real.bool(),
+        padding=padding,
         documents=handle,
         num_targets=num_targets,
         others=local,

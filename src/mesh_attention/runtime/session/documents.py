@@ -115,7 +115,9 @@ class Documents:
             batch=batch,
         )
         self.plans = BatchPlans(session, pack, like, batch)
-        self.position_ids: torch.Tensor | None = None  # of this rank, where the caller gave some
+        # Of this rank, where the batch came with some.
+        self.position_ids: torch.Tensor | None = None
+        self.padding: torch.Tensor | None = None
         # In compiled code the documents are this tensor: no graph depends on which ones they are,
         # and whoever keeps it for a backward pass keeps the plans, which hang on it.
         with outside_inference_mode():
@@ -144,6 +146,12 @@ class Documents:
     def of_batch(self, batch: BatchIdentity) -> Documents:
         """The same for the tensors of one batch: calls compare which one it is."""
         return Documents(self.plans.session, self.pack, self.plans, batch)
+
+    def in_chunks(self, tokens: int) -> Documents:
+        """For calls on the same tensors that see chunks of documents, `tokens` each, in place of
+        documents."""
+        pack = self.pack.in_chunks(tokens)
+        return Documents(self.plans.session, pack, batch=self.plans.batch)
 
     def make_ready_like(self, other: Documents) -> None:
         """For the kinds of call that another batch was used for."""

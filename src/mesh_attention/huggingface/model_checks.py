@@ -1,0 +1,94 @@
+"""Which models may attend over ranks: everything that would be wrong in silence is refused here, by
+name, before a model is touched."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.models import DIFFERENT, REFUSED, SHOWN
+from mesh_attention.huggingface.whole_outputs import fault_of_router, pools, refuse_unreduced
+
+
+def transformers_model(model: nn.Module) -> Any:
+    base: Any = getattr(model, "get_base_model", None)  # of peft
+    if base is not None:
+        model = base()
+    if not isinstance(model, PreTrainedModel):
+        inside = getattr(model, "module", None)
+        hint = ": give the model inside, before it is wrapped" if inside is not None else ""
+        raise MeshAttentionError(
+            f"the model is a {type(model).__name__}, which is no model of transformers{hint}"
+        )
+    return model
+
+
+_SAID_BY_MODEL = (
+    *("plan", "seq_len", "kv_seq_len", "num_heads", "num_kv_heads", "head_dim", "v_head_dim"),
+    *("causal", "mask", "window_size", "softmax_scale", "softcap"),
+)
+
+
+def refuse_model(
+    model: Any, config: Any, untested: bool, reduce: Any, options: dict[str, Any]
+) -> None:
+    said = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
+    if said:
+        raise MeshAttentionError(f"{', '.join(said)}: the model says this; leave it out")
+    _refuse_head(model)
+    name = config.model_type
+    if name in DIFFERENT:
+        raise MeshAttentionError(
+            f"models of type {name!r} are refused: they {DIFFERENT[name]}, so their numbers would "
+            "be others than those of one process"
+        )
+    if name not in SHOWN and not untested:
+        why = f": they {REFUSED[name]}" if name in REFUSED else ""
+        raise MeshAttentionError(
+            f"models of type {name!r} have not been shown to be exact{why}. The {len(SHOWN)} types "
+            "that have are in docs/huggingface.md; with untested=True others are taken, if nothing "
+            "else is against it: compare the loss with that of one process"
+        )
+    if not model._supports_attention_backend and not any(
+        hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS")
+        for part in model.modules()
+    ):
+        raise MeshAttentionError(
+            f"{type(model).__name__} does not use AttentionInterface in this version of "
+            "transformers, so its layers would see the tokens of this rank alone"
+        )
+    refuse_unreduced(model, reduce)
+    fault = fault_of_router(model, reduce) if getattr(config, "output_router_logits", 0) else None
+    if fault is not None:
+        raise MeshAttentionError(f"config.output_router_logits=True: {fault}")
+    if getattr(config, "output_attentions", False):
+        raise MeshAttentionError("output_attentions=True: attention weights are never made")
+    for module in model.modules():
+        rope_types = getattr(module, "rope_type", None)  # or one for each kind of layer
+        for name in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
+            if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
+                raise MeshAttentionError(
+                    f"rope_type={name!r} depends on the longest sequence of a batch, and a rank "
+                    "knows its own tokens alone; take yarn, linear or llama3 scaling"
+                )
+
+
+def _refuse_head(model: Any) -> None:
+    """Heads that read one token, or all, would read those of this rank."""
+    known = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "Model")
+    other = ("PreTrainedModel", "DoubleHeadsModel")
+    names = [base.__name__ for base in type(model).__mro__]
+    if not pools(model) and not any(
+        name.endswith(known) and not name.endswith(other) for name in names
+    ):
+        raise MeshAttentionError(
+            f"{names[0]} has a head that may take the tokens of this rank for the whole sequence, "
+            "as where it reads the first one; supported: ...ForCausalLM, ...ForMaskedLM, "
+            "...ForTokenClassification, ...ForSequenceClassification that reads the last token, "
+            "and models without a head (...Model). Take the last, and call the head on what "
+            "cp.unshard(hidden, 1, documents=batch.documents, grad='sum') gives under DDP"
+        )
