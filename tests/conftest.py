@@ -121,7 +121,7 @@ def model_pool(shared_folder: Path) -> Iterator[WorkerPool]:
 
     workers = WorkerPool(
         {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        modules=("support.tiny_trainer", "support.swept_models"),
+        modules=("support.tiny_trainer", "support.tiny_trl", "support.swept_models"),
         seconds=180.0,
         address_file=shared_folder / "models",
     )

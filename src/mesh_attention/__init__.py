@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mesh_attention.api.context_parallel import ContextParallel
     from mesh_attention.api.functional import mesh_attention, release
     from mesh_attention.choose.ask import make_plan
+    from mesh_attention.diagnose.doctor import doctor
     from mesh_attention.errors import MeshAttentionError
     from mesh_attention.kernels import register as register_kernel
     from mesh_attention.kernels import unregister as unregister_kernel
@@ -34,6 +35,7 @@ _HOMES = {
     "Plan": ("mesh_attention.plan.language.plan", "Plan"),
     "Problem": ("mesh_attention.plan.problem.problem", "Problem"),
     "count": ("mesh_attention.plan.read.count", "count"),
+    "doctor": ("mesh_attention.diagnose.doctor", "doctor"),
     "make_plan": ("mesh_attention.choose.ask", "make_plan"),
     "mesh_attention": ("mesh_attention.api.functional", "mesh_attention"),
     "plan_step": ("mesh_attention.step.splits", "plan_step"),
@@ -52,6 +54,7 @@ __all__ = [
     "Problem",
     "__version__",
     "count",
+    "doctor",
     "make_plan",
     "mesh_attention",
     "plan_step",

@@ -143,7 +143,8 @@ def missing(rank: int, world_size: int) -> Raised:
 def test_without_a_plan_what_is_missing_is_named(pool: WorkerPool) -> None:
     raised = pool.run(missing, 2)
     all_raised(raised)
-    assert all("causal: missing; give seq_len" in one.error for one in raised)
+    words = "causal: missing; give causal=True or False, or a mask, or a plan"
+    assert all(words in one.error for one in raised)
 
 
 def changed(plan: Plan, rank: int, change: Callable[[Program], Program]) -> Plan:

@@ -18,7 +18,7 @@ from support.model_table import BEGIN, END, as_page, table
 from support.pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "huggingface.md").read_text()
+PAGE, TRL_PAGE = ((ROOT / "docs" / name).read_text() for name in ("huggingface.md", "trl.md"))
 DATA = ROOT / "src/mesh_attention/huggingface/models.toml"
 RESULT = ROOT / "benchmarks/results/2026-11-18-models.json"
 
@@ -59,8 +59,11 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
 
     from support.tiny_models import PLAIN, make_model, on_one_process
     from support.tiny_trainer import RUNS, launched, padded
+    from support.tiny_trl import RUNS as TRL_RUNS
+    from support.tiny_trl import tokenizer
 
-    with_trainer, with_loop = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    with_trainer, with_loop, *_ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    [with_trl] = re.findall(r"```python\n(.*?)```", TRL_PAGE, flags=re.DOTALL)
     model = make_model("gemma3_text")
     wanted = on_one_process(model, PLAIN)[0].item()
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "cp"))
@@ -74,6 +77,11 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
         of_trainer |= {"train": given.train_dataset, "test": given.eval_dataset}
         exec(with_trainer, of_trainer)
         dist.barrier()
+    with launched(rank, world_size):
+        of_trl = TRL_RUNS["completions, padded"].trainer(folder, 2, world_size // 2)
+        of_trl.close()
+        rows = {"args": of_trl.args, "train": of_trl.train_dataset, "tokenizer": tokenizer()}
+        exec(with_trl, {"model": make_model("llama")} | rows)
     assert (Path(folder) / "model.safetensors").is_file()
     return names["mean"].value.item(), wanted
 

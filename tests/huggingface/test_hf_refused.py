@@ -54,9 +54,6 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
         ids, documents = part.input_ids, part.documents
         told["positional"] = refusal(lambda: model(ids, local, documents=documents))
         told["inside"] = refusal(lambda: model.model(**given))
-        told["generate"] = refusal(
-            lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=1)
-        )
         told["twice"] = refusal(lambda: ModelContextParallel(model))
         model.set_attn_implementation("sdpa")
         told["set meanwhile"] = refusal(lambda: model(**given))
@@ -89,7 +86,6 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "whole batch": "labels was given",
         "positional": "attention_mask was given",
         "inside": "batch.model_inputs()",
-        "generate": "For generate",
         "twice": "already; close() it",
         "set meanwhile": "was set to 'sdpa'",
         "pickled": "cannot be pickled",

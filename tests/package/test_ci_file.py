@@ -42,12 +42,15 @@ def test_every_torch_of_the_package_is_run() -> None:
 
 def test_the_oldest_versions_are_those_of_the_package_and_of_its_page() -> None:
     extras = PACKAGE["optional-dependencies"]
-    bounds = [*PACKAGE["dependencies"], *extras["huggingface"], *extras["lora"]]
+    bounds = [
+        *PACKAGE["dependencies"],
+        *(x for n in ("huggingface", "lora", "trl") for x in extras[n]),
+    ]
     oldest = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(bounds), re.MULTILINE))
     del oldest["numpy"]  # requirements-oldest.txt says why
     assert {name: pin.removesuffix(".0") for name, pin in pins("oldest").items()} == oldest
     page = (ROOT / "docs/huggingface.md").read_text()
-    for name in ("transformers", "accelerate", "peft"):
+    for name in ("transformers", "accelerate", "peft", "trl"):
         assert f"| {name} | {pins('oldest')[name]} | {pins('dev')[name]} |" in page
 
 

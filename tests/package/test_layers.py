@@ -31,6 +31,7 @@ LAYERS = (
     ("measure",),
     ("huggingface",),
     ("__init__", "testing"),
+    ("diagnose",),
     ("api",),
     ("train",),
     ("request",),

@@ -5,8 +5,9 @@
     logits = model(**batch.model_inputs()).logits
 
 `ContextParallelTrainer(..., cp_size=4)` is the `Trainer` that does this, and `ContextParallelMixin`
-makes one of any of its subclasses. The names below are loaded when they are first used:
-transformers takes seconds to import, and is an extra.
+makes one of any of its subclasses; `AcceleratorContextParallel` is for loops with accelerate. The
+names below are loaded when they are first used: transformers takes seconds to import, and is an
+extra.
 """
 
 from __future__ import annotations
@@ -17,19 +18,27 @@ from typing import TYPE_CHECKING, Any
 from mesh_attention.errors import MeshAttentionError
 
 if TYPE_CHECKING:
+    from mesh_attention.huggingface.accelerator import AcceleratorContextParallel
     from mesh_attention.huggingface.attention import register
     from mesh_attention.huggingface.model import ModelContextParallel
     from mesh_attention.huggingface.trainer import ContextParallelTrainer
     from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
 
 _HOMES = {
+    "AcceleratorContextParallel": "accelerator",
     "ContextParallelMixin": "trainer_mixin",
     "ContextParallelTrainer": "trainer",
     "ModelContextParallel": "model",
     "register": "attention",
 }
 
-__all__ = ["ContextParallelMixin", "ContextParallelTrainer", "ModelContextParallel", "register"]
+__all__ = [
+    "AcceleratorContextParallel",
+    "ContextParallelMixin",
+    "ContextParallelTrainer",
+    "ModelContextParallel",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,8 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import refuse_model, transformers_model
+from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.one_process import Generate, OneProcess
 from mesh_attention.huggingface.token_mixers import refuse_token_mixers
 from mesh_attention.huggingface.whole_outputs import WholeOutputs, fault_of_router, pools
 from mesh_attention.request.attend import attend
@@ -35,7 +37,7 @@ Kind = tuple[LayerMask, float | None]  # of a layer, with its softcap
 _LABELS_STAY = ("ForMaskedLM", "ForTokenClassification")
 
 
-class ModelContextParallel(ContextParallel):
+class ModelContextParallel(OneProcess):
     """A `ContextParallel` for all layers of a model, which then attends over the group.
 
         cp = ModelContextParallel(model, mesh["cp"])
@@ -49,7 +51,10 @@ class ModelContextParallel(ContextParallel):
     untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
               others than causal or both directions, with a window or in chunks, are refused all the
               same, and so are modules that mix tokens outside of attention (convolutions, state-
-              space layers) and types that are known to differ
+              space layers) and types that are known to differ.
+              The first `shard_batch` compares the model with one process, up to 2,048 tokens of its
+              first row in both passes, and raises what differs: in time and memory a step of one
+              process on so many tokens, once
     handled   names of classes of such modules that you make see the tokens of all ranks
     reduce    what averages gradients over the ranks, "ddp" or "fsdp"; "sum" if they are added up.
               For heads that classify sequences (rewards), whose `logits` are then those of whole
@@ -57,7 +62,8 @@ class ModelContextParallel(ContextParallel):
               ranks where `output_router_logits` asks for it
     options   as of `ContextParallel`, but for those that the model says: sizes and masks
 
-    `close()` gives the model its own attention back, for `generate` say.
+    `generate` works on whole sequences at any time; `with cp.own_attention():` makes the model do
+    so for a while, and `close()` for good.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class ModelContextParallel(ContextParallel):
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
         self._door: _Door | None = None
+        self._names = frozenset(inspect.signature(own.forward).parameters)
+        self._uncompared = model if untested and config.model_type not in SHOWN else None
         try:
             for kind in rest:
                 self._of(kind)
@@ -200,13 +208,20 @@ class _Door:
             raise MeshAttentionError("the model has a ModelContextParallel already; close() it")
         self._model, self._cp, self._reduce = model, cp, reduce
         self._names = [*inspect.signature(model.forward).parameters]
-        self._before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
-        self._outputs = WholeOutputs(model, cp, reduce) if reduce is not None else None
+        self.add()
+
+    def add(self) -> None:
+        self._before = self._model.config._attn_implementation
+        self._model.set_attn_implementation(NAME)
+        self._hook = self._model.register_forward_pre_hook(self, with_kwargs=True)
+        reduce = self._reduce
+        self._outputs = None if reduce is None else WholeOutputs(self._model, self._cp, reduce)
+        if hasattr(self._model, "generate"):
+            self._model.generate = Generate(self._model, self._cp)
 
     def remove(self) -> None:
         self._hook.remove()
+        self._model.__dict__.pop("generate", None)
         if self._outputs is not None:
             self._outputs.remove()
         if self._model.config._attn_implementation == NAME:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.accelerator_ranks import refuse_accelerator
 
 
 def refuse_arguments(args: Any) -> None:
@@ -48,6 +47,14 @@ def refuse_arguments(args: Any) -> None:
             bool(config is not None and config.dispatch_batches),
             "every rank reads its own batches",
         ),
+        "use_vllm": (
+            bool(getattr(args, "use_vllm", False)),
+            "it deals prompts out to all ranks, and those of a sequence need the same",
+        ),
+        "use_transformers_continuous_batching": (
+            bool(getattr(args, "use_transformers_continuous_batching", False)),
+            "it attends in its own way; generate without it",
+        ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
     for name, (is_given, why) in refused.items():
@@ -56,48 +63,19 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_settings(trainer: Any) -> None:
-    """What `accelerate launch` may have said in the environment, too."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    """What is known when a Trainer is made: of the model, and of its Accelerator."""
     config = getattr(trainer.model, "config", None)
     refused = {
-        "DeepSpeed": (
-            trainer.is_deepspeed_enabled,
-            "it reduces gradients in its own way; take FSDP2",
-        ),
-        "FSDP1": (
-            plugin is not None and plugin.fsdp_version != 2,
-            "take FSDP2, fsdp_config={'version': 2}",
+        "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
+            bool(getattr(trainer, "aux_loss_enabled", False)),
+            "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
         ),
         "output_router_logits": (
             getattr(config, "output_router_logits", False),
             "the loss that balances experts would be left out; set it to False in the config",
         ),
-        "parallelism_config": (
-            getattr(trainer.accelerator, "parallelism_config", None) is not None,
-            "accelerate's own; leave it out, cp_size says all",
-        ),
     }
     for name, (is_given, why) in refused.items():
         if is_given:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
-
-
-def mesh_sizes(trainer: Any, cp_size: Any) -> tuple[int, int]:
-    """Of data-parallel and of context-parallel ranks."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 0
-    if trainer.args.world_size != world_size:  # DDP would not be where ranks are
-        raise MeshAttentionError(
-            f"the default process group has {world_size} processes, and accelerate sees "
-            f"{trainer.args.world_size}: start them with torchrun, and leave the group to Trainer"
-        )
-    if cp_size is not None and type(cp_size) is not int:
-        raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
-    size = world_size if cp_size is None else cp_size
-    if size < 1 or world_size % size:
-        raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
-    if size < world_size and not trainer.accelerator.even_batches:
-        raise MeshAttentionError(
-            "accelerator_config.even_batches=False is not supported with several sequences at "
-            "once: a rank with fewer batches would be waited for"
-        )
-    return world_size // size, size
+    refuse_accelerator(trainer.accelerator)

@@ -5,24 +5,33 @@
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
 batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
 puts logits together again. DDP or FSDP2 average gradients over all ranks, as ever.
+
+A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
+model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
+from mesh_attention.huggingface.data_parallel_view import DataParallelView
 from mesh_attention.huggingface.head_loss import HeadLoss
+from mesh_attention.huggingface.loss_writer import (
+    refuse_order,
+    refuse_trainer,
+    takes_whole_batches,
+)
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.repeated_samples import (
     count_samples,
@@ -30,11 +39,11 @@ from mesh_attention.huggingface.repeated_samples import (
     without_repeated,
 )
 from mesh_attention.huggingface.trainer_arguments import (
-    mesh_sizes,
     refuse_arguments,
     refuse_settings,
 )
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
+from mesh_attention.huggingface.trainer_doctor import doctor_of
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
@@ -42,6 +51,7 @@ from mesh_attention.huggingface.trainer_model import (
     reshard,
     shard_on_cpu,
 )
+from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -58,13 +68,23 @@ class ContextParallelMixin(_Base):
 
     All else is as of the other class; start it with torchrun. `trainer.cp` is the
     `ModelContextParallel`, and `close()` gives the model its own attention back.
+
+    A `compute_loss` of your own gets whole batches, and whole logits from the model, which every
+    rank then holds. With `takes_sharded_batches = True` in the class it gets a `ShardedBatch`.
     """
 
     model: Any
     optimizer: Any
     is_fsdp_enabled: bool
     neftune_noise_alpha: float | None
-    loss_is_scaled_for_ga = True  # `compute_loss` divides by all targets of a step
+    loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
+    takes_sharded_batches = False
+    _generates_whole = False
+    _divides_by_cp = True
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        refuse_order(cls, ContextParallelMixin)
 
     def __init__(
         self,
@@ -78,15 +98,22 @@ class ContextParallelMixin(_Base):
         values = (*positional, *named.values())
         refuse_arguments(next((x for x in values if isinstance(x, TrainingArguments)), None))
         self._cp_options, self._linear_loss = dict(cp_options or {}), linear_loss
+        self._is_whole = takes_whole_batches(type(self), ContextParallelMixin)
+        if self._is_whole:
+            untested = bool(self._cp_options.get("untested", False))
+            refuse_trainer(type(self), generates=self._generates_whole, untested=untested)
+            self.loss_is_scaled_for_ga = getattr(super(), "loss_is_scaled_for_ga", None)
         super().__init__(*positional, **named)
         refuse_settings(self)
-        sizes = mesh_sizes(self, cp_size)
-        self.cp_size = sizes[1]
-        self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
+        self.mesh = mesh_of_ranks(self.accelerator, cp_size)
+        self.cp_size = self.mesh["cp"].size()
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self._attach(self.model)
-        self.accelerator.prepare_data_loader = self._prepare_data_loader
-        self.model_accepts_loss_kwargs = True  # versions without loss_is_scaled_for_ga ask this
+        deal_to_replicas(self.accelerator, self.mesh, on_device=self._is_whole)
+        if self._is_whole:
+            DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
+        else:
+            self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -94,12 +121,23 @@ class ContextParallelMixin(_Base):
             self.is_fsdp_enabled = shard_on_cpu(self.accelerator, self.args)
 
     def _attach(self, model: nn.Module) -> None:
-        self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
+        self._whole_models: list[WholeModel] = []
+        if self._is_whole:
+            models = (model, getattr(self, "ref_model", None))  # the latter of TRL
+            self._whole_models = [
+                WholeModel.of(x, self.mesh["cp"], self._cp_options) for x in models if x is not None
+            ]
+            self.cp = self._whole_models[0].cp
+        else:
+            self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
         inside: Any = self.cp.model
-        self._head_loss = HeadLoss.of(inside) if self._linear_loss else None
+        in_head = self._linear_loss and not self._is_whole
+        self._head_loss = HeadLoss.of(inside) if in_head else None
         self._noise = None
         if self._noise_alpha is not None:
             self._noise = EmbeddingNoise(inside.get_input_embeddings(), self._noise_alpha)
+            for whole in self._whole_models[:1]:
+                whole.noise = self._noise
         self._ready: nn.Module | None = None  # the wrapped model that was last seen to
 
     def call_model_init(self, *args: Any, **more: Any) -> Any:
@@ -111,42 +149,30 @@ class ContextParallelMixin(_Base):
         return model
 
     def close(self) -> None:
+        for whole in self._whole_models:
+            whole.close()
         for part in (self._head_loss, self._noise):
             if part is not None:
                 part.remove()
         self._head_loss = self._noise = None
         self.cp.close()
 
+    def doctor(self, whole: Mapping[str, Any] | None = None, **options: Any) -> Diagnosis:
+        """`mesh_attention.doctor` on a batch as data_collator makes it, or the first of training:
+        `compute_loss` on ranks against the model's own attention on one process."""
+        return doctor_of(self, whole, options)
+
     def get_cp_size(self) -> int:
-        return self.cp_size
+        return self.cp_size if self._divides_by_cp else 1
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
-
-    def _prepare_data_loader(self, loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
-        """As accelerate's, for data-parallel ranks alone. Batches stay on the CPU, where documents
-        are read from them."""
-        accelerator = self.accelerator
-        if not getattr(loader, "_is_accelerate_prepared", False):
-            loader = prepare_data_loader(
-                loader,
-                num_processes=self.mesh["dp"].size(),
-                process_index=self.mesh["dp"].get_local_rank(),
-                split_batches=accelerator.split_batches,
-                put_on_device=False,
-                rng_types=accelerator.rng_types.copy(),
-                even_batches=accelerator.even_batches,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=accelerator.dataloader_config.data_seed,
-                use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            )
-        if not any(loader is known for known in accelerator._dataloaders):
-            accelerator._dataloaders.append(loader)
-        return loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The batches of a step, sharded, and the number of their targets on all ranks."""
+        if self._is_whole:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         wholes = (next(epoch_iterator, None) for _ in range(num_batches))
         parts = [self._shard(whole) for whole in wholes if whole is not None]
         return parts, self._get_num_items_in_batch(parts, device)
@@ -156,12 +182,16 @@ class ContextParallelMixin(_Base):
             raise MeshAttentionError(
                 f"a batch is a {type(whole).__name__}; data_collator must give tensors by name"
             )
-        arguments = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
-        if "cu_seq_lens_q" in whole:
-            arguments["cu_seqlens"] = whole["cu_seq_lens_q"]
-        return TrainerBatch.of(self.cp.shard_batch(**arguments), whole)
+        return TrainerBatch.of(self.cp.shard_batch(**whole), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if self._is_whole:
+            # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
+            self._divides_by_cp = False
+            try:
+                return super()._get_num_items_in_batch(batch_samples, device)
+            finally:
+                self._divides_by_cp = True
         counts = [part.num_targets for part in batch_samples]
         if not counts or any(count is None for count in counts):
             if counts:
@@ -178,6 +208,9 @@ class ContextParallelMixin(_Base):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Of whole batches, each counted once."""
+        if self._is_whole:
+            super()._track_num_input_tokens(inputs)
+            return
         wanted = self.args.include_num_input_tokens_seen
         if wanted == "no":
             return
@@ -205,8 +238,12 @@ class ContextParallelMixin(_Base):
             if not is_compiled(model):  # compiled checkpoints keep attention by themselves
                 keep_attention(model, self.cp.keep_attention())
             self._ready = model
-        loss: Tensor = super().training_step(model, *args, **more)
+        with self._on_batch():
+            loss: Tensor = super().training_step(model, *args, **more)
         return self._mean_of_ranks(loss)  # the Trainer adds them up to what people read
+
+    def _on_batch(self) -> AbstractContextManager[None]:
+        return self.accelerator.on_batch() if self._is_whole else nullcontext()
 
     def _mean_of_ranks(self, loss: Tensor) -> Tensor:
         """Of shares as `compute_loss` gives them, so the loss of all targets."""
@@ -223,6 +260,8 @@ class ContextParallelMixin(_Base):
     ) -> Any:
         """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP and
         FSDP2 take the mean of them, and so does what is logged."""
+        if self._is_whole:  # asked by an override, for what it builds on
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = inputs.model_inputs() | {"use_cache": False}
         if self._noise is not None:
             self._noise.length = inputs.whole["input_ids"].shape[1]
@@ -274,6 +313,10 @@ class ContextParallelMixin(_Base):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of a whole batch; logits are whole and in order on all ranks of the group."""
+        if self._is_whole:
+            with self._on_batch():
+                step: Any = super().prediction_step
+                return step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         loader = self.accelerator.gradient_state.active_dataloader
         note_remainder(loader, self.mesh["dp"], inputs)
         whole = without_repeated(loader, self.mesh["dp"], inputs)
@@ -298,8 +341,9 @@ class ContextParallelMixin(_Base):
     def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
         if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
             self._shard_model()
-        count_samples(dataloader, self.mesh["dp"])
-        self.gather_function = self._gather
+        if not self._is_whole:
+            count_samples(dataloader, self.mesh["dp"])
+            self.gather_function = self._gather
         results = super().evaluation_loop(dataloader, *args, **more)
         reshard(self.model)
         return results
@@ -317,6 +361,3 @@ class ContextParallelMixin(_Base):
         loader = self.accelerator.gradient_state
         ends = loader.end_of_dataloader and loader.remainder > 0
         return values[: loader.remainder] if ends else values
-
-
-_OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

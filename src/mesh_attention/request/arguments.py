@@ -96,8 +96,9 @@ def read_arguments(
         n for n in _NEEDED if n not in arguments and not (n == "causal" and "mask" in arguments)
     ]
     if missing:
+        ways = ["causal=True or False, or a mask" if n == "causal" else n for n in missing]
         raise MeshAttentionError(
-            f"{', '.join(missing)}: missing; give {', '.join(_NEEDED)}, or a plan"
+            f"{', '.join(missing)}: missing; give {', '.join(ways)}, or a plan"
         )
     asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
     if same_bits:

@@ -42,7 +42,7 @@ def fault_of_positions(
 
     for row in rows.reshape(-1, layout.slots).numpy():
         if not are(row, right):
-            others = _other_ways(layout, starts, shards.devices[shards.rank])
+            others = other_ways(layout, starts, shards.devices[shards.rank])
             name = next((name for name, x in others if are(row, x)), "of no layout known here")
             return MeshAttentionError(
                 f"position_ids are {name}, and shards lie in the {layout.kind} layout: cut tensors "
@@ -52,7 +52,7 @@ def fault_of_positions(
     return None
 
 
-def _other_ways(
+def other_ways(
     layout: Layout, starts: tuple[int, ...], rank: int
 ) -> Iterator[tuple[str, Positions]]:
     """In which people cut, by name."""

@@ -8,7 +8,7 @@ and a padding mask must reach attention, as documents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -36,7 +36,7 @@ class ShardedBatch(Mapping[str, Any]):
     position_ids  as given, or counted in each document
     padding       true where a slot holds no token, or one that the mask says is padding
     documents     to hand to `attention` and `unshard`; None where the object says all
-    others        tensors that were given by other names
+    others        tensors that were given by other names: `batch.name` as well as `batch["name"]`
     num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it; with
                   `ahead` a number for each distance
 
@@ -50,10 +50,14 @@ class ShardedBatch(Mapping[str, Any]):
     documents: Documents | None
     num_targets: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
+    of_model: frozenset[str] | None = None
 
     def model_inputs(self) -> dict[str, Any]:
-        """What a model takes: no labels, since models that take some shift them once more."""
-        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, **self.others}
+        """What a model takes: no labels, since models that take some shift them once more, and of
+        `others` those that it names, where a `ModelContextParallel` knows the model."""
+        names = self.others if self.of_model is None else self.of_model
+        others = {name: x for name, x in self.others.items() if name in names}
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, **others}
         inputs["documents"] = self.documents  # type: ignore[assignment]
         return {name: x for name, x in inputs.items() if x is not None}
 
@@ -65,19 +69,23 @@ class ShardedBatch(Mapping[str, Any]):
             setattr(there, MARK, getattr(x, MARK, None))
             return there
 
-        return ShardedBatch(
-            moved(self.input_ids),
-            moved(self.labels),
-            moved(self.position_ids),
-            moved(self.padding),
-            self.documents,
-            moved(self.num_targets),
-            {name: moved(x) for name, x in self.others.items()},
-        )
+        names = ("input_ids", "labels", "position_ids", "padding", "num_targets")
+        tensors: dict[str, Any] = {name: moved(getattr(self, name)) for name in names}
+        return replace(self, **tensors, others={n: moved(x) for n, x in self.others.items()})
 
     def _named(self) -> dict[str, Any]:
         own = {"labels": self.labels, "padding": self.padding, "num_targets": self.num_targets}
-        return self.model_inputs() | {name: x for name, x in own.items() if x is not None}
+        own = {name: x for name, x in own.items() if x is not None}
+        return self.model_inputs() | {**self.others} | own
+
+    def __getattr__(self, name: str) -> Any:
+        """Of `others`."""
+        others = vars(self).get("others")
+        if others is None or name.startswith("_"):  # of one that is being made
+            raise AttributeError(name)
+        if name not in others:
+            raise AttributeError(f"the batch has no {name}; it has {', '.join(self)}")
+        return others[name]
 
     def __getitem__(self, name: str) -> Any:
         return self._named()[name]

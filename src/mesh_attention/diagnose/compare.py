@@ -1,0 +1,147 @@
+"""What ranks computed, put in the order of the tokens and held against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mesh_attention.request.position_checks import other_ways
+from mesh_attention.runtime.session.sharding import Shards
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """
+    whole    of one process, by name: (rows, tokens, numbers)
+    ranks    the same of each rank of the group, (rows, slots, numbers)
+    shards   how the object lays out tokens
+    real     (rows, tokens), False at padding, where ranks and one process may differ
+    """
+
+    whole: dict[str, Tensor]
+    ranks: list[dict[str, Tensor]]
+    shards: Shards | None
+    real: Tensor
+    tolerance: float
+
+    @cached_property
+    def errors(self) -> dict[str, Tensor]:
+        """Of each token, by name, where both have computed it."""
+        if self.shards is None:
+            return {}
+        right = self.positions()
+        both = {name: self.errors_if(name, right) for name in self.whole}
+        return {name: errors for name, errors in both.items() if errors is not None}
+
+    @property
+    def first(self) -> str | None:
+        """That differs, in the order in which one process computed them."""
+        return next((n for n, x in self.errors.items() if self.is_wrong(x).any()), None)
+
+    def is_wrong(self, errors: Tensor) -> Tensor:
+        return errors > self.tolerance
+
+    def positions(self) -> list[Positions]:
+        """Of the slots of each rank of the group."""
+        assert self.shards is not None
+        layout, devices = self.shards.q_layout, self.shards.devices
+        return [layout.positions(devices.index(place)) for place in range(len(devices))]
+
+    def other_positions(self) -> Iterator[tuple[str, list[Positions]]]:
+        """In which people cut sequences, by name."""
+        assert self.shards is not None
+        size, layout = len(self.ranks), self.shards.q_layout
+        ways = [dict(other_ways(layout, self.shards.starts[0], r)) for r in range(size)]
+        for name in ways[0]:
+            yield name, [way[name] for way in ways]
+
+    def errors_if(self, name: str, positions: list[Positions]) -> Tensor | None:
+        """Of each token, were the slots of ranks at these positions."""
+        whole, real = self.whole[name], self.real
+        parts = [rank.get(name) for rank in self.ranks]
+        if any(x is None for x in parts):
+            return None
+        if len(whole) > 1 and parts[0] is not None and len(parts[0]) == 1:  # one pack of all rows
+            whole = whole.flatten(0, 1)[None]
+        if self.shards is None or whole.shape[1] != self.shards.q_layout.num_tokens:
+            return (
+                None  # such as positions that are the same for all rows, of which one pack is made
+            )
+        real = real if real.shape[1] == whole.shape[1] else real.flatten()[None]
+        scale, errors = whole.abs().max() + 1e-30, torch.zeros(whole.shape[:2])
+        for x, at in zip(parts, positions, strict=True):
+            assert x is not None
+            if x.shape[:1] + x.shape[2:] != whole.shape[:1] + whole.shape[2:]:
+                return None
+            if x.shape[1] != len(at):
+                return None
+            inside = torch.from_numpy(at < whole.shape[1])
+            at_tokens = torch.from_numpy(at)[inside]
+            off = (x[:, inside] - whole[:, at_tokens]).abs().amax(-1) / scale
+            errors[:, at_tokens] = torch.nan_to_num(off, nan=torch.inf).float()
+        return errors.masked_fill(~real.all(0) if len(real) > len(errors) else ~real, 0)
+
+
+@dataclass(frozen=True)
+class ComparedGradients:
+    """
+    errors    of each parameter, relative to its largest number, or to 1/1000 of the largest of all
+    factors   by how much each is too large, if it is only that; None where it is not
+    """
+
+    errors: dict[str, float]
+    factors: dict[str, float | None]
+
+    @staticmethod
+    def of(
+        group: dist.ProcessGroup | None,
+        ours: dict[str, Tensor | None],
+        whole: dict[str, Tensor | None],
+        tolerance: float,
+    ) -> ComparedGradients:
+        """Ranks hold parts, or the same: numbers are added up over all of them."""
+        pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
+        sums = _of_all(
+            group, [[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()]
+        )
+        most = _of_all(group, [[_largest(a - b), _largest(b)] for a, b in pairs.values()], "max")
+        floor = max((scale for _, scale in most), default=0.0) * 1e-3 + 1e-30
+        ratios = [product / (square + 1e-300) for product, square in sums]
+        off = _of_all(
+            group,
+            [[_largest(a - b * c)] for (a, b), c in zip(pairs.values(), ratios, strict=True)],
+            "max",
+        )
+        errors, factors = {}, {}
+        for name, (error, own), ratio, (rest,) in zip(pairs, most, ratios, off, strict=True):
+            scale = max(own, floor)
+            errors[name] = error / scale
+            factors[name] = ratio if rest <= tolerance * scale * max(1, abs(ratio)) else None
+        return ComparedGradients(errors, factors)
+
+
+def _wide(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float64) if x is None else x.double()
+
+
+def _largest(x: Tensor) -> float:
+    return float(torch.nan_to_num(x.abs(), nan=torch.inf).max()) if x.numel() else 0.0
+
+
+def _of_all(group: Any, rows: list[list[float]], how: str = "sum") -> list[list[float]]:
+    """Of all processes; objects, since numbers of this kind are few and any backend sends them."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, rows, group)
+    stacked = np.array(parts)
+    reduced: list[list[float]] = (stacked.max(0) if how == "max" else stacked.sum(0)).tolist()
+    return reduced

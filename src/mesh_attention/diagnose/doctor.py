@@ -1,0 +1,225 @@
+"""`doctor`: is training on ranks that of one process, and if not, why?
+
+    report = doctor(step, whole_batch, model, cp)
+    print(report)
+
+`step(model, whole_batch)` is training code up to its loss: it cuts the batch, runs the model and
+returns the loss. It runs on ranks and once more on one process, and what both compute is compared:
+losses, gradients as the framework has reduced them, and a few numbers of every module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from mesh_attention.api.context_parallel import ContextParallel
+from mesh_attention.diagnose.causes import (
+    of_activations,
+    of_gradients,
+    of_heads,
+    of_loss,
+    of_randomness,
+    sums_of_labels,
+)
+from mesh_attention.diagnose.compare import Activations, ComparedGradients
+from mesh_attention.diagnose.record import Recorder
+from mesh_attention.diagnose.report import Cause, Diagnosis
+from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
+from mesh_attention.errors import MeshAttentionError
+
+_CLOSE = 1 / 30  # of the tolerance
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # others: 0.05
+
+
+def doctor(
+    step: Step,
+    whole_batch: Any,
+    model: nn.Module,
+    cp: ContextParallel | Sequence[ContextParallel],
+    *,
+    plain: Step | None = None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """What is wrong with training on ranks, if anything, in words; all processes call it and get
+    the same answer. Parameters, gradients, buffers and random numbers are as before afterwards.
+
+    step              step(model, whole_batch) is training code up to the loss, which it returns as
+                      a tensor or as `cross_entropy` of the object does; doctor calls backward
+    whole_batch       tensors by name, as a data loader gives them to the ranks of the group
+    model             as `step` wants it: plain, or wrapped by DDP or FSDP2
+    cp                the object whose attention the model calls, or a list of all of them
+    plain             plain(model, whole_batch): the loss as code without ranks has it. Without it
+                      `step` itself runs with the objects on one rank, which does not show mistakes
+                      that are wrong on one rank too, such as labels that are shifted twice; a
+                      `ModelContextParallel` has one of its own
+    reduce_gradients  reduce_gradients(model), called after backward on ranks, where no framework
+                      reduces them
+    tolerance         up to which numbers count as equal, as a part of the largest; by the dtype
+
+    Every process computes the whole batch once, in the memory that this takes, and holds three sets
+    of gradients meanwhile: a few thousand tokens say as much as many. With data-parallel ranks the
+    batch is that of the first.
+    """
+    objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
+    of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
+    plain = plain if of_model is None else plain or of_model()
+    differing = _differing_batches(objects[0], whole_batch)
+    if differing is not None:
+        return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
+    box: list[Any] = [tree_map_only(Tensor, lambda x: x.detach().cpu(), {**whole_batch})]
+    dist.broadcast_object_list(box)
+    for name, x in box[0].items():
+        if isinstance(x, Tensor) and isinstance(whole_batch.get(name), Tensor):
+            box[0][name] = x.to(whole_batch[name].device)
+    return diagnose(step, box[0], model, objects, None, plain, reduce_gradients, tolerance)
+
+
+def diagnose(
+    step: Step,
+    batch: Mapping[str, Any],
+    model: nn.Module,
+    objects: Sequence[ContextParallel],
+    everyone: dist.ProcessGroup | None,
+    plain: Step | None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    tolerance: float | None = None,
+) -> Diagnosis:
+    """The same among the processes of `everyone`, who all have this batch."""
+    first, own, sizes = objects[0], inner(model), _sizes(batch)
+    group = first._calls.session.groups.parent
+    notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
+    how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
+    with nothing_changed(model) as dropouts:
+        record = Recorder(sizes)
+        with on_one_rank(objects):
+            whole, failed = _tried(everyone, plain or step, model, batch, record)
+        if whole is None:
+            failure = Cause("error", f"on one process: {failed}")
+            return _same_everywhere(everyone, Diagnosis(failure))
+        ours, failed = _tried(everyone, step, model, batch, Recorder(None, record), **how)
+        if ours is None:
+            failure = Cause("error", failed or "")
+            return _same_everywhere(everyone, Diagnosis(failure, whole_loss=whole.value))
+        left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
+        if left_out:
+            notes.append(f"dropout was left out, of {', '.join(left_out)}")
+        dtypes = record.dtypes | {p.dtype for p in own.parameters()}
+        limit = tolerance or max(_TOLERANCES.get(x, 0.05) for x in dtypes)
+        real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == real.shape:
+            real = mask.bool().cpu()
+        of_ranks = _gathered(group, ours.record.seen)
+        seen = Activations(record.seen, of_ranks, ours.shards, real, limit)
+        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limit)
+        loss = _loss(group, ours, whole.value)
+        off = abs(loss - whole.value) / (abs(whole.value) + 1e-30)
+        cause = None
+        # A mistake may change losses by little. What changes nothing at all is none.
+        if max(off, *grads.errors.values(), 0.0) > limit * _CLOSE:
+            where = ours.record.heads_first or record.heads_first
+            cause = of_heads(where) or of_activations(seen, own)
+        elif seen.first is not None:
+            notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
+        if cause is None:
+            apart = _added_up(own, group, ours, whole, limit) if own is model else None
+            cause = of_gradients(grads, apart, limit, len(of_ranks))
+            if off > limit and (cause is None or cause.kind == "gradients"):
+                of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
+                of_labels = sums_of_labels(record.outputs, batch.get("labels"))
+                cause = of_loss(loss, of_targets, of_labels, limit)
+        if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
+            again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
+            if again is not None:
+                cause = of_randomness(ours.record.seen, again.record.seen, limit) or cause
+    errors = {name: float(x.max()) for name, x in seen.errors.items()}
+    cause = cause or Cause("nothing", "ranks compute what one process does")
+    numbers = loss, whole.value, grads.errors, errors, limit
+    return _same_everywhere(everyone, Diagnosis(cause, *numbers, tuple(notes)))
+
+
+def _tried(
+    everyone: Any, step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
+) -> tuple[StepRun | None, str | None]:
+    """Or why it failed: the first of the errors of all ranks."""
+    done, failed = None, None
+    try:
+        done = run(step, model, batch, record, **how)
+    except Exception as error:
+        name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
+        failed = f"{name}{error}"
+    errors = [x for x in _gathered(everyone, failed) if x is not None]
+    return (None, errors[0]) if errors else (done, None)
+
+
+def _gathered(group: Any, value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
+    """That of the first rank on which something is wrong."""
+    of_all: list[Diagnosis] = _gathered(everyone, diagnosis)
+    return next((x for x in of_all if not x.is_right), of_all[0])
+
+
+def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
+    if not isinstance(batch, Mapping):
+        raise MeshAttentionError(f"whole_batch is a {type(batch).__name__}: give tensors by name")
+
+    def digest(x: Any) -> str:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        held = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return f"{x.shape} {blake2b(held).hexdigest()}"
+
+    digests = {name: digest(x) for name, x in batch.items()}
+    first, *others = _gathered(cp._calls.session.groups.parent, digests)
+    for rank, other in enumerate(others, 1):
+        names = [name for name in first | other if other.get(name) != first.get(name)]
+        if names:
+            return (
+                f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
+                "ranks of a context-parallel group draw the same batch; samplers count "
+                "data-parallel ranks alone (docs/training.md)"
+            )
+    return None
+
+
+def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
+    names = ("input_ids", "inputs_embeds", "labels", *batch)
+    tensors = [batch[name] for name in names if isinstance(batch.get(name), Tensor)]
+    sizes = [x.shape[:2] for x in tensors if x.ndim >= 2]
+    if not sizes:
+        raise MeshAttentionError("whole_batch: give tensors of (batch, tokens), input_ids say")
+    return int(sizes[0][0]), int(sizes[0][1])
+
+
+def _loss(group: Any, ours: StepRun, whole: float) -> float:
+    """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
+    if ours.is_of_all:
+        return ours.value
+    values: list[float] = _gathered(group, ours.value)
+    return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
+
+
+def _added_up(
+    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limit: float
+) -> ComparedGradients | None:
+    """Those that ranks have apart from each other, as their sum."""
+    if any(isinstance(p, DTensor) for p in own.parameters()):
+        return None
+    summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
+    for grad in summed.values():
+        if grad is not None:
+            dist.all_reduce(grad, group=group)
+    return ComparedGradients.of(group, summed, whole.grads, limit)

@@ -1,0 +1,117 @@
+"""What modules and attention compute in a forward pass: a few numbers of every token, by name.
+
+Ranks and one process run the same modules, so what they compute can be compared name by name, in
+the order in which it was computed. Dropout is left out: ranks draw other numbers than one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from mesh_attention.request.operators import attention_op
+
+_NUMBERS = 8  # of a token
+
+
+class Recorder(TorchFunctionMode):
+    """
+    sizes        (rows, tokens) of the whole batch; None on ranks, where the tensors say it
+    like         what one process recorded: where tokens are in the tensors of each name
+    seen         (rows, tokens, a few numbers) by name, in the order in which they were made
+    outputs      the last tensor of a module, which are logits for most models
+    heads_first  where attention was called with (batch, heads, tokens, head_dim)
+    dropouts     modules whose dropout was left out
+    """
+
+    def __init__(self, sizes: tuple[int, int] | None, like: Recorder | None = None) -> None:
+        super().__init__()
+        self.sizes, self.like = sizes, like
+        self.seen: dict[str, Tensor] = {}
+        self.dims: dict[str, int] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self.outputs: Tensor | None = None
+        self.heads_first: str | None = None
+        self.dropouts: dict[str, None] = {}
+        self._tokens = None if sizes is None else sizes[1]
+        self._calls: Counter[str] = Counter()
+        self._inside: list[str] = []
+        self._is_on = False
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Records while it is open; dropout is left out until the mode itself ends."""
+        hooks: list[Any] = []
+        for name, module in model.named_modules():
+            name = name or type(module).__name__
+            hooks += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                module.register_forward_hook(lambda *x, name=name: self._end(name, x[-1])),
+            ]
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+            for hook in hooks:
+                hook.remove()
+
+    def _end(self, name: str, output: Any) -> None:
+        self._inside.pop()
+        leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
+        if tensor is not None and self._is_on:
+            self._keep(name, tensor)
+            self.outputs = tensor.detach() if tensor.ndim == 3 else self.outputs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        where = self._inside[-1] if self._inside else "the model"
+        if func is functional.dropout:
+            how = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if how.get("p", 0.5) and how.get("training", True):
+                self.dropouts[where] = None
+                return how["input"]
+        out = func(*args, **kwargs)
+        is_sdpa = func is functional.scaled_dot_product_attention
+        if self._is_on and len(args) >= 3 and (is_sdpa or func is attention_op):
+            tensors = (*args[:3], out if is_sdpa else out[0])
+            for name, x in zip(("q", "k", "v", "result"), tensors, strict=True):
+                x = x.detach().transpose(1, 2) if is_sdpa else x.detach()
+                if self._tokens and x.shape[1] != self._tokens == x.shape[2]:
+                    self.heads_first = self.heads_first or where
+                self._keep(f"{where}: {name} of attention", x[:, :, 0])
+        return out
+
+    def _keep(self, name: str, x: Tensor) -> None:
+        self._calls[name] += 1
+        if self._calls[name] > 1:
+            name = f"{name}, call {self._calls[name]}"
+        dim = self._dim_of_tokens(name, x)
+        if dim is None:
+            return
+        self.dims[name] = dim
+        self.dtypes.add(x.dtype)
+        rows = x.detach()[None] if dim == 0 else x.detach().movedim(dim, 1)
+        self._tokens = self._tokens or rows.shape[1]
+        rows = rows.flatten(2) if rows.ndim > 2 else rows[..., None]
+        step = max(1, rows.shape[2] // _NUMBERS)
+        self.seen[name] = rows[:, :, ::step][:, :, :_NUMBERS].double().cpu()
+
+    def _dim_of_tokens(self, name: str, x: Tensor) -> int | None:
+        """Tensors are (rows, tokens, ...), or of one pack of all rows, or have tokens last, as
+        convolutions want them, or no rows."""
+        if self.like is not None:
+            return self.like.dims.get(name)
+        assert self.sizes is not None
+        lengths = self.sizes[1], self.sizes[0] * self.sizes[1]
+        dims = (1, 0, x.ndim - 1) if x.ndim == 2 else (1, x.ndim - 1)
+        return next((dim for dim in dims if x.shape[dim] in lengths), None)

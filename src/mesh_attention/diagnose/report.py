@@ -1,0 +1,64 @@
+"""What `doctor` returns: numbers, and in words what is most likely wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Kind = Literal[
+    "nothing", "error", "batches", "layout", "heads first", "positions", "documents", "attention",
+    "token mixing", "randomness", "labels", "loss", "gradient scale", "gradients not reduced",
+    "gradients",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`where`: the first module whose numbers differ, or a parameter."""
+
+    kind: Kind
+    words: str
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The same on all ranks.
+
+    cause        what is most likely wrong; its kind is "nothing" where all is equal
+    loss         of the batch on ranks; `whole_loss`: on one process; None where a step failed
+    gradients    of each parameter, how far it is from that of one process, as a part of the largest
+    activations  of each module and each attention, in the order in which they are computed
+    tolerance    up to which numbers count as equal
+    notes        what was done so that numbers can be compared
+    """
+
+    cause: Cause
+    loss: float | None = None
+    whole_loss: float | None = None
+    gradients: dict[str, float] | None = None
+    activations: dict[str, float] | None = None
+    tolerance: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        return self.cause.kind == "nothing"
+
+    def to_json(self) -> str:
+        return json.dumps({"is_right": self.is_right, **asdict(self)})
+
+    def __str__(self) -> str:
+        lines = [self.cause.words]
+        if self.loss is not None and self.whole_loss is not None:
+            lines.append(f"loss: {self.loss:.7g} on ranks, {self.whole_loss:.7g} on one process")
+        for name, errors in ("gradients", self.gradients), ("activations", self.activations):
+            if errors:
+                worst = max(errors, key=lambda x: errors[x])
+                wrong = sum(error > self.tolerance for error in errors.values())
+                lines.append(
+                    f"{name}: {wrong} of {len(errors)} differ by more than {self.tolerance:g}, "
+                    f"at most {worst} by {errors[worst]:.2g}"
+                )
+        return "\n".join([*lines, *self.notes])

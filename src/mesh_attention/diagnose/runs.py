@@ -1,0 +1,207 @@
+"""A step of training code without its optimizer, on ranks or on one process, that leaves nothing
+behind: parameters, buffers, gradients and random numbers are as before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from mesh_attention.api.context_parallel import ContextParallel
+from mesh_attention.diagnose.record import Recorder
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.train.means import TokenMean
+
+Step = Callable[[Any, Any], Tensor | TokenMean]
+
+
+@dataclass
+class StepRun:
+    """
+    value    the loss of all ranks where the step says it, else this rank's
+    grads    of each parameter, this rank's part where ranks hold parts
+    shards   how the batch was cut, and `targets` what became of labels, by the object
+    """
+
+    record: Recorder
+    value: float = 0.0
+    is_of_all: bool = False
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    shards: Shards | None = None
+    targets: Tensor | None = None
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """Without DDP and torch.compile around it."""
+    while True:
+        inside = getattr(model, "_orig_mod", None)
+        if inside is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inside = model.module
+        if inside is None:
+            return model
+        model = inside
+
+
+def run(
+    step: Step,
+    model: nn.Module,
+    batch: Any,
+    record: Recorder,
+    *,
+    cp: ContextParallel | None = None,
+    reduce_gradients: Callable[[Any], None] | None = None,
+    seed: int = 0,
+) -> StepRun:
+    """`cp`: on ranks, by this object; otherwise on one process."""
+    done = StepRun(record)
+    own = inner(model)
+    for parameter in own.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    with ExitStack() as held:
+        held.enter_context(torch.compiler.set_stance("force_eager"))
+        held.enter_context(_averaging(own) if cp is None else _watched(cp, done))
+        held.enter_context(record)
+        with record.of(own):
+            result = step(model, batch)
+        loss = result.loss if isinstance(result, TokenMean) else result
+        value = result.value if isinstance(result, TokenMean) else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise MeshAttentionError(
+                "step returns no loss: give the tensor that backward is called on, or what "
+                "cross_entropy of the object returns"
+            )
+        done.value, done.is_of_all = float(value.detach()), isinstance(result, TokenMean)
+        if cp is None and done.is_of_all and done.value:
+            loss = loss * (value.detach() / loss.detach())  # not scaled for other ranks
+        loss.backward()  # type: ignore[no-untyped-call]
+        if reduce_gradients is not None and cp is not None:
+            reduce_gradients(model)
+    for name, parameter in own.named_parameters():
+        if parameter.requires_grad:
+            done.grads[name] = None if parameter.grad is None else _part(parameter.grad)
+        parameter.grad = None
+    return done
+
+
+def _part(grad: Any) -> Tensor:
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local.detach().clone()
+
+
+@contextmanager
+def _averaging(model: nn.Module) -> Iterator[None]:
+    """All processes run the whole batch, so the mean of their gradients is that of each."""
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    groups: list[Any] = [m._get_fsdp_state()._fsdp_param_group for m in modules]
+    factors = [(group, group.gradient_divide_factor) for group in groups if group is not None]
+    for group, _ in factors:
+        group.gradient_divide_factor = None
+    try:
+        yield
+    finally:
+        for group, factor in factors:
+            group.gradient_divide_factor = factor
+
+
+@contextmanager
+def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
+    """Notes how batches are cut, or what attention took tensors for that were cut elsewhere."""
+    calls: Any = cp._calls
+    cut, shard_batch = calls.cut, cp.shard_batch
+
+    def watched_cut(documents: Any) -> Shards:
+        done.shards = cut(documents)
+        return done.shards
+
+    def watched_batch(**arguments: Any) -> Any:
+        batch = shard_batch(**arguments)
+        done.targets = batch.labels
+        return batch
+
+    calls.cut, cp.shard_batch = watched_cut, watched_batch  # type: ignore[method-assign]
+    try:
+        yield
+        if done.shards is None and (calls.fixed or calls.latest) is not None:
+            taken = calls.source.first
+            plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
+            both = (starts, starts)
+            queries, keys = plan.shards
+            done.shards = Shards(queries, keys, taken.rank, plan.devices, taken.words, both)
+    finally:
+        del calls.cut, cp.shard_batch
+
+
+_OF_ATTENTION = (
+    *("seq_len", "num_heads", "head_dim", "causal", "num_kv_heads", "v_head_dim", "kv_seq_len"),
+    *("mask", "window_size", "softmax_scale", "softcap", "differentiable_lse", "kernel"),
+)
+
+
+@contextmanager
+def on_one_rank(objects: Sequence[ContextParallel]) -> Iterator[None]:
+    """These objects attend, cut and take means as those of a single process do."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    before = [(cp, cp._calls) for cp in objects]
+    lone = []
+    try:
+        for cp, calls in before:
+            arguments: dict[str, Any] = {n: calls.arguments.get(n) for n in _OF_ATTENTION}
+            if calls.arguments.get("plan") is not None:
+                problem = calls.source.first.plan.problem
+                lengths = {"seq_len": problem.q_tokens, "kv_seq_len": problem.kv_tokens}
+                arguments |= {**lengths, "mask": problem.mask}
+            lone.append(ContextParallel(group, **arguments))
+            cp._calls = lone[-1]._calls
+        yield
+    finally:
+        for cp, calls in before:
+            cp._calls = calls
+        for cp in lone:
+            cp.close()
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def nothing_changed(model: nn.Module) -> Iterator[list[str]]:
+    """Gives the names of modules whose dropout is left out meanwhile, also in checkpoints that a
+    backward pass computes again, in another thread, where no recorder sees it."""
+    own = inner(model)
+    grads = [(p, p.grad) for p in own.parameters()]
+    buffers = [(b, b.clone()) for b in own.buffers()]
+    versions = [_version(p) for p, _ in grads]
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    drops = {n: m for n, m in own.named_modules() if isinstance(m, nn.Dropout) and m.training}
+    for module in drops.values():
+        module.training = False
+    try:
+        with torch.random.fork_rng(devices):
+            yield [name for name, module in drops.items() if module.p]
+        if versions != [_version(p) for p, _ in grads]:
+            raise MeshAttentionError(
+                "step changes parameters: leave optimizer.step() out of it; doctor calls backward"
+            )
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, grad in grads:
+            parameter.grad = grad
+        for module in drops.values():
+            module.training = True
+
+
+def _version(parameter: Any) -> int:
+    return int(getattr(parameter, "_local_tensor", parameter)._version)

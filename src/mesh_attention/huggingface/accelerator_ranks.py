@@ -1,0 +1,89 @@
+"""The ranks of an `Accelerator` as data-parallel by context-parallel ones, and batches that are
+dealt to the first alone. For the Trainer, which has an Accelerator, and for loops with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mesh_attention.errors import MeshAttentionError
+
+
+def mesh_of_ranks(accelerator: Accelerator, cp_size: Any) -> DeviceMesh:
+    """With the dimensions dp and cp; `cp_size` None: all ranks share a sequence."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
+    if accelerator.num_processes != world_size:  # DDP would not be where ranks are
+        raise MeshAttentionError(
+            f"the default process group has {world_size} processes, and accelerate sees "
+            f"{accelerator.num_processes}: start them with torchrun, and leave the group to it"
+        )
+    if cp_size is not None and type(cp_size) is not int:
+        raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")
+    size = world_size if cp_size is None else cp_size
+    if size < 1 or world_size % size:
+        raise MeshAttentionError(f"cp_size={cp_size} does not divide {world_size} processes")
+    if size < world_size and not accelerator.even_batches:
+        raise MeshAttentionError(
+            "accelerator_config.even_batches=False is not supported with several sequences at "
+            "once: a rank with fewer batches would be waited for"
+        )
+    sizes = world_size // size, size
+    return init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp", "cp"))
+
+
+def refuse_accelerator(accelerator: Accelerator) -> None:
+    """What it was told, or `accelerate launch` in the environment."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    refused = {
+        "DeepSpeed": (
+            accelerator.distributed_type == DistributedType.DEEPSPEED,
+            "it reduces gradients in its own way; take FSDP2",
+        ),
+        "FSDP1": (
+            plugin is not None and plugin.fsdp_version != 2,
+            "take FSDP2, fsdp_config={'version': 2}",
+        ),
+        "parallelism_config": (
+            getattr(accelerator, "parallelism_config", None) is not None,
+            "accelerate's own; leave it out, cp_size says all",
+        ),
+        "dispatch_batches": (bool(accelerator.dispatch_batches), "every rank reads its batches"),
+    }
+    for name, (is_given, why) in refused.items():
+        if is_given:
+            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+
+
+def deal_to_replicas(
+    accelerator: Accelerator, mesh: DeviceMesh, *, on_device: bool = False
+) -> None:
+    """`accelerator.prepare` and `prepare_data_loader` then make loaders that give ranks of a
+    sequence the same batch. Of this object alone: accelerate itself counts all processes, and its
+    `ParallelismConfig` knows no other context parallelism than its own. Batches stay on the CPU,
+    where documents are read from them, unless `on_device`."""
+
+    def prepare(loader: Any, *_: Any, **__: Any) -> Any:
+        if not getattr(loader, "_is_accelerate_prepared", False):
+            loader = prepare_data_loader(
+                loader,
+                accelerator.device,
+                num_processes=mesh["dp"].size(),
+                process_index=mesh["dp"].get_local_rank(),
+                split_batches=accelerator.split_batches,
+                put_on_device=on_device,
+                rng_types=accelerator.rng_types.copy(),
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            )
+        if not any(loader is known for known in accelerator._dataloaders):
+            accelerator._dataloaders.append(loader)
+        return loader
+
+    accelerator.prepare_data_loader = prepare

@@ -1,0 +1,125 @@
+"""Trainers of TRL on data-parallel by context-parallel ranks.
+
+    from mesh_attention.huggingface.trl import ContextParallelSFTTrainer
+    trainer = ContextParallelSFTTrainer(model, args, ..., cp_size=4)
+
+They are TRL's own, which see whole batches and whole outputs: each loss, packing, mask and metric
+is theirs. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather, set_seed
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
+
+try:
+    from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer
+    from trl.trainer import grpo_trainer
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise MeshAttentionError("trl is not installed: pip install 'mesh-attention[trl]'") from error
+
+__all__ = [
+    "ContextParallelDPOTrainer",
+    "ContextParallelGRPOTrainer",
+    "ContextParallelRewardTrainer",
+    "ContextParallelSFTTrainer",
+]
+
+
+class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer):
+    __doc__ = ContextParallelMixin.__doc__
+
+
+class ContextParallelDPOTrainer(ContextParallelMixin, DPOTrainer):
+    __doc__ = ContextParallelMixin.__doc__
+
+
+class ContextParallelRewardTrainer(ContextParallelMixin, RewardTrainer):
+    __doc__ = ContextParallelMixin.__doc__
+
+
+class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
+    """As `ContextParallelMixin`; completions are generated from whole sequences, by each rank of a
+    group alike. Those of its first rank count, and so do its rewards.
+
+    `generation_batch_size` is per_device_train_batch_size times data-parallel ranks times
+    steps_per_generation, of the arguments.
+    """
+
+    _generates_whole = True
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        args, dp = self.args, self.mesh["dp"]
+        size = args.per_device_train_batch_size * dp.size() * args.steps_per_generation
+        evaluated = args.per_device_eval_batch_size * dp.size()
+        wanted = {
+            "per_device_train_batch_size * steps_per_generation": (size, self.num_generations)
+        }
+        if args.eval_strategy != "no":
+            wanted["per_device_eval_batch_size"] = (evaluated, self.num_generations_eval)
+        for name, (number, divisor) in wanted.items():
+            if number % divisor:
+                raise MeshAttentionError(
+                    f"{name} is {number} completions on {dp.size()} data-parallel ranks, and must "
+                    f"be a multiple of the {divisor} generations of a prompt"
+                )
+        args.generation_batch_size = size
+        texts = {name: deque(x, size) for name, x in self._logs.items() if isinstance(x, deque)}
+        self._logs.update(texts)
+        set_seed(args.seed + dp.get_local_rank())  # ranks of a group draw the same tokens
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with ExitStack() as blocks:
+            for model in self._whole_models:
+                blocks.enter_context(model.cp.own_attention())
+            if self.is_fsdp_enabled:  # nobody stops before all ranks do, which share parameters
+                mark = patch.object(self.cp.model, "_is_fsdp_managed_module", True, create=True)
+                blocks.enter_context(mark)
+            completions = [super()._generate(prompts)]
+        # Kernels may round differently, and tools may answer differently.
+        dist.broadcast_object_list(completions, group=self.mesh["cp"].get_group(), group_src=0)
+        return completions[0]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._gathered_once():
+            batch = super()._generate_and_score_completions(inputs)
+        self._draw_alike()
+        return batch
+
+    def _draw_alike(self) -> None:
+        """TRL shuffles what it has scored, and a reward may have drawn numbers on some ranks."""
+        cuda = self.args.device.type == "cuda"
+        states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
+        dist.broadcast_object_list(states, group=self.mesh["cp"].get_group(), group_src=0)
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1])
+
+    @contextmanager
+    def _gathered_once(self) -> Iterator[None]:
+        """TRL gathers rewards and texts by functions of accelerate, from all ranks; here once from
+        each context-parallel group."""
+        objects = self.accelerator.gather_objects
+        with (
+            patch.object(grpo_trainer, "gather", self._from_first_ranks),
+            patch.object(grpo_trainer, "gather_object", objects),
+        ):
+            yield
+
+    def _from_first_ranks(self, x: Tensor) -> Tensor:
+        of_all: Tensor = gather(x).unflatten(0, (dist.get_world_size(), -1))
+        return of_all[:: self.cp_size].flatten(0, 1)

@@ -1,0 +1,158 @@
+"""A model on ranks that looks like one on one process: whole batches go in, whole outputs come out.
+
+Losses of others (TRL, overrides of `compute_loss`) read `labels`, shift logits and count tokens
+themselves. They are right as they are when they never see a shard. Each rank of the group makes the
+same loss from the whole outputs, and gets the gradient of its own tokens, times the size of the
+group: DDP and FSDP take the mean over ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.attention import NAME
+from mesh_attention.huggingface.model import ModelContextParallel
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.train.sharded_batch import ShardedBatch
+
+# What `shard_batch` takes; and what tells kernels of one process about documents, or losses
+# something: models ignore it.
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+_UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "margin")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call of the model was given, for what is made of its outputs."""
+
+    part: ShardedBatch
+    labels: Tensor | None
+    shift_labels: Tensor | None
+    num_items_in_batch: Any
+    is_fused: bool  # TRL's head, which gives log-probabilities in place of logits
+
+
+class WholeModel:
+    """Hooks of a model that a `ModelContextParallel` was made for.
+
+    Per-token results, such as TRL's log-probabilities, are numbers, and cheap to put together.
+    Logits take tokens times vocabulary, on every rank, as on one process.
+    """
+
+    def __init__(self, cp: ModelContextParallel) -> None:
+        self.cp, model = cp, cp.model
+        self.noise: EmbeddingNoise | None = None
+        self._names = [*inspect.signature(type(model).forward).parameters][1:]
+        self._call: _Call | None = None
+        self._hooks = (
+            # Before the hook of the object, which refuses whole batches.
+            model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._join),
+        )
+
+    @staticmethod
+    def of(model: nn.Module, group: DeviceMesh, options: Mapping[str, Any]) -> WholeModel:
+        """With an object made for it. A head that reads one token of a sequence is left out: it
+        finds that token in the whole hidden states."""
+        own: Any = getattr(model, "get_base_model", lambda: model)()  # of peft
+        if type(own).__name__.endswith("ForSequenceClassification"):
+            model = own.base_model
+        return WholeModel(ModelContextParallel(model, group, **options))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.cp.close()
+
+    def _shard(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._call = None
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        attends_by_itself = model.config._attn_implementation != NAME  # as when it generates
+        if attends_by_itself or arguments.get("documents") is not None:  # sharded by the caller
+            return None
+        whole = {name: arguments.pop(name, None) for name in _TOKENS}
+        labels, targets = (arguments.pop(name, None) for name in ("labels", "shift_labels"))
+        num_items = arguments.pop("num_items_in_batch", None)
+        starts = arguments.pop("cu_seq_lens_q", None)
+        passed = {name: x for name, x in arguments.items() if name not in _UNUSED}
+        for name, x in passed.items():
+            if isinstance(x, Tensor):
+                raise MeshAttentionError(
+                    f"{name} was given to the model, and it is not known how its tokens are to be "
+                    f"cut; known: {', '.join((*_TOKENS, 'labels'))}"
+                )
+        if whole["input_ids"] is None:
+            raise MeshAttentionError("give the model input_ids, of (batch, tokens)")
+        if self.noise is not None:
+            self.noise.length = whole["input_ids"].shape[1]
+        device = whole["input_ids"].device
+        whole["labels"] = labels if targets is None else targets
+        # On the host, where documents are read, and ranks compare that they have the same batch.
+        on_host = {name: None if x is None else x.cpu() for name, x in whole.items()}
+        part = self.cp.shard_batch(cu_seqlens=starts, shift_labels=targets is None, **on_host)
+        part = part.to(device)
+        is_fused = bool(passed.get("fused_lm_head"))
+        self._call = _Call(part, labels, targets, num_items, is_fused)
+        passed |= part.model_inputs() | {"use_cache": False, "return_dict": True}
+        if is_fused:
+            passed["shift_labels"] = part.labels
+        return (), passed
+
+    def _join(self, model: Any, args: Any, output: Any) -> Any:
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        size = call.part.position_ids.shape
+        joined = {name: x for name, x in output.items() if name not in ("loss", "past_key_values")}
+        narrow = [name for name, x in joined.items() if isinstance(x, Tensor) and x.shape == size]
+        if narrow:  # one number a token: all of them at once
+            dtype = torch.promote_types(joined[narrow[0]].dtype, torch.float32)
+            numbers = torch.stack([joined[name].to(dtype) for name in narrow], -1)
+            for name, x in zip(narrow, self._whole(call, numbers).unbind(-1), strict=True):
+                shown = x if call.shift_labels is not None else x[:, :-1]
+                joined[name] = shown.to(joined[name].dtype)
+        for name, x in joined.items():
+            if name in narrow:
+                continue
+            layers = x if isinstance(x, tuple) else (x,)
+            if not all(isinstance(y, Tensor) and y.shape[:2] == size for y in layers):
+                raise MeshAttentionError(
+                    f"{name} of the model's output is not of (batch, tokens, ...), so what ranks "
+                    "have of it cannot be put together; ask the model for logits, log-probabilities"
+                    " or hidden states"
+                )
+            whole = tuple(self._whole(call, y.contiguous()) for y in layers)
+            joined[name] = whole if isinstance(x, tuple) else whole[0]
+        return type(output)(**joined | self._loss(model, call, joined))
+
+    def _whole(self, call: _Call, x: Tensor) -> Tensor:
+        return self.cp.unshard(x, 1, documents=call.part.documents, grad="sum")
+
+    def _loss(self, model: Any, call: _Call, outputs: dict[str, Any]) -> dict[str, Any]:
+        """As the model makes it, of the whole batch."""
+        number = call.num_items_in_batch
+        if call.is_fused:
+            counted = outputs["label_mask"].sum().clamp(min=1) if number is None else number
+            return {"loss": -outputs["log_probs"].sum() / counted}
+        if call.labels is None and call.shift_labels is None:
+            return {}
+        more = {"num_items_in_batch": number, "shift_labels": call.shift_labels}
+        vocabulary = model.config.get_text_config().vocab_size
+        loss = model.loss_function(
+            logits=outputs["logits"],
+            labels=call.labels,
+            vocab_size=vocabulary,
+            **{name: x for name, x in more.items() if x is not None},
+        )
+        return {"loss": loss}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
+        return self  # as the hook of the object: copies of the model share it

@@ -1,0 +1,265 @@
+"""`doctor`: mistakes are really made, one at a time, and it names each, with the first module that
+differs; where nothing is wrong it says so, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from mesh_attention import ContextParallel, MeshAttentionError, doctor
+from support.pool import WorkerPool
+
+TOKENS, WIDTH, HEADS, VOCABULARY = 32, 16, 2, 23
+STARTS = (0, 12, 32)
+
+
+class Block(nn.Module):
+    """With RoPE, and what tests ask for beside attention."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3) if fault == "convolution" else None
+        self.drop = nn.Dropout(0.5) if fault == "dropout" else None
+
+    def forward(self, x: Tensor, positions: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        q, k = rotated(q, positions), rotated(k, positions)
+        if "heads first" in self.fault:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            x = x + self.out(attention(q, k, v).transpose(1, 2).flatten(2))
+        else:
+            x = x + self.out(attention(q, k, v).flatten(2))
+        if self.conv is not None:
+            x = x + self.conv(functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        if self.drop is not None:
+            x = functional.dropout(self.drop(x), 0.1, True)
+        if self.fault == "noise":
+            x = x * (torch.rand_like(x) > 0.5)
+        return x
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[..., None, None] / 10 ** torch.linspace(0, 2, x.shape[-1] // 2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+class Model(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.learned = nn.Embedding(TOKENS, WIDTH) if fault == "learned positions" else None
+        self.blocks = nn.ModuleList(Block(fault) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        x = self.token(ids)
+        if self.learned is not None:
+            x = x + self.learned(positions)
+        for block in self.blocks:
+            x = block(x, positions, attention)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def plain_attention(starts: tuple[int, ...]) -> Callable[..., Tensor]:
+    owner = torch.bucketize(torch.arange(starts[-1]), torch.tensor(starts[1:-1]), right=True)
+    sees = (owner[:, None] == owner) & torch.ones(starts[-1], starts[-1]).tril().bool()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = q.shape[1] == HEADS
+        q, k, v = (x if heads_first else x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        return out if heads_first else out.transpose(1, 2)
+
+    return attention
+
+
+def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
+    """What doctor is asked, with a mistake in the step on ranks."""
+    torch.manual_seed(0)
+    plain_model = Model(fault)
+    chance = torch.Generator().manual_seed(rank if fault == "batches" else 0)
+    ids = torch.randint(1, VOCABULARY, (1, TOKENS), generator=chance)
+    labels = ids.clone()
+    labels[:, 3:9] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    starts = STARTS if "documents" in fault else (0, TOKENS)
+    sizes: Any = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
+    cp: Any = ContextParallel(causal=True, **sizes)
+    model: Any = DistributedDataParallel(plain_model) if fault != "not reduced" else plain_model
+
+    def step(model: Any, whole: dict[str, Tensor]) -> Any:
+        if "by hand" in fault:
+            ids, labels = (x.chunk(size, 1)[rank] for x in (whole["input_ids"], whole["labels"]))
+            positions = torch.arange(TOKENS).chunk(size)[rank][None]
+            attend = cp.attention
+        else:
+            said = {"cu_seqlens": STARTS} if "documents" in fault else {}
+            part = cp.shard_batch(**whole, **said)
+            ids, labels, positions = part.input_ids, part.labels, part.position_ids
+            handle = None if "documents" in fault else part.documents
+            attend = lambda *x: cp.attention(*x, documents=handle)  # noqa: E731
+        if fault in ("positions", "learned positions"):
+            positions = torch.arange(ids.shape[1])[None]
+        logits = model(ids, positions, attend)
+        if fault == "labels twice":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        reduce: Any = "sum" if fault in ("scaled down", "not reduced") else "ddp"
+        mean = cp.cross_entropy(logits.contiguous(), labels.contiguous(), reduce=reduce)
+        return mean.loss * size if fault == "scaled up" else mean
+
+    def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
+        logits = model(whole["input_ids"], positions, plain_attention(starts))
+        targets = whole["labels"].roll(-1, 1)
+        targets[:, [end - 1 for end in starts[1:]]] = -100
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return {"step": step, "whole_batch": batch, "model": model, "cp": cp, "plain": plain}
+
+
+def diagnosed(rank: int, size: int, faults: list[str]) -> dict[str, tuple[str, str | None, str]]:
+    answers: dict[str, tuple[str, str | None, str]] = {}
+    for fault in faults:
+        asked = case(fault, rank, size)
+        report = doctor(**asked)
+        asked["cp"].close()
+        read = json.loads(report.to_json())
+        assert read["is_right"] == report.is_right
+        assert report.notes == () or "dropout" in fault
+        answers[fault] = (report.cause.kind, report.cause.where, str(report))
+    return answers
+
+
+WANTED = {  # before anything is cut calls know less, and after it more, of what is meant
+    "heads first, by hand": ("heads first", "blocks.0", "give x.transpose(1, 2) of q, k and v"),
+    "documents": ("error", None, "call attention(..., documents=...)"),
+    "nothing": ("nothing", None, "ranks compute what one process does"),
+    "positions": ("positions", "blocks.0", "q and k of attention differ and v does not"),
+    "learned positions": ("positions", "learned", "counted from 0 on each rank"),
+    "contiguous by hand": ("layout", "token", "tokens lie in contiguous shards"),
+    "documents after others": ("documents", "blocks.0", "tokens see those of other documents"),
+    "heads first": ("error", None, "expected (1, 16, 16, 8) = (batch, local_seq, heads, head_dim)"),
+    "scaled down": ("gradient scale", "token.weight", "1/2 (one over the ranks) times"),
+    "scaled up": ("gradient scale", "token.weight", "2 (the ranks) times"),
+    "not reduced": ("gradients not reduced", "token.weight", "only their sum is that of one"),
+    "labels twice": ("labels", None, "labels are shifted twice"),
+    "dropout": ("nothing", None, "dropout was left out, of blocks.0.drop, blocks.1.drop, blocks.0"),
+    "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers"),
+    "batches": ("batches", None, "ranks 0 and 1 of the group have different batches: input_ids"),
+    "convolution": ("token mixing", "blocks.0.conv", "the first 2 tokens of stretches on a rank"),
+}
+
+
+def test_every_mistake_is_named_with_the_first_module_that_differs(pool: WorkerPool) -> None:
+    first, second = pool.run(diagnosed, 2, [*WANTED])
+    assert first == second
+    wrong = {
+        fault: first[fault]
+        for fault, (kind, where, words) in WANTED.items()
+        if first[fault][:2] != (kind, where) or words not in first[fault][2]
+    }
+    assert wrong == {}
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    tensors: list[Any] = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [x for held in optimizer.state.values() for x in held.values()]
+    return [getattr(x, "_local_tensor", x).clone() for x in tensors] + [torch.get_rng_state()]
+
+
+def in_the_middle(rank: int, size: int, way: str) -> list[str]:
+    """Of a training on data-parallel by context-parallel ranks with batches of their own."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    plain = Model("dropout")
+    model: Any = DistributedDataParallel(plain)
+    reduce: Any = "ddp"
+    if way == "fsdp":
+        model, reduce = fully_shard(plain), "sum"
+        model.set_gradient_divide_factor(1)
+        model.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(1, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(rank // 2))
+    real = torch.arange(21) < torch.tensor([[21], [13]])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real}
+    cp: Any
+    with ContextParallel(mesh["cp"], causal=True) as cp:
+
+        def step(model: Any, whole: Any, fault: bool = False) -> Any:
+            part = cp.shard_batch(**whole)
+            attend = lambda *x: cp.attention(*x, documents=part.documents)  # noqa: E731
+            counted = torch.arange(part.input_ids.shape[1])[None]
+            positions = counted if fault else part.position_ids
+            logits = model(part.input_ids, positions, attend)
+            how = {"reduce": reduce, "data_parallel": mesh["dp"]}
+            return cp.cross_entropy(logits, part.labels, **how)
+
+        for _ in range(2):
+            step(model, batch).loss.backward()
+            optimizer.step()
+        before = state(model, optimizer)
+        answers: list[str] = []
+        long = {"input_ids": ids.reshape(1, 42), "labels": ids.reshape(1, 42)}
+        # Documents that lie on one rank each have the right distances also if counted there.
+        for wrong, whole in (False, batch), (True, batch), (True, long), (False, batch):
+            report = doctor(lambda m, x: step(m, x, wrong), whole, model, cp)  # noqa: B023
+            answers.append(report.cause.kind)
+            for a, b in zip(state(model, optimizer), before, strict=True):
+                assert torch.equal(a, b)
+        assert "plain= shows more" in report.notes[0]
+        assert max(report.gradients.values()) < 1e-5  # type: ignore[union-attr]
+        step(model, batch).loss.backward()  # and training goes on
+    return answers
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_training_is_as_before_and_needs_no_other_code(pool: WorkerPool, way: str) -> None:
+    """Its step runs on one process too; batches of padded rows, packed on ranks."""
+    for answers in pool.run(in_the_middle, 4, way):
+        assert answers == ["nothing", "nothing", "positions", "nothing"]
+
+
+def changing(rank: int, size: int) -> list[str]:
+    """Gradients are added up by hand; a step that trains, or returns no loss, is refused."""
+    asked = case("not reduced", rank, size)
+    step = asked.pop("step")
+
+    def add_up(model: Any) -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    def trains(model: Any, whole: Any) -> Any:
+        mean = step(model, whole)
+        with torch.no_grad():
+            model.head.weight.mul_(1.0)
+        return mean
+
+    answers: list[str] = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
+    with pytest.raises(MeshAttentionError, match="step changes parameters"):
+        doctor(trains, reduce_gradients=add_up, **asked)
+    answers.append(doctor(lambda *x: step(*x).value.item(), **asked).cause.words)
+    asked["cp"].close()
+    return answers
+
+
+def test_steps_that_train_or_return_no_loss_are_refused(pool: WorkerPool) -> None:
+    for kind, words in pool.run(changing, 2):
+        assert kind == "nothing"
+        assert "step returns no loss" in words
