@@ -161,9 +161,11 @@ class TrlRun:
             given["ref_model"] = make_model(self.model, rms_norm_eps=0.1)  # another model
         if self.kind == "grpo":
             given["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
-            model.config._name_or_path = folder  # where the reference is read from
+            # Where the reference is read from; a folder for each rank, since all write.
+            own = f"{folder}/{os.environ.get('RANK', '0')}"
+            model.config._name_or_path = own
             if self.arguments.get("beta"):
-                model.save_pretrained(folder)
+                model.save_pretrained(own)
         given["eval_dataset"] = rows.select(range(2)) if self.kind == "grpo" else rows
         if self.lora:
             given["peft_config"] = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
