@@ -5,15 +5,20 @@ TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 OLDEST := $(shell sed -n 's/^torch==//p' requirements-oldest.txt)
 VENV := .venv
 OLD := .venv-oldest
+EMPTY := .venv-wheel
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest coverage test-slow test-gpu test-browser mutants hostile lint format clean
+.PHONY: demo selftest test test-oldest coverage test-slow test-gpu test-browser mutants hostile wheel lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
+
+# Every method and kernel against float64, in seconds.
+selftest: $(STAMP)
+	$(BIN)/mesh-attention selftest
 
 # Three workers: each starts processes for ranks of its own; four took 556 s on two cores, three 500 s.
 test: $(STAMP)
@@ -54,6 +59,15 @@ SEED ?= 1
 hostile: $(STAMP)
 	$(BIN)/python tests/hostile/run.py --seed $(SEED) --seconds $(SECONDS) --json hostile.json
 
+# What is published: built, checked, and run from an environment that has nothing else.
+wheel: $(STAMP)
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) dist/*.whl
+	cd / && $(CURDIR)/$(EMPTY)/bin/mesh-attention selftest
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,4 +87,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) $(EMPTY) dist demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache

@@ -272,7 +272,7 @@ def test_the_command_writes_the_page_or_prints_the_facts(
         (["--output", "no/such/page.html"], "there is no folder no/such"),
         (["--output", "."], ". is a folder; --output names the page"),
         (["--method", "mesh"], "report compares all methods"),
-        ([], "the page is drawn by plotly: pip install 'mesh-attention[report]'"),
+        ([], "the page is drawn by plotly: pip install 'plotly>=6,<8'"),
     ],
 )
 def test_what_cannot_be_written_is_told_in_a_line_before_the_search(

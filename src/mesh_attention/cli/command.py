@@ -152,6 +152,13 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         except OSError:
             _drop_output()
         message = f"{error.filename or 'input or output'}: {error.strerror}"
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return _own_mistake(prog)
+        message = (
+            "this needs torch, which is not installed: pip install torch (plan, verify, volume, "
+            "simulate, advise, report and draw work without it)"
+        )
     except UnicodeDecodeError as error:
         message = f"the file is not text: {error}"
     except KeyboardInterrupt:
@@ -159,11 +166,15 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
     except MemoryError:
         message = "there is not enough memory for this"
     except Exception:
-        traceback.print_exc()
-        print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
-        return 3
+        return _own_mistake(prog)
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _own_mistake(prog: str) -> int:
+    traceback.print_exc()
+    print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
+    return 3
 
 
 def _nowhere() -> TextIO:

@@ -12,6 +12,7 @@ from mesh_attention.cli import (
     plan,
     profile,
     report,
+    selftest,
     simulate,
     tune,
     verify,
@@ -21,7 +22,7 @@ from mesh_attention.cli.command import Command, UsageError, did_you_mean, exit_c
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
-_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo)
+_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo, selftest)
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 

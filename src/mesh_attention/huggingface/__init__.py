@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from mesh_attention.huggingface.attention import register
@@ -37,8 +37,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "accelerate"):
             raise
-        raise MeshAttentionError(
-            f"{error.name} is not installed: pip install 'mesh-attention[huggingface]'"
+        raise MissingPackageError(
+            f"{error.name} is not installed: pip install 'transformers>=5.3,<6' 'accelerate>=1.12'"
         ) from error
 
 

@@ -70,6 +70,11 @@ def table_version() -> int:
     return _version
 
 
+def offers(request: Request) -> list[tuple[Kernel, str | None]]:
+    """Every kernel, with None if it can do the request, otherwise why it cannot."""
+    return [(kernel, _why_not(kernel, request)) for kernel in _KERNELS]
+
+
 def choose(request: Request, *, force: str | None = None) -> Choice:
     """The first kernel that does not refuse and is not slow, else the first slow one, or the forced
     one.

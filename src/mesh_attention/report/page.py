@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.explain import TIE_TEXT
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MissingPackageError
 from mesh_attention.files import replacing
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.report.comparison_pictures import (
@@ -46,8 +46,8 @@ def plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise MeshAttentionError(
-            "the page is drawn by plotly: pip install 'mesh-attention[report]'"
+        raise MissingPackageError(
+            "the page is drawn by plotly: pip install 'plotly>=6,<8'"
         ) from None
     return str(get_plotlyjs())
 
