@@ -80,7 +80,8 @@ class Batches:
     @outside_compile
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
-        nor other ranks, and can be pickled: a collate function in another process may call it."""
+        nor other ranks, and can be pickled: a collate function in another process may call it.
+        Experimental."""
         self._calls.user.refuse_if_closed(sends=False)
         return self._calls.packer(also)
 

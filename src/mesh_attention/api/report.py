@@ -56,12 +56,12 @@ class Reports:
 
     @property
     def traffic(self) -> dict[str, Counters]:
-        """Bytes this rank has really handed to its transport so far, by direction."""
+        """Bytes this rank has really handed to its transport so far, by direction. Experimental."""
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """Of the latest call of each pass, with documents or without: for each kind of block which
-        kernels were asked, and why one was chosen."""
+        kernels were asked, and why one was chosen. Experimental."""
         return {
             f"{direction} {kind}": reasons
             for direction, report in self._calls.user.reports.items()
@@ -78,7 +78,7 @@ class Reports:
 
     def transports(self) -> dict[str, tuple[str, str]]:
         """Of the latest call of each pass: for each group of ranks its transport, and why that
-        one."""
+        one. Experimental."""
         transports: dict[str, tuple[str, str]] = {}
         for direction, report in self._calls.user.reports.items():
             transports |= report.transport.choices((direction,))

@@ -6,6 +6,7 @@
 
 `ContextParallelTrainer(..., cp_size=4)` is the `Trainer` that does this. The names below are loaded
 when they are first used: transformers takes seconds to import, and is an extra.
+Experimental: it follows transformers, whose inner parts change.
 """
 
 from __future__ import annotations

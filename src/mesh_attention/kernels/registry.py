@@ -163,6 +163,7 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a kernel, preferred to all others or to those from `before` on.
 
     It is any object that answers as `Kernel` in `interface.py` says; no class has to be inherited.
+    Experimental.
     """
     if isinstance(kernel, type) or not isinstance(getattr(kernel, "name", None), str):
         raise MeshAttentionError(f"{kernel!r} is not a kernel: give an object with a name")
@@ -196,7 +197,8 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a kernel that was registered. Calls that were prepared with it keep it."""
+    """Remove a kernel that was registered. Calls that were prepared with it keep it.
+    Experimental."""
     global _version
     at = _index(name)
     if name in _OWN:

@@ -150,6 +150,7 @@ def plan_step(
 ) -> StepPlan:
     """`tokens` of one sequence; `batch` sequences a step over all ranks (left out: one for each
     data-parallel group); memory of a GPU and of a node's host, left out as the cluster has it.
+    Experimental.
 
     >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")
     >>> plan.best.fits, plan.best.data * plan.best.context
