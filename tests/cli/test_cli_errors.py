@@ -73,7 +73,7 @@ IMPOSSIBLE = [
     ("plan --text - --json", "give --text a file"),
     ("plan --text /no/such/folder/plan.txt", "No such file"),
     ("verify --text /no/such/plan.txt", "No such file"),
-    ("verify --text plan.txt --ranks 9 --causal", "leave out --causal, --ranks"),
+    ("verify --text plan.txt --ranks 9 --causal", "leave out --ranks, --causal"),
     ("simulate --cluster hgx-h10", "did you mean hgx-h100?"),
     ("simulate --cluster /no/such/file.toml", "neither a file nor one of"),
     ("simulate --ranks-per-node 4", "a node of hgx-h100 has 8 ranks"),

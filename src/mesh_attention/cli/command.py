@@ -62,25 +62,29 @@ class Command:
     examples: tuple[str, ...] = ()
 
 
+SELDOM = ("more of the ", "options of ")  # beginnings of the titles of groups of flags
+
+
 class UsageError(ValueError):
     """The request cannot be carried out; the message says what would work."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without its page of usage on an error, and without guessing at options."""
+    """argparse without its page of usage on an error, and without guessing at options. `--help`
+    leaves out groups whose titles begin as `SELDOM` says; `--help-all` has them."""
 
     def __init__(self, prog: str, command: Command) -> None:
-        lines = [f"  {example}" for example in command.examples]
+        examples = [f"  {example}" for example in command.examples]
         super().__init__(
             prog=prog,
             usage=f"{prog} [options]",
-            description=command.summary,
-            epilog="\n".join(["examples:", *lines]) if lines else None,
+            description="\n".join([command.summary, "", "examples:", *examples]),
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
         # -5MiB is a value that does not fit, not an unknown option.
         self._negative_number_matcher = re.compile(r"^-[0-9]")
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
         if command.more_flags is not None:
@@ -104,12 +108,32 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown {kind} {name}{hint}")
         return args
 
-    def format_help(self) -> str:
-        return with_flags(super().format_help(), self)
+    def format_help(self, *, seldom: bool = False) -> str:
+        formatter, left_out = self._get_formatter(), 0
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        # What is asked first, then how the answer is to be given.
+        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
+            if (group.title or "").startswith(SELDOM) and not seldom:
+                left_out += len(group._group_actions)
+                continue
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if left_out:
+            formatter.add_text(f"{left_out} more options that are seldom needed: --help-all")
+        return with_flags(formatter.format_help(), self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raises where the message cannot be written; argparse ignores that."""
         print(message, end="", file=file or sys.stderr)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(seldom=True), end="")
+        parser.exit()
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -81,7 +81,7 @@ COMMAND = Command(
     ),
     more_flags=add_plan_flags,
     examples=(
-        "mesh-attention report --ranks 32 --model llama-70b --tokens 131072",
-        "mesh-attention report --ranks 8 --heads 32 --tokens 65536 --causal --output page.html",
+        "mesh-attention report --ranks 32 --model llama-70b --tokens 128k",
+        "mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html",
     ),
 )

@@ -133,7 +133,7 @@ COMMAND = Command(
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
-        "mesh-attention volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 "
+        "mesh-attention volume --ranks 256 --tile 16x16 --tokens 512k --heads 64 "
         "--ranks-per-node 8 --alpha 4 --json",
         "mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8",
     ),

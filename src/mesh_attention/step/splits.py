@@ -146,10 +146,11 @@ def plan_step(
     memory_bytes: int | None = None,
     host_bytes: int | None = None,
     mask: Mask | None = None,
+    context: int | None = None,
     progress: Progress | None = None,
 ) -> StepPlan:
     """`tokens` of one sequence; `batch` sequences a step over all ranks (left out: one for each
-    data-parallel group); memory of a GPU and of a node's host, left out as the cluster has it.
+    data-parallel group); `context`: only splits with so many ranks to a sequence; memory of a GPU and of a node's host, left out as the cluster has it.
     Experimental.
 
     >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")
@@ -174,6 +175,8 @@ def plan_step(
         Mask(causal=True) if mask is None else mask,
     )
     groups = [n for n in range(1, ranks + 1) if ranks % n == 0 and (asked.batch or n) % n == 0]
+    if context is not None:
+        groups = [n for n in groups if n * number("context", context) == ranks]
     steps: list[PlannedStep] = []
     refused: dict[str, str] = {}
     for done, data in enumerate(groups):
