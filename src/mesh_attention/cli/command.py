@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -148,7 +149,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def run_command(prog: str, command: Command, words: list[str]) -> int:
     parser = Parser(prog, command)
     try:
-        return command.run(parser.parse(words))
+        args = parser.parse(words)
+        args.command_line = shlex.join([*prog.split(), *words])
+        return command.run(args)
     except SystemExit as done:  # argparse leaves this way after --help
         return int(done.code or 0)
     except MeshAttentionError as error:
