@@ -35,7 +35,7 @@ PAGE = Path(__file__).with_name("scaling.md")
 PICTURE = Path(__file__).with_name("pictures") / "scaling.png"
 DEFAULT, SEARCH = "default", "search"
 CHOSEN = (DEFAULT, SEARCH)
-METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", *CHOSEN)
+METHODS = ("mesh", "ring", "ulysses", "usp", "startrail", "mesh-usp", *CHOSEN)
 LONG = ("ring", SEARCH)  # as many steps as ranks, or a search of all methods: these begin first
 # What a column stands for, where that is not the best of everything the method has.
 FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
@@ -46,6 +46,7 @@ FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
 CLUSTERS = ("paper", "hgx-h100")
 K = 1024
 HEADS, HEAD_DIM = 64, 128
+MOST_RANKS = {"ulysses": HEADS}  # of methods that end somewhere
 STRONG = dict.fromkeys((8, 16, 32, 64, 128, 256), 512 * K)
 WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
 
@@ -57,7 +58,8 @@ whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ri
 
 {HEADS} heads of {HEAD_DIM}, bf16, batch 1. A cell is the runtime of one pass and its MFU, each
 method at the best setting found for that pass: USP with Ulysses degree 8 (or the number of
-ranks), StarTrail with teams of at least 2 (teams of 1 are the ring). The last two columns choose
+ranks), Ulysses up to as many GPUs as heads, StarTrail with teams of at least 2 (teams of 1 are the
+ring). The last two columns choose
 among all methods, and name the method: `default` is what `ContextParallel` takes by itself, which
 leaves tokens where they are; `search` is what `advise` and `simulate --best` find. The fastest of a
 row is bold. Any cell can be asked for again, for instance
@@ -126,6 +128,7 @@ def cells(row: Point) -> list[Point]:
     return [
         Point(row.cluster, row.causal, row.direction, row.ranks, row.tokens, method)
         for method in METHODS
+        if row.ranks <= MOST_RANKS.get(method, row.ranks)
     ]
 
 
@@ -159,11 +162,12 @@ def _known(kept: Path | None) -> dict[Point, Found]:
 def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
     lines = [["mask", "pass", "GPUs", "tokens", *METHODS], ["---"] * (4 + len(METHODS))]
     for row in rows_of(cluster, scaling):
-        results = [found[cell] for cell in cells(row)]
-        fastest = min(result.seconds for result in results)
+        results = {cell.method: found[cell] for cell in cells(row)}
+        fastest = min(result.seconds for result in results.values())
         mask = "causal" if row.causal else "full"
         head = [mask, row.direction, str(row.ranks), f"{row.tokens // K}K"]
-        lines.append([*head, *(cell_text(result, fastest) for result in results)])
+        texts = {method: cell_text(result, fastest) for method, result in results.items()}
+        lines.append([*head, *(texts.get(method, "-") for method in METHODS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -182,16 +186,15 @@ def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str,
     for row, cluster in zip(axes, clusters, strict=True):
         for axis, direction in zip(row, Direction, strict=True):
             for method in METHODS:
-                points = [
-                    Point(cluster, True, direction.value, n, strong[n], method) for n in strong
-                ]
+                rows = [Point(cluster, True, direction.value, n, strong[n], method) for n in strong]
+                points = [point for point in rows if point in found]
                 mfu = [found[point].mfu_percent for point in points]
                 how = (
                     {"color": "black", "lw": 2.2, "ls": "--" if method == SEARCH else ":"}
                     if method in CHOSEN
                     else {"marker": "o"}
                 )
-                axis.plot([*strong], mfu, label=method, **how)
+                axis.plot([point.ranks for point in points], mfu, label=method, **how)
             axis.set_xscale("log", base=2)
             axis.set_xticks([*strong], [*strong])
             axis.set_ylim(0, None)

@@ -13,9 +13,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingPackageError(
-            "pictures need matplotlib: pip install matplotlib"
-        ) from None
+        raise MissingPackageError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

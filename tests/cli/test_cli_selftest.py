@@ -38,6 +38,8 @@ class Doubtful(Blockwise):
     wrong: tuple[str, float]
 
     def forward(self, block: Any) -> Any:
+        if self.wrong[0] == "raises":
+            raise RuntimeError("no kernel image")
         out, lse = super().forward(block)
         return out * (self.wrong[1] if self.wrong[0] == "out" else 1), lse
 
@@ -46,7 +48,7 @@ class Doubtful(Blockwise):
         return dq, dk * (self.wrong[1] if self.wrong[0] == "dk" else 1), dv
 
 
-@pytest.mark.parametrize("wrong", [("out", 1.01), ("dk", 1.01), ("dk", math.nan)])
+@pytest.mark.parametrize("wrong", [("out", 1.01), ("dk", 1.01), ("dk", math.nan), ("raises", 1.0)])
 def test_a_kernel_that_is_wrong_in_one_result_is_found_and_no_other(
     wrong: tuple[str, float],
 ) -> None:

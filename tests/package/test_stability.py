@@ -27,11 +27,8 @@ def test_every_public_name_is_marked_once_in_stability_py() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_a_docstring_says_experimental_if_and_only_if_the_name_is(name: str) -> None:
     _, first, *rest = name.split(".")
-    subject: Any
-    if first in MODULES:
-        subject = importlib.import_module(name)
-    else:
-        subject = getattr(mesh_attention, first)
+    is_module = first in MODULES
+    subject: Any = importlib.import_module(name) if is_module else getattr(mesh_attention, first)
     for attribute in rest:
         subject = getattr(subject, attribute)
     assert ("Experimental" in (subject.__doc__ or "")) == (name in EXPERIMENTAL)

@@ -37,7 +37,9 @@ def test_extras_that_the_pages_install_exist_and_all_has_those_of_every_machine(
     (everything,) = extras["all"]
     inside = {"hopper", "all", *re.findall(r"\w+", everything)[2:]}
     # An extra may bring another.
-    inside |= {x for name in inside for text in extras[name] for x in re.findall(r"\[(\w+)\]", text)}
+    inside |= {
+        x for name in inside for text in extras[name] for x in re.findall(r"\[(\w+)\]", text)
+    }
     assert inside == extras.keys()
 
 
@@ -53,7 +55,7 @@ def test_the_wheel_passes_its_selftest_and_a_mutant_of_it_does_not(tmp_path: Pat
         line = [sys.executable, *map(str, words)]
         done = subprocess.run(line, capture_output=True, text=True, check=False, **more)
         assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        return str(done.stdout)
 
     dist, right, wrong = (tmp_path / name for name in ("dist", "right", "wrong"))
     python("-m", "build", "--no-isolation", "--outdir", dist, cwd=ROOT)

@@ -58,8 +58,8 @@ class ContextParallel(Batches, Training, Reports):
     relayout        tensors come and go in contiguous shards, rank r with the r-th, and are
                     exchanged for the layout that the method works in, and back; otherwise they lie
                     in that layout
-    method, tile, layout, chunks, ...   as `mesh-attention plan --help-all` lists them; None: chosen,
-                    at once and by closed forms ("auto"), or as it was searched before
+    method, tile, layout, chunks, ...   as `mesh-attention plan --help-all` lists; None: chosen, at
+                    once and by closed forms ("auto"), or as it was searched before
     cluster         where the method is chosen: the name or the file of the cluster to choose for;
                     left out, it is found from the machine (`cp.choice` says so)
     tuned           a file of `mesh-attention tune`, the same on all ranks: the plan that was

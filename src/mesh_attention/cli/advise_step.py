@@ -77,7 +77,8 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
                 f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
                 f"tokens, {asked.mask.describe()}",
                 _table(plan),
-                f"A GPU has {gb_text(asked.memory_bytes)}, a host {gb_text(asked.host_bytes)}; ! is more.",
+                f"A GPU has {gb_text(asked.memory_bytes)}, a host {gb_text(asked.host_bytes)}; "
+                "! is more.",
                 *(f"{split}: {reason}" for split, reason in plan.refused.items()),
                 "",
                 *_verdict(best),
@@ -123,8 +124,8 @@ def _verdict(step: PlannedStep) -> list[str]:
     ]
     if not step.fits:
         words.append(
-            f"It does not fit: {lacking_text(step)}, and no policy lacks less; take more ranks, fewer "
-            "tokens or more memory."
+            f"It does not fit: {lacking_text(step)}, and no policy lacks less; take more ranks, "
+            "fewer tokens or more memory."
         )
     return words
 

@@ -22,7 +22,6 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.table import RENAMED_OPTIONS
 
 if TYPE_CHECKING:
     from mesh_attention.measure.ranks import Ranks
@@ -104,9 +103,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             known = [option for action in self._actions for option in action.option_strings]
-            renamed = RENAMED_OPTIONS.get(name[2:].replace("-", "_"))
-            hint = f"; {with_flags(renamed, self)}" if renamed else did_you_mean(name, known)
-            self.error(f"unknown {kind} {name}{hint}")
+            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
         return args
 
     def format_help(self, *, seldom: bool = False) -> str:

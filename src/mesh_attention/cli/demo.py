@@ -28,6 +28,7 @@ from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.table import TILES
+from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
@@ -190,6 +191,7 @@ def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
     import torch.distributed as dist
 
     from mesh_attention.api.context_parallel import ContextParallel
+    from mesh_attention.measure.exactness import errors_of
 
     torch.manual_seed(0)
     shape = (1, _TOKENS, _HEADS, _HEAD_DIM)
@@ -205,20 +207,7 @@ def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
         whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
     if dist.get_rank() > 0:
         return units, None
-    return units, (float(planned.units_total), *_errors((q, k, v), grad, whole))
-
-
-def _errors(inputs: Any, grad: Any, results: list[Any]) -> tuple[float, float]:
-    """The largest error of the output, and that of the gradients."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    leaves = [x.transpose(1, 2).clone().requires_grad_() for x in inputs]
-    truth = scaled_dot_product_attention(*leaves)
-    wanted = [truth.detach(), *torch.autograd.grad(truth, leaves, grad.transpose(1, 2))]
-    pairs = zip(results, wanted, strict=True)
-    errors = [float((result - x.transpose(1, 2)).abs().max()) for result, x in pairs]
-    return errors[0], max(errors[1:])
+    return units, (float(planned.units_total), *errors_of(whole, (q, k, v), grad, Mask()))
 
 
 COMMAND = Command(

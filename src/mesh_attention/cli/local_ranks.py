@@ -41,13 +41,17 @@ class LocalRanks:
 
     def __enter__(self) -> Self:
         submit = self._processes.submit
-        self._results([submit(_join, r, self.num_ranks, self._folder.name) for r in range(self.num_ranks)])
+        self._results(
+            [submit(_join, r, self.num_ranks, self._folder.name) for r in range(self.num_ranks)]
+        )
         return self
 
     def run(self, function: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Calls `function` on every rank. It must communicate: then none of the tasks ends before
         all have begun, and each process takes one of them."""
-        return self._results([self._processes.submit(function, *args) for _ in range(self.num_ranks)])
+        return self._results(
+            [self._processes.submit(function, *args) for _ in range(self.num_ranks)]
+        )
 
     def _results(self, tasks: Sequence[Future[_Result]]) -> list[_Result]:
         try:

@@ -61,7 +61,7 @@ def _help() -> str:
         [
             f"usage: {PROGRAM} COMMAND [options]",
             "",
-            "Exact attention over a sequence that is split across ranks: plan it, check it, time it.",
+            "Exact attention over a sequence split across ranks: plan it, check it, time it.",
             "",
             "examples:",
             *(f"  {PROGRAM} {example}" for example in _EXAMPLES),

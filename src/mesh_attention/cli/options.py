@@ -39,7 +39,7 @@ _TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 PASSES = ("forward", "backward", "both")
 _WINDOW_HELP = "keys around the query; RIGHT is 0 when left out, inf is no limit"
-_SLICES_HELP = 'in place of other masks: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
+_SLICES_HELP = 'in place of masks: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
 _RANKS_HELP = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
 _PROBLEM = (
     Flag("--ranks", _RANKS_HELP, size, "N"),

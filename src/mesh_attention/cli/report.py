@@ -74,7 +74,7 @@ COMMAND = Command(
         ),
         Flag(
             "--scaling-ranks",
-            f"the most ranks of strong and weak scaling (default: 8 times --ranks, 64 to {RANKS[-1]})",
+            f"the most ranks of the scaling picture (default: 8 x --ranks, 64 to {RANKS[-1]})",
             size,
             "N",
         ),

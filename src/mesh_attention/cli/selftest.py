@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     cases += [] if args.method else [(AUTO, name, mask) for name, mask in _MASKS.items()]
     checks = _check_methods(cases)
     kernels, device = _check_kernels()
-    ok = len(checks) == len(cases) and all(check.ok for check in (*checks, *kernels))
+    ok = len(checks) == len(cases) and all(check.ok for check in checks)
+    ok = ok and all(check.ok for check in kernels)
     seconds = time.monotonic() - begin
     show(
         args,
@@ -147,7 +148,8 @@ def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
     for check in checks:
         if check.errors is not None:
             errors = (f"{check.errors.output:.1e}", f"{check.errors.gradients:.1e}")
-            rows.append((check.kernel, check.device, *errors, "ok" if check.ok else "WRONG"))
+            word = "ok" if check.ok else f"WRONG in {check.note}"
+            rows.append((check.kernel, check.device, *errors, word))
     lines = [f"kernels on {'the CPU' if device is None else f'the CPU and {device}'}", table(rows)]
     for check in checks:
         if check.install is not None:
@@ -163,8 +165,6 @@ COMMAND = Command(
     "selftest",
     "is attention exact here? every method on four processes, every kernel; under a minute",
     run,
-    flags=(
-        Flag("--method", "this method only (default: all)", one_of("method", METHODS), "NAME"),
-    ),
+    flags=(Flag("--method", "this method only (default: all)", one_of("method", METHODS), "NAME"),),
     examples=("mesh-attention selftest", "mesh-attention selftest --method mesh --json"),
 )

@@ -1,4 +1,4 @@
-"""The first lines of `advise`: what to use, whether it fits, how fast it is, and the whole model."""
+"""The first lines of `advise`: what to use, whether it fits, how fast; and the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def verdict_of(ranking: Ranking, batch: int, model: str | None) -> list[str]:
     chosen, asked = ranking.chosen, ranking.choice.asked
     lines = chosen.too_large(batch)
     if not lines:
-        needs, limit = (bytes_text(x * batch) for x in (chosen.peak_bytes, gpu_bytes(asked.cluster)))
+        needs, limit = (
+            bytes_text(x * batch) for x in (chosen.peak_bytes, gpu_bytes(asked.cluster))
+        )
         lines = [f"Use {chosen.name}. It fits: attention needs {needs} of the {limit} of a GPU."]
     lines.append(ranking.reason)
     if batch > 1:

@@ -150,7 +150,8 @@ def plan_step(
     progress: Progress | None = None,
 ) -> StepPlan:
     """`tokens` of one sequence; `batch` sequences a step over all ranks (left out: one for each
-    data-parallel group); `context`: only splits with so many ranks to a sequence; memory of a GPU and of a node's host, left out as the cluster has it.
+    data-parallel group); `context`: only the split with so many ranks to a sequence; memory of a
+    GPU and of a node's host, left out as the cluster has it.
     Experimental.
 
     >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")
