@@ -34,7 +34,7 @@ from mesh_attention.plan.problem.mask import Mask
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 203, 8, 4, 16  # an uneven length: shards have padding
 _ROWS, _KERNEL_HEAD_DIM = 256, 64
 # Of the largest number of a result; bfloat16 rounds by 0.4 % of each.
-_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 class Errors(NamedTuple):
