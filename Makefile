@@ -6,12 +6,13 @@ OLDEST := $(shell sed -n 's/^torch==//p' requirements-oldest.txt)
 VENV := .venv
 OLD := .venv-oldest
 EMPTY := .venv-wheel
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo selftest test test-oldest coverage test-slow test-gpu test-browser mutants hostile wheel lint format clean
+.PHONY: demo docs selftest test test-oldest coverage test-slow test-gpu test-browser mutants hostile compare wheel lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
@@ -47,6 +48,16 @@ test-gpu:
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m browser
 
+# The site, in an environment of its own, without torch: pages, reference, links and anchors.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python docs/check_site.py site
+
+$(DOCS)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-mutation.txt
@@ -58,6 +69,11 @@ SECONDS ?= 3600
 SEED ?= 1
 hostile: $(STAMP)
 	$(BIN)/python tests/hostile/run.py --seed $(SEED) --seconds $(SECONDS) --json hostile.json
+
+# Ours beside its peers: minutes on a machine with a GPU, over gloo elsewhere (as root over shaped links, MBIT=200).
+compare: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4
+	$(BIN)/python benchmarks/against_peers.py $(if $(shell command -v nvidia-smi),,--gloo) $(if $(MBIT),--mbit $(MBIT)) --json peers.json
 
 # What is published: built, checked, and run from an environment that has nothing else.
 wheel: $(STAMP)
@@ -87,4 +103,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) $(EMPTY) dist demo-output coverage.json hostile.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) $(EMPTY) $(DOCS) dist site demo-output coverage.json hostile.json peers.json .mypy_cache .ruff_cache .pytest_cache

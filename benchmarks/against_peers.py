@@ -1,4 +1,4 @@
-"""Ours beside its peers: PyTorch's `context_parallel`, Ulysses written by hand, our methods.
+"""Ours beside its peers: PyTorch's `context_parallel`, Ulysses by hand, other libraries.
 
     python benchmarks/against_peers.py --json result.json
     python benchmarks/against_peers.py --ranks 8 --tokens 65536 --masks causal --trace traces
@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 from namespaces import Links, Namespaces
-from peer_contestants import CONTESTANTS, DEFAULT, HAND, entry_of
+from peer_cell import MASKS
+from peer_contestants import CONTESTANTS, DEFAULT, HAND, PEERS, entry_of
 from peer_rounds import ROUNDS_OF_SLOW, run_cells
 from rank_processes import LaunchError, RankProcesses
 from script import host, provenance, save, script_parser
@@ -46,10 +47,10 @@ from mesh_attention.cli.output import table
 from mesh_attention.measure.ranks import ranks_of_launcher
 
 USUAL: dict[bool, dict[str, Any]] = {  # by --gloo
-    False: {"ranks": [2, 4, 8], "tokens": [32768, 65536], "heads": ["16:16", "32:8"], "dim": 128},
+    False: {"ranks": [2, 4, 8], "tokens": [32768], "heads": ["32:8", "16:16"], "dim": 128},
     True: {"ranks": [4], "tokens": [2048], "heads": ["16:16", "8:2"], "dim": 64},
 }
-USUAL_SECONDS = {False: 500.0, True: 1800.0}
+USUAL_SECONDS = 500.0
 WIDTH = 140  # characters of a setting, which is whole in the JSON
 PATIENCE = 60.0  # seconds beyond those, for the cell that runs when they end
 
@@ -60,21 +61,22 @@ def parser() -> argparse.ArgumentParser:
     add("--gloo", action="store_true", help="on CPUs, in place of NCCL ranks on one GPU")
     add("--mbit", type=float, help="with --gloo: links of so many Mbit/s a rank (needs root)")
     add("--ranks", type=int, nargs="+", help="default 2 4 8, or with --gloo 4")
-    add("--tokens", type=int, nargs="+", help="default 32768 65536, or with --gloo 2048")
-    add("--heads", nargs="+", type=_heads, help="of Q:KV; default 16:16 32:8, --gloo 16:16 8:2")
+    add("--tokens", type=int, nargs="+", help="default 32768, or with --gloo 2048")
+    add("--heads", nargs="+", type=_heads, help="of Q:KV; default 32:8 16:16, --gloo 16:16 8:2")
     add("--dim", type=int, help="of a head; default 128, or with --gloo 64")
-    masks = ["causal", "full"]
-    add("--masks", nargs="+", choices=masks, default=masks)
+    add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--rounds", type=int, default=20, help="in each all contestants take a turn; default 20")
     slow = f"more than so many times the best after 3 rounds: {ROUNDS_OF_SLOW} rounds; default 4"
     add("--slow", type=float, default=4.0, metavar="TIMES", help=slow)
-    names = f"names with options, as ulysses,chunks=(1,1); default: {' '.join(CONTESTANTS)}"
-    add("--contestants", nargs="+", default=[*CONTESTANTS], metavar="NAME", help=names)
+    names = (
+        f"with options, as ulysses,chunks=(1,1), of {' '.join(CONTESTANTS)}; default: to default"
+    )
+    add("--contestants", nargs="+", default=PEERS, metavar="NAME", help=names)
     add("--measurements", type=int, default=4, metavar="N", help="of `tuned` a cell; default 4")
     quick = "a profile of seconds, the default, or of a minute for each number of ranks"
     add("--quick", action=argparse.BooleanOptionalAction, default=True, help=quick)
     add("--trace", type=Path, metavar="FOLDER", help=f"traces of a call of {DEFAULT} and {HAND}")
-    seconds = "no cell begins later, shared by all numbers of ranks; default 500, --gloo 1800"
+    seconds = "no cell begins later, shared by all numbers of ranks; default 500"
     add("--seconds", type=float, help=seconds)
     add("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank
     return arguments
@@ -90,7 +92,7 @@ def main() -> None:
     arguments = parser()
     args = arguments.parse_args()
     vars(args).update({n: x for n, x in USUAL[args.gloo].items() if getattr(args, n) is None})
-    args.seconds = args.seconds or USUAL_SECONDS[args.gloo]
+    args.seconds = args.seconds or USUAL_SECONDS
     try:
         for text in args.contestants:
             entry_of(text)

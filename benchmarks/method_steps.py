@@ -26,10 +26,12 @@ from mesh_attention import ContextParallel
 from mesh_attention.measure.ranks import Ranks, ranks_of_launcher
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import parse_plan
+from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes of an element
 LIMIT = {torch.bfloat16: 1e-2, torch.float32: 2e-6}  # of relative errors
+CAUSAL = Mask(causal=True)
 _BLOCK_PAIRS = 1 << 27  # of queries and keys of all heads: so much is compared at once
 
 
@@ -103,7 +105,7 @@ def tensors(problem: Problem, device: torch.device) -> list[Tensor]:
 def truth(
     whole: list[Tensor],
     *,
-    causal: bool = True,
+    mask: Mask = CAUSAL,
     dtype: torch.dtype = torch.float64,
     pairs: int | None = None,
 ) -> list[Tensor]:
@@ -115,13 +117,12 @@ def truth(
     outs, q_grads, kv_grads = [], [], [torch.zeros_like(x) for x in (k, v)]
     for first in range(0, tokens, rows):
         end = min(first + rows, tokens)
-        last = end if causal else tokens  # of the keys that they see
+        last = end if mask.causal else tokens  # of the keys that they see
         visible = (q[:, :, first:end], k[:, :, :last], v[:, :, :last])
         leaves = [x.detach().requires_grad_() for x in visible]
-        at = torch.arange(last, device=q.device)
         queries, keys, values = leaves
-        mask = at <= at[first:, None] if causal else None
-        out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        seen = keys_seen(mask, torch.arange(tokens, device=q.device), first, end, last)
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
         grads = torch.autograd.grad(out, leaves, grad[:, :, first:end])
         outs.append(out.detach())
         q_grads.append(grads[0])
@@ -129,6 +130,20 @@ def truth(
             total[:, :, :last] += part
     results = [torch.cat(outs, 2), torch.cat(q_grads, 2), *kv_grads]
     return [x.transpose(1, 2) for x in results]
+
+
+def keys_seen(mask: Mask, at: Tensor, first: int, end: int, last: int) -> Tensor | None:
+    """Which of the first keys the queries from `first` to `end` see; None: all."""
+    rows, columns = at[first:end, None], at[:last]
+    seen = columns <= rows if mask.causal else None
+    if mask.window is not None and seen is not None:
+        seen = seen & (columns >= rows - (mask.window[0] or 0))
+    if mask.documents is not None:
+        cuts = torch.tensor(mask.documents, device=at.device)
+        document = torch.bucketize(at, cuts, right=True)
+        same = document[first:end, None] == document[:last]
+        seen = same if seen is None else seen & same
+    return seen
 
 
 def say(line: str) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from method_steps import DTYPES, LIMIT, finish, largest_error, say, tensors, truth
-from peer_contestants import DEFAULT, HAND, Cell, Contestant, Surroundings, entry_of
+from peer_cell import Cell, Contestant, Surroundings
+from peer_contestants import DEFAULT, HAND, entry_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -79,7 +80,7 @@ def cells(args: Any, dtype: torch.dtype) -> Iterator[Cell]:
     """Causal ones first, small ones first: time may end before cells do."""
     for mask, tokens, heads in product(args.masks, sorted(args.tokens), args.heads):
         q_heads, kv_heads = map(int, heads.split(":"))
-        yield Cell(tokens, q_heads, kv_heads, args.dim, mask == "causal", dtype)
+        yield Cell(tokens, q_heads, kv_heads, args.dim, mask, dtype)
 
 
 class CellRun:
@@ -202,9 +203,9 @@ def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tenso
     if ranks.rank == 0 and not file.exists():
         if cell.dtype == torch.bfloat16:
             with sdpa_kernel(SDPBackend.MATH):
-                exact = truth(whole, causal=cell.causal, dtype=torch.float32, pairs=BLOCK_PAIRS)
+                exact = truth(whole, mask=cell.mask, dtype=torch.float32, pairs=BLOCK_PAIRS)
         else:
-            exact = truth(whole, causal=cell.causal)
+            exact = truth(whole, mask=cell.mask)
         torch.save([x.contiguous().cpu() for x in exact], file.with_suffix(".part"))
         del exact
         if ranks.is_cuda:
@@ -245,7 +246,7 @@ def run_cells(ranks: Ranks, args: Any) -> None:
             "heads": cell.heads,
             "kv_heads": cell.kv_heads,
             "dim": cell.dim,
-            "mask": "causal" if cell.causal else "full",
+            "mask": cell.mask_name,
         }
         late = started + longest > begun + args.seconds
         if ranks.longest(float(late)):

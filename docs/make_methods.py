@@ -1,7 +1,7 @@
-"""Writes the generated part of docs/methods.md from the table of methods.
+"""Writes the generated parts of docs/methods.md and docs/options.md from the table of methods.
 
-    python docs/make_methods.py            rewrite the file
-    python docs/make_methods.py --check    only say whether it is up to date
+    python docs/make_methods.py            rewrite the files
+    python docs/make_methods.py --check    only say whether they are up to date
 
 What can be found out is found out: which numbers of ranks a method takes, and that it runs causal,
 GQA, uneven lengths and each layout, which means that `verify` proves such plans. Options and their
@@ -25,7 +25,7 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.verify import verify
 
-PAGE = Path(__file__).with_name("methods.md")
+FOLDER = Path(__file__).parent
 BEGIN = "<!-- Made by docs/make_methods.py from the table of methods; edit that instead. -->"
 END = "<!-- End of the made part. -->"
 
@@ -55,12 +55,13 @@ UP_TO = 64
 
 
 def main(arguments: list[str]) -> int:
-    page = PAGE.read_text()
-    made = with_part(page, part())
+    old = {name: (FOLDER / name).read_text() for name in parts()}
+    new = {name: with_part(old[name], part) for name, part in parts().items()}
     if "--check" in arguments:
-        print("up to date" if made == page else "out of date: python docs/make_methods.py")
-        return int(made != page)
-    PAGE.write_text(made)
+        print("up to date" if new == old else "out of date: python docs/make_methods.py")
+        return int(new != old)
+    for name, page in new.items():
+        (FOLDER / name).write_text(page)
     return 0
 
 
@@ -70,9 +71,10 @@ def with_part(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
-def part() -> str:
+def parts() -> dict[str, str]:
+    """By the name of the page: the tables of it that are made."""
     methods = METHODS.values()
-    tables = (
+    of_methods = (
         (
             ["method", "what it does", "moves tokens by", "ranks"],
             [[f"`{m.name}`", m.summary, moved_by(m), ranks_taken(m)] for m in methods],
@@ -85,12 +87,11 @@ def part() -> str:
             ["method", "causal", "GQA", "uneven lengths", "layouts"],
             [[f"`{m.name}`", *supported(m)] for m in methods],
         ),
-        (
-            ["option", "what it says", "methods"],
-            option_rows(),
-        ),
     )
-    return "\n\n".join(table(head, rows) for head, rows in tables)
+    return {
+        "methods.md": "\n\n".join(table(head, rows) for head, rows in of_methods),
+        "options.md": table(["option", "what it says", "methods"], option_rows()),
+    }
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

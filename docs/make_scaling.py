@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mesh_attention.choose.auto import find_best, find_default
@@ -52,26 +52,29 @@ WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
 
 INTRODUCTION = f"""# Scaling, modelled
 
-**Modelled, not measured**: every number is a simulation on a described cluster; `simulate.md`
-says what is modelled and what is not. `paper` stands for the machine of the Mesh-Attention paper,
-whose point-to-point links are slow; `hgx-h100` has healthy links, on which a ring does much better.
+This page answers: how each method scales on two clusters, what the default takes, and what a
+longer search finds.
 
-{HEADS} heads of {HEAD_DIM}, bf16, batch 1. A cell is the runtime of one pass and its MFU, each
-method at the best setting found for that pass: USP with Ulysses degree 8 (or the number of
-ranks), Ulysses up to as many GPUs as heads, StarTrail with teams of at least 2 (teams of 1 are the
-ring). The last two columns choose
-among all methods, and name the method: `default` is what `ContextParallel` takes by itself, which
-leaves tokens where they are; `search` is what `advise` and `simulate --best` find. The fastest of a
-row is bold. Any cell can be asked for again, for instance
+**Modelled, not measured.** Every number is a simulation ([what is modelled](simulate.md)). `paper`
+is the machine of the Mesh-Attention paper, whose point-to-point links are slow; `hgx-h100` has
+healthy links, on which a ring does much better.
+
+A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method
+is at the best setting for each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail
+with teams of at least 2, Ulysses up to as many GPUs as heads. The last two columns choose among
+all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by itself, `search` is what `advise`
+and `simulate --best` find. Bold is the fastest of its row, both passes together.
+
+Any cell can be asked for again:
 
 ```bash
 mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 524288 --heads 64 --best
 mesh-attention advise --cluster paper --ranks 16 --tokens 524288 --heads 64 --causal
 ```
 
-Written by `python docs/make_scaling.py`.
-
 ![Modelled MFU of methods under a causal mask, strong scaling](pictures/scaling.png)
+
+Written by `python docs/make_scaling.py`.
 """
 
 
@@ -117,16 +120,16 @@ def fixed_settings(point: Point) -> list[dict[str, int]]:
 def rows_of(cluster: str, scaling: dict[int, int]) -> list[Point]:
     """The first cell of every row of a table."""
     return [
-        Point(cluster, causal, direction.value, ranks, tokens, METHODS[0])
+        Point(cluster, causal, Direction.FORWARD.value, ranks, tokens, METHODS[0])
         for causal in (False, True)
-        for direction in Direction
         for ranks, tokens in scaling.items()
     ]
 
 
-def cells(row: Point) -> list[Point]:
+def cells(row: Point) -> list[tuple[Point, ...]]:
+    """Both passes of each method."""
     return [
-        Point(row.cluster, row.causal, row.direction, row.ranks, row.tokens, method)
+        tuple(replace(row, method=method, direction=direction.value) for direction in Direction)
         for method in METHODS
         if row.ranks <= MOST_RANKS.get(method, row.ranks)
     ]
@@ -160,22 +163,21 @@ def _known(kept: Path | None) -> dict[Point, Found]:
 
 
 def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
-    lines = [["mask", "pass", "GPUs", "tokens", *METHODS], ["---"] * (4 + len(METHODS))]
+    lines = [["mask", "GPUs", "tokens", *METHODS], ["---"] * (3 + len(METHODS))]
     for row in rows_of(cluster, scaling):
-        results = {cell.method: found[cell] for cell in cells(row)}
-        fastest = min(result.seconds for result in results.values())
-        mask = "causal" if row.causal else "full"
-        head = [mask, row.direction, str(row.ranks), f"{row.tokens // K}K"]
-        texts = {method: cell_text(result, fastest) for method, result in results.items()}
+        results = {cell[0].method: [found[point] for point in cell] for cell in cells(row)}
+        fastest = min(sum(part.seconds for part in passes) for passes in results.values())
+        head = ["causal" if row.causal else "full", str(row.ranks), f"{row.tokens // K}K"]
+        texts = {method: cell_text(passes, fastest) for method, passes in results.items()}
         lines.append([*head, *(texts.get(method, "-") for method in METHODS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cell_text(result: Found, fastest: float) -> str:
-    milliseconds = f"{result.seconds * 1e3:.4g} ms"
-    text = f"{milliseconds}, {result.mfu_percent:.1f} %"
-    text += f" ({result.name})" if result.name else ""
-    return f"**{text}**" if result.seconds == fastest else text
+def cell_text(passes: list[Found], fastest: float) -> str:
+    text = "/".join(f"{part.mfu_percent:.1f}" for part in passes)
+    names = dict.fromkeys(part.name for part in passes if part.name)
+    text += f" {', '.join(names)}" if names else ""
+    return f"**{text}**" if sum(part.seconds for part in passes) == fastest else text
 
 
 def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str, ...]) -> None:
@@ -223,11 +225,12 @@ def page(
         "Weak scaling: tokens grow with the square root of the GPUs, work per GPU stays": weak,
     }
     points = [
-        cell
+        point
         for scaling in sections.values()
         for cluster in clusters
         for row in rows_of(cluster, scaling)
         for cell in cells(row)
+        for point in cell
     ]
     found = simulate_all(points, jobs, kept)
     if picture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from against_peers import lines_of, ratios
-from peer_contestants import CONTESTANTS, Cell, entry_of
+from peer_cell import Cell
+from peer_contestants import CONTESTANTS, entry_of
 
 from mesh_attention.errors import PlanError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "against_peers.py"
-CELL = Cell(512, 8, 2, 64, True, torch.float32)
+CELL = Cell(512, 8, 2, 64, "causal", torch.float32)
 
 
 def test_options_follow_a_name_and_functions_are_told_the_number_of_ranks() -> None:
@@ -28,6 +30,14 @@ def test_options_follow_a_name_and_functions_are_told_the_number_of_ranks() -> N
         entry_of("best")
     rings = CONTESTANTS["torch-alltoall"].variants(CELL, 4)
     assert [x["repeat_kv"] for x in rings] == [False, False, True, True]
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    docs = SCRIPT.parents[1] / "docs"
+    page = runpy.run_path(str(docs / "make_peers.py"))["page"]()
+    assert page == (docs / "peers.md").read_text(), "python docs/make_peers.py"
+    assert "| 8, window | refused | refused |" in page
+    assert "| wrong |" in page
 
 
 def test_ratios_and_lines_say_what_was_not_timed() -> None:

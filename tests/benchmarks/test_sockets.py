@@ -17,6 +17,8 @@ from sockets import Sockets, socket_environment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mesh_attention import Mask
+
 HERE = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -95,7 +97,9 @@ def test_the_truth_in_blocks_of_queries_is_that_of_all_at_once(
     out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
     wanted: list[Tensor] = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     monkeypatch.setattr(method_steps, "_BLOCK_PAIRS", 4 * 21 * 5)
-    for found, expected in zip(method_steps.truth(whole, causal=causal), wanted, strict=True):
+    for found, expected in zip(
+        method_steps.truth(whole, mask=Mask(causal=causal)), wanted, strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

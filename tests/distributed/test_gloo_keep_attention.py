@@ -176,6 +176,7 @@ def compiled(rank: int, world_size: int) -> list[bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_checkpoint_around_compiled_code_keeps_its_attention(compiling_pool: WorkerPool) -> None:
     assert compiling_pool.run(compiled, 2, seconds=300.0) == [[True] * 8] * 2
 

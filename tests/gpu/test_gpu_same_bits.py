@@ -9,20 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention import ContextParallel
+from mesh_attention import ContextParallel, Mask
 from support.gpu_case import SECONDS
 from support.pool import WorkerPool
 
 pytestmark = pytest.mark.gpu
 
-SIZES: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "causal": True}
+SIZES: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
 
 
 def bits(rank: int, world_size: int) -> list[Tensor]:
     made = []
     group = dist.new_group(backend="nccl")
-    for tokens in (1024, 3000):
-        with ContextParallel(group, same_bits=True, seq_len=tokens, **SIZES) as cp:
+    for tokens, mask in (
+        (300, Mask(causal=True)),
+        (1024, Mask(causal=True)),
+        (3000, Mask()),
+        (8192, Mask(causal=True)),
+        (3000, Mask(causal=True, documents=(0, 5, 900, 1411, 3000))),
+    ):
+        with ContextParallel(group, same_bits=True, seq_len=tokens, mask=mask, **SIZES) as cp:
             generator = torch.Generator(device="cuda").manual_seed(tokens)
             whole = (
                 torch.randn(

@@ -153,3 +153,19 @@ def test_every_kernel_of_the_library_says_what_it_promises() -> None:
         "flash_attn4", "flash_attn3", "cudnn",
     }  # fmt: skip
     assert all(what is True for what in said.values() if what != "forward")
+    assert {kernel.name for kernel in _KERNELS if not getattr(kernel, "any_heads", False)} == {
+        "flash_attn4", "flash_attn3", "cudnn_ranges", "cuda_flash",
+    }  # fmt: skip
+
+
+def test_a_kernel_whose_bits_depend_on_the_number_of_heads_is_left_out_for_same_bits() -> None:
+    wanted = replace(FORWARD, any_heads=True)
+    with registered(True) as kernel:
+        assert choose(wanted).kernel.name == "loose"
+        kernel.any_heads = False
+        assert choose(FORWARD).kernel.name == "loose"
+        chosen = choose(wanted)
+        assert chosen.kernel.name == "cpu_flash"
+        assert "number of heads" in dict(chosen.reasons)["loose"]
+        with pytest.raises(KernelRefusedError, match=r"'loose' cannot .* same_bits=True"):
+            choose(wanted, force="loose")

@@ -293,7 +293,7 @@ def test_an_op_that_is_gone_makes_its_kernel_refuse(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_kernel_of_the_docs_works_as_it_stands() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     q, k, v, grad = (torch.randn(1, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     plan = make_plan(Problem(40, 4, 8, num_kv_heads=2, element_bytes=8), 4, method="mesh")

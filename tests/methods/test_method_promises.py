@@ -113,7 +113,7 @@ def test_ulysses_holds_each_kv_head_on_as_many_ranks_as_share_it_and_on_no_more(
 @pytest.mark.parametrize(
     ("method", "ranks", "options", "words"),
     [
-        ("ulysses", 6, {}, "6 ranks do not share out 4 heads.* that work: 1 to 4. .* mesh-usp"),
+        ("ulysses", 6, {}, "6 ranks are too many for 4 heads.* that work: 1 to 4. .* mesh-usp"),
         ("usp", 6, {"ulysses": 3}, "ulysses=3 .* degrees that work: 1, 2$"),
         ("mesh-usp", 12, {"ulysses": 8}, "ulysses=8 .* degrees that work: 1, 2, 4$"),
         ("double-ring", 6, {"inner": 4}, "inner=4 does not divide 6 ranks; sizes that do: 1, 2, 3"),

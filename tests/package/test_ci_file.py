@@ -56,5 +56,5 @@ def test_the_commands_are_targets_of_the_makefile_and_take_the_torch() -> None:
     commands = re.findall(r"- run: make (.*)$", CI, re.MULTILINE)
     torch = " TORCH=${{ matrix.torch }}"
     of_torch = [f"{command}{torch}" for command in ("demo", "selftest", "test")]
-    assert commands == ["lint", *of_torch, "test-oldest", "wheel", "test"]
+    assert commands == ["lint", "docs", *of_torch, "test-oldest", "wheel", "test"]
     assert all(f"\n{command.removesuffix(torch)}:" in makefile for command in commands)

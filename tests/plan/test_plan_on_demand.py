@@ -18,6 +18,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
+from support.sample import sample
 
 RANKS = 8
 CASES = {
@@ -63,7 +64,7 @@ def test_asking_for_the_program_of_a_rank_makes_no_other(
         made.clear()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample(METHODS, 2))
 def test_the_program_of_a_rank_is_the_same_whichever_were_made_before(method: str) -> None:
     problem = CASES["small"][0]
     whole = make_plan(problem, RANKS, method=method)
@@ -90,7 +91,7 @@ def test_groups_devices_and_settings_need_no_program(method: str, made: list[int
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample(METHODS, 3))
 def test_the_same_question_has_the_same_plan_however_it_is_asked(
     method: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

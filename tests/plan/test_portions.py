@@ -15,6 +15,7 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import AllToAll, Attend
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.read.verify import verify
+from support.sample import sample
 
 Options = dict[str, Any]
 WHOLE: Options = {"chunks": (1, 1)}
@@ -36,7 +37,7 @@ CUTS: list[tuple[int, int, int, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads", "method", "shape", "cut"), CUTS)
+@pytest.mark.parametrize(("ranks", "heads", "kv_heads", "method", "shape", "cut"), sample(CUTS, 2))
 def test_portions_are_proven_and_move_the_same_bytes(
     ranks: int, heads: int, kv_heads: int, method: str, shape: dict[str, Any], cut: dict[str, Any]
 ) -> None:

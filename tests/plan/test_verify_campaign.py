@@ -13,7 +13,7 @@ from mesh_attention.plan.language.text import plan_text
 
 SEEDS = 100
 OF_A_SEED = 200  # 20,000 in all
-SHORT_SEEDS = 6
+SHORT_SEEDS = 3
 OF_A_SHORT_SEED = 25
 
 

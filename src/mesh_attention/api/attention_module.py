@@ -12,9 +12,10 @@ from mesh_attention.runtime.session.documents import Documents
 
 
 class ContextParallelAttention(nn.Module):
-    """`cp.attention` of a `ContextParallel`. It has no parameters and no state; copies of the
-    module, as `copy.deepcopy` of a layer makes them, attend on the same object. `label`: of its
-    calls, the number of the layer say, as in `ContextParallel.attention`."""
+    """`cp.attention` as a module, without parameters and without state.
+
+    Copies of it, as `copy.deepcopy` of a layer makes them, use the same `cp`. `label` is given to
+    its calls: the number of the layer, for instance."""
 
     def __init__(self, cp: ContextParallel, label: str | int | None = None) -> None:
         super().__init__()

@@ -34,13 +34,15 @@ class Batches:
         kv_cu_seqlens: Any = None,
         also: Sequence[Batches] = (),
     ) -> Documents:
-        """What a batch brings: the boundaries of its documents, and with them its length.
+        """The documents of a batch, and with them its length: made once a batch, and given to every
+        call on its tensors.
 
-        Made once a batch, and handed to every call on its tensors. `cu_seqlens` are cumulative
-        starts (0, ..., tokens) as for `flash_attn_varlen_func`, on the CPU: a list, a tensor, or a
-        list of lists, one for each row of the batch, which then is one pack of all rows; or the
-        `Pack` that a `packer` made elsewhere. `also`: other objects on this group that are called
-        with the same tensors, for instance with a window: the layout is chosen for all of them.
+        cu_seqlens      cumulative starts (0, ..., tokens) as for `flash_attn_varlen_func`, on the
+                        CPU: a list, a tensor, or a list for each row, which makes one pack of all
+                        rows; or the `Pack` that a `packer` made elsewhere
+        kv_cu_seqlens   those of the keys, if they differ
+        also            other objects on this group that attend to the same tensors, for instance
+                        with a window: the layout is chosen for all of them
 
         Nothing is sent: a rank with other documents is named by the first call that uses them.
         """
@@ -65,11 +67,12 @@ class Batches:
         *,
         also: Sequence[Batches] = (),
     ) -> Iterator[tuple[Batch, Documents]]:
-        """Every batch of a loader with its documents, made ready in a thread one batch ahead, for
-        the calls that the last batch was used for. `cu_seqlens` takes them from a batch; both it
-        and the loader run in that thread, so neither may communicate with other ranks.
+        """Every batch of a loader with its documents, planned in a thread one batch ahead.
 
             for batch, docs in cp.prefetch(loader, lambda batch: batch["cu_seqlens"]):
+
+        `cu_seqlens` is a function that takes them from a batch. It and the loader run in that
+        thread, so neither may communicate with other ranks.
         """
         if not callable(cu_seqlens):
             raise MeshAttentionError(
@@ -79,9 +82,9 @@ class Batches:
 
     @outside_compile
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
-        """`packer(cu_seqlens)` chooses for a batch what `documents` would. It needs neither torch
-        nor other ranks, and can be pickled: a collate function in another process may call it.
-        Experimental."""
+        """A function for collate functions in other processes: `packer(cu_seqlens)` chooses what
+        `documents` would, and `documents(pack)` takes its result. It can be pickled, and needs
+        neither torch nor other ranks. Experimental."""
         self._calls.user.refuse_if_closed(sends=False)
         return self._calls.packer(also)
 
@@ -91,8 +94,9 @@ class Batches:
     def shard(
         self, x: Tensor, dim: int, *, side: Side = "q", documents: Documents | None = None
     ) -> Tensor:
-        """This rank's slots of a whole tensor along `dim`; padding slots are zero. A DTensor that
-        is spread over other dimensions, on a mesh beside the group's, gives one spread alike."""
+        """This rank's part of a whole tensor along `dim`; padding is zero. `side="kv"` cuts keys,
+        where they differ in number from queries. A DTensor that is sharded over other dimensions,
+        on a mesh beside the group's, gives one with the same placements."""
         self._calls.session.batches.add(x)
         own, spread = own_tokens(self._calls.ranks, x, dim)
         return spread.whole(self._calls.cut(documents).shard(own, dim, side))
@@ -112,11 +116,12 @@ class Batches:
         """The whole tensor on every rank, in token order, without padding. DTensors as in `shard`,
         `label` as in `attention`.
 
-        Each rank gets the gradient of its own slots, and where a loss depends on the result `grad`
-        must say which: "sum", that of all ranks' losses added up; "mean", that divided by their
-        number; "own", that of this rank's loss, for which nothing is sent. For a loss that every
-        rank computes alike from the whole tensor: "sum" under DDP and FSDP2 over the group, which
-        divide by its size; "own", or "mean", if gradients of parameters are added up.
+        If a loss depends on the result, `grad` must say which gradient each rank's part gets:
+
+        "sum"   of all ranks' losses, added up. For a loss that every rank computes alike, under DDP
+                or FSDP2 over the group, which divide by its size
+        "mean"  that sum divided by the number of ranks. For such a loss, if you add up gradients
+        "own"   of this rank's loss; nothing is sent. Likewise
         """
         calls = self._calls
         shards = calls.shards(documents)
@@ -134,9 +139,9 @@ class Batches:
         documents: Documents | None = None,
         restart: bool = False,
     ) -> Tensor:
-        """Position in the sequence of each local slot (for RoPE); padding is `>= seq_len`.
+        """The position of each local token in the sequence, for RoPE; padding is `>= seq_len`.
 
-        With `restart` counted from the start of each document, and padding is at 0.
+        With `restart=True` counted from the start of each document; padding is then 0.
         """
         return self._calls.shards(documents).positions(side, device, restart=restart)
 
@@ -145,9 +150,9 @@ class Batches:
     def check_positions(
         self, position_ids: Tensor, *, side: Side = "q", documents: Documents | None = None
     ) -> None:
-        """Raises on all ranks, with the name of the layout that they are of, unless these are the
-        positions of this rank's slots, (..., local tokens), as `positions` has them. What RoPE is
-        given says how tensors were cut. Ranks wait for each other, and for a device."""
+        """Raises on all ranks unless `position_ids`, (..., local tokens), are those of this rank's
+        tokens. The error names the layout that they belong to. Give it what RoPE is given, once,
+        after a port. Ranks wait for each other, and for the device."""
         calls = self._calls
         calls.user.refuse_if_closed()
         try:
@@ -165,5 +170,5 @@ class Batches:
         device: torch.device | str | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """True where a local slot holds no token."""
+        """True where this rank holds padding and no token."""
         return self._calls.shards(documents).padding(side, device)

@@ -41,46 +41,51 @@ from mesh_attention.runtime.session.documents import Documents
 
 
 class ContextParallel(Batches, Training, Reports):
-    """
-    group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None is the default group
-    plan            any plan for as many ranks: made, searched or parsed from text. It says the
-                    sizes, the mask and the method, which are then not given; without it they are:
-    seq_len         tokens of the whole sequence (any number); kv_seq_len if the keys differ. What
-                    is left out of seq_len, num_heads and head_dim comes with the tensors: then
-                    plans are made when calls come, and without seq_len or `documents` every slot of
-                    a shard is a token
-    causal          aligned at the end when the keys differ in number, as in flash-attn
-    mask            a `Mask` in place of causal: windows, packed documents, prefix-LM
-    window_size     (left, right) as in flash-attn; -1 is no limit
-    softcap         scores become softcap * tanh(scores / softcap), where a kernel has it
-    differentiable_lse   a loss may depend on lse; only kernels whose backward pass takes delta
-                    are chosen then
-    relayout        tensors come and go in contiguous shards, rank r with the r-th, and are
-                    exchanged for the layout that the method works in, and back; otherwise they lie
-                    in that layout
-    method, tile, layout, chunks, ...   as `mesh-attention plan --help-all` lists; None: chosen, at
-                    once and by closed forms ("auto"), or as it was searched before
-    cluster         where the method is chosen: the name or the file of the cluster to choose for;
-                    left out, it is found from the machine (`cp.choice` says so)
-    tuned           a file of `mesh-attention tune`, the same on all ranks: the plan that was
-                    measured for these sizes and options, or an error
-    dtype           what `plan` is made for, bfloat16 unless given; other dtypes get a plan of their
-                    own when they turn up
-    kernel          force an attention kernel by name; None: chosen by capability
-    transport       "auto": shared (symmetric) memory among the ranks of a node where it works, and
-                    torch.distributed elsewhere; "distributed"; "symmetric": an error if impossible
-    cuda_graph      capture each kind of call as a CUDA graph and replay it; NCCL only, and
-                    never through shared memory
-    deterministic   the same bits in every run, in both passes: only kernels that promise them are
-                    chosen, and one forced by `kernel` that does not is an error; otherwise as
-                    `torch.use_deterministic_algorithms` asks
-    same_bits       n ranks give the bits of one rank, in both passes: by Ulysses on contiguous
-                    shards, each head whole on one rank, with kernels as for `deterministic`. Heads
-                    and KV heads must divide by the ranks; name `kernel` where machines differ
-    nvtx            name every operation for profilers
-    timeout         how long ranks wait for each other; None: that of the group
+    """Exact attention over a sequence that is split across a group of ranks.
 
-    Objects on one group share process groups, memory and the latest kinds of call.
+        cp = ContextParallel(mesh["cp"], causal=True)
+        batch = cp.shard_batch(input_ids=ids, labels=labels)  # this rank's tokens
+        out = cp.attention(q, k, v, documents=batch.documents)  # in every layer
+
+    All ranks of the group make the object with the same arguments. All are optional but the mask:
+    `causal`, `mask` or a `plan`.
+
+    group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None: the default group
+    causal          True or False. Where keys and queries differ in number, the last query sees the
+                    last key, as in flash-attn
+    mask            a `Mask` instead of causal: windows, packed documents, prefix-LM, slices
+    window_size     (left, right) as in flash-attn; -1 is no limit
+    seq_len         tokens of the whole sequence, any number; `kv_seq_len` if the keys differ. Left
+                    out, sizes come with the tensors and batches, and plans are made when calls come
+    num_heads       query heads; `num_kv_heads` if fewer. Left out: as the tensors have them
+    head_dim        size of Q and K heads; `v_head_dim` if V heads differ. Left out: likewise
+    softmax_scale   None: 1 / sqrt(head_dim)
+    softcap         scores become softcap * tanh(scores / softcap), on kernels that have it
+    differentiable_lse   needed if a loss depends on lse: only kernels that can do it are chosen
+    relayout        True: your shards are contiguous, rank r has the r-th. Every call then exchanges
+                    them for the layout that the method works in, and back
+    method, tile, layout, chunks, ...   options of plans: `mesh-attention plan --help-all` lists
+                    them. Left out, they are chosen; `cp.choice` says what and why
+    cluster         the name or file of the cluster to choose for; left out: found from the machine
+    plan            run this plan: made by `make_plan`, or the file of `advise --output`. It says
+                    sizes, mask and method, which are then left out
+    tuned           a file of `mesh-attention tune`, the same on all ranks: run the plan that was
+                    measured for these sizes and options
+    dtype           what `cp.plan` is made for, bfloat16 unless given; calls in other dtypes get
+                    plans of their own
+    kernel          force an attention kernel by name; None: chosen by what it can do and by speed
+    transport       "auto": shared (symmetric) memory inside a node where it works, else
+                    torch.distributed; "distributed"; "symmetric": an error where it does not work
+    cuda_graph      capture each kind of call as a CUDA graph and replay it; over NCCL only
+    deterministic   the same bits in every run, in both passes: only kernels that promise it are
+                    chosen. `torch.use_deterministic_algorithms` has the same effect
+    same_bits       n ranks give the bits of one rank: Ulysses on contiguous shards with
+                    deterministic kernels. Heads and KV heads must divide by the ranks; name
+                    `kernel` where machines differ
+    nvtx            name every operation for profilers
+    timeout         how long ranks wait for each other; None: as long as the group does
+
+    Objects on one group share process groups, memory and prepared calls.
     """
 
     def __init__(
@@ -173,27 +178,25 @@ class ContextParallel(Batches, Training, Reports):
         alibi_slopes: Tensor | None = None,
         **elsewhere: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Exact attention of this rank's queries over all keys that the mask shows them.
+        """Attention of this rank's queries over all keys that the mask shows them, on any rank.
 
-        Shapes (batch, local_seq, heads, head_dim), sharded by `shard`. With `return_lse` also the
-        log-sum-exp, (batch, heads, local_seq), through which backward is refused without
-        `differentiable_lse`. Padding rows give 0 and -inf. `documents`: what `documents()` made of
-        this batch, if its documents or its length are not those of every batch.
+        q, k and v are (batch, local_seq, heads, head_dim), cut by `shard` or `shard_batch`; the
+        result has the shape of q. Padding rows give 0.
 
-        `sinks` (num_heads,), the same on all ranks, are learnable logits that take weight and have
-        no value, as in gpt-oss; softcap does not touch them. The log-sum-exp holds them too, and is
-        theirs in rows that see nothing. Their gradient is that of this rank's rows: as for any
-        parameter that all ranks hold, the sum over the group is the whole one, which DDP or FSDP
-        over the group makes (they divide by its size, as they do for all others).
+        documents     what `documents()` or `shard_batch` made of this batch, if its documents or
+                      its length are not those of every batch
+        return_lse    also return the log-sum-exp, (batch, heads, local_seq), -inf in padding rows.
+                      A loss may depend on it only with `differentiable_lse`
+        sinks         (num_heads,), the same on all ranks: learnable logits that take weight and
+                      have no value, as in gpt-oss. softcap does not touch them; lse includes them.
+                      Their gradient is that of this rank's rows: DDP or FSDP over the group, or
+                      your all-reduce, adds up the ranks' as for any parameter
+        label         for instance the number of the layer. Ranks compare every call before they
+                      use each other's data; labels tell calls apart that look alike
+        dropout_p, alibi_slopes   refused, with what to use instead
 
-        DTensors are taken where q, k and v are sharded evenly over heads on a mesh beside the
-        group's, as tensor parallelism has them; the result is one too. Others are refused.
-
-        `dropout_p` and `alibi_slopes` are refused, with what to use instead.
-
-        Ranks compare every call, and the batch it is made on, before they use each other's data.
-        Calls of one kind on one batch look alike: give a `label`, for instance the number of the
-        layer, and ranks that are out of step by such a call are told apart too.
+        DTensors are taken if q, k and v are sharded evenly over heads on a mesh beside the group's,
+        as tensor parallelism has them; the result is one too.
         """
         fault = None
         if return_lse is not True and return_lse is not False:
@@ -221,18 +224,18 @@ class ContextParallel(Batches, Training, Reports):
     def check(self) -> None:
         """Raises if a call on this process group went wrong. It never waits for a device.
 
-        On a GPU calls return before they are made. If ranks turn out to be at different calls, or
-        one of them has ended, the results are NaN, and this, or the next call, says why.
+        On a GPU calls return before their work is done. If ranks turn out to be at different calls,
+        or one of them has ended, results are NaN; this, or the next call, says why.
         """
         self._calls.user.refuse_if_closed()
 
     # End.
 
     def close(self) -> None:
-        """Give up this object's share; the last on a process group releases what they shared:
-        process groups and workspace. Safe to call twice.
+        """Close this object. The last one to be closed on a process group releases process groups
+        and memory. Safe to call twice.
 
-        Afterwards `attention`, its backward pass and `unshard`, which communicate, are refused;
+        Afterwards whatever communicates (`attention`, its backward pass, `unshard`) is refused;
         what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
         """
         self._calls.user.close()

@@ -66,12 +66,13 @@ def mesh_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's shards (batch, local_seq, heads, head_dim) over the whole sequence.
 
-    The shards lie in `layout`: by default zigzag under a mask and contiguous without one, as
-    `ContextParallel.shard` cuts them; with `relayout=True` contiguous. `seq_len` is needed only if
-    the last shard holds padding and the mask has no documents, whose end it is; otherwise it is
-    local_seq times the number of ranks. `sinks`,
-    `label`, and what takes the place of `dropout_p` and `alibi_slopes`: see
-    `ContextParallel.attention`.
+    For a single call; in a model use `ContextParallel`, which also cuts batches. Arguments are
+    those of `ContextParallel` and its `attention`.
+
+    layout    how the shards lie: by default zigzag under a mask and contiguous without one, as
+              `ContextParallel.shard` cuts them; with `relayout=True` contiguous
+    seq_len   needed only if the last shard holds padding and the mask has no documents; otherwise
+              it is local_seq times the number of ranks
     """
     session = session_of(process_group(group))
     arguments = {
@@ -125,5 +126,5 @@ def mesh_attention(
 
 
 def release(group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Give up what `mesh_attention` keeps for a group."""
+    """Release what `mesh_attention` keeps for a group: process groups, memory and plans."""
     session_of(process_group(group)).release_function()

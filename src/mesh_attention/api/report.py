@@ -19,8 +19,7 @@ class Reports:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was given, or that for the dtype given at the start; of an object without
-        sizes that of the latest call, with documents or without."""
+        """The plan of this object. If sizes come with calls, that of the latest call."""
         calls = self._calls
         if calls.fixed is None and calls.batch is not None:
             return calls.batch[0]
@@ -28,8 +27,8 @@ class Reports:
 
     @property
     def choice(self) -> str:
-        """Method and setting of the latest call, with documents or without, and how they were
-        chosen, in a line; before the first call those of `plan`, where there is one."""
+        """In a line: method and setting of the latest call, and how they were chosen. Before the
+        first call those of `plan`, if sizes were given."""
         calls = self._calls
         why = calls.chosen_by or "as asked for"
         if calls.batch is not None:
@@ -56,12 +55,12 @@ class Reports:
 
     @property
     def traffic(self) -> dict[str, Counters]:
-        """Bytes this rank has really handed to its transport so far, by direction. Experimental."""
+        """Bytes that this rank has really handed to its transport so far, by pass. Experimental."""
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Of the latest call of each pass, with documents or without: for each kind of block which
-        kernels were asked, and why one was chosen. Experimental."""
+        """For the latest call of each pass and each kind of block: which kernels were asked, and
+        why one was chosen. Experimental."""
         return {
             f"{direction} {kind}": reasons
             for direction, report in self._calls.user.reports.items()
@@ -69,16 +68,16 @@ class Reports:
         }
 
     def memory(self, *, layers: int = 1) -> dict[str, PassMemory]:
-        """Of the latest call of each pass, with documents or without: bytes that it takes on this
-        rank's device besides the caller's tensors, masks as far as they have been made. `layers`:
-        so many keep their rows for the backward pass at the same time."""
+        """For the latest call of each pass: bytes that it takes on this rank's device besides your
+        tensors. `layers`: how many layers keep rows for the backward pass at the same time. Tables
+        of masks count as far as they have been made."""
         number("layers", layers)
         memory = {str(d): report.memory for d, report in self._calls.user.reports.items()}
         return {name: replace(x, kept_bytes=layers * x.kept_bytes) for name, x in memory.items()}
 
     def transports(self) -> dict[str, tuple[str, str]]:
-        """Of the latest call of each pass: for each group of ranks its transport, and why that
-        one. Experimental."""
+        """For the latest call of each pass: the transport of each group of ranks, and why.
+        Experimental."""
         transports: dict[str, tuple[str, str]] = {}
         for direction, report in self._calls.user.reports.items():
             transports |= report.transport.choices((direction,))

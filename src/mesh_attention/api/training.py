@@ -47,29 +47,28 @@ class Training:
         check: bool | None = None,
         **others: Tensor | None,
     ) -> ShardedBatch:
-        """This rank's part of a whole batch, (batch, tokens) and the same on all ranks of the
-        group: once a batch, any length, and nothing is sent.
+        """This rank's part of a whole batch. Call it once a batch, on all ranks of the group, with
+        the same tensors of (batch, tokens), of any length. Nothing is sent.
 
-        labels          of each token itself, as in Hugging Face: they are shifted here, over the
-                        whole sequence, so that the loss is local and shifts nothing. The last token
-                        of a document has no target, nor has padding: `ignore_index`.
-                        `shift_labels=False`: they are targets already
-        ahead           that many targets a token, as heads that predict several tokens need them:
-                        `labels[..., 0]` is the next token, `labels[..., 1]` the one after it, ...;
-                        none is in another document or in padding
-        position_ids    (tokens) or (batch, tokens); without, counted in each document
-        cu_seqlens      the documents, as `documents()` takes them: one list for all rows or one for
-                        each; `documents`: what was made of them already, by `prefetch` say. Without
-                        either, position_ids that restart at 0 begin documents
+        labels          each token's own id, as in Hugging Face. They are shifted here, over the
+                        whole sequence, so the loss must shift nothing. The last token of a document
+                        and padding get `ignore_index`
+        shift_labels    False: the labels are targets already
+        ahead           how many targets a token has, for heads that predict several: then
+                        `labels[..., 0]` is the next token, `labels[..., 1]` the one after it, ...
+        position_ids    (tokens) or (batch, tokens); left out: counted in each document
+        cu_seqlens      documents, as `documents()` takes them: one list for all rows, or one for
+                        each. Left out, position_ids that restart at 0 begin documents
+        documents       instead of cu_seqlens: what `documents()` or `prefetch` made of them
+        also            other objects that attend to this batch, as in `documents()`
         attention_mask  (batch, tokens), 0 at padding on the left or on the right, which becomes a
                         document of its own. Other masks are refused
-        others          any tensors (batch, tokens, ...), sharded alike
-        check           what ranks compare, in the first call that uses the batch: None, whole
-                        numbers that are on the CPU, and shapes of all others; True, everything
-                        (what is on a device is fetched, for which the host waits); False, shapes
-                        and documents only. A rank that differs is named
+        others          any other tensors of (batch, tokens, ...), cut in the same way
+        check           what ranks compare in the first call that uses the batch. None: whole
+                        numbers on the CPU, and shapes of the rest. True: everything; the host waits
+                        for what is on a device. False: shapes and documents
 
-        Rows with different documents, by their padding too, become one pack (`documents()`).
+        Rows with different documents, or different padding, become one pack: one row.
         """
         tensors = {
             "input_ids": input_ids,
@@ -104,27 +103,25 @@ class Training:
         label_smoothing: float = 0.0,
         label: str | int | None = None,
     ) -> TokenMean:
-        """The mean over all targets of all ranks, from this rank's logits (batch, local tokens,
-        vocabulary) and targets (batch, local tokens), the labels of `shard_batch`.
+        """The mean cross-entropy over all targets of all ranks, from this rank's logits (batch,
+        local tokens, vocabulary) and targets (batch, local tokens), the labels of `shard_batch`.
 
-        `.loss` is for `backward`, `.value` is the mean, for people. With S the sum of the losses of
-        this rank's targets, N the number of targets of all ranks and R that of the ranks, `.loss`
-        is S / N for `reduce="sum"`: gradients are then to be added up over all R ranks. It is
-        S R / N for "ddp" and "fsdp", which divide the sum of gradients by R. Either way parameters
-        get the gradient of the mean, whoever has how many targets, none included. Where there is no
-        target at all the loss is 0.
+        Call `.loss.backward()`; print `.value`, which is the mean. Parameters get the gradient of
+        the mean, however the targets are shared out. Without any target the loss is 0.
 
-        All ranks are those of the group, and with `data_parallel`, a group of ranks that hold the
-        same tokens of other batches (`mesh["dp"]`), all those; it may also be a group of them all.
-        The framework must reduce gradients over exactly these ranks.
+        reduce          what becomes of gradients: "ddp" or "fsdp" if they are averaged over all
+                        ranks, "sum" if they are added up
+        data_parallel   the ranks that hold the same tokens of other batches (`mesh["dp"]`), or a
+                        group of all ranks. Gradients must be reduced over exactly these and the
+                        ranks of this object
+        num_targets     where gradients of several batches are accumulated: how many targets these
+                        have in all, on all ranks, data-parallel ones too
+        label           as in `attention`, for several losses of one batch
 
-        `num_targets` in place of N: of several batches whose gradients are accumulated, on all
-        ranks (`.num_targets` of their `shard_batch`, added up, over data-parallel ranks too).
-
-        Sums are float64, logits of 16 bits become float32. One all-reduce of ten numbers over the
-        group, and one over `data_parallel`; ranks compare what they call, as for attention, and
-        those of other replicas with them: what differs is an error, on CUDA a loss of NaN. `label`
-        as in `attention`, for several losses of one batch.
+        With S the sum over this rank's targets, N the number of all targets and R that of all
+        ranks, `.loss` is S / N for "sum" and S R / N for the others. Sums are float64, logits of 16
+        bits become float32. It costs one all-reduce of ten numbers over each of the groups. Ranks
+        and replicas that call differently get an error, on CUDA a loss of NaN.
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
         return cross_entropy(means, logits, targets, ignore_index, label_smoothing)
@@ -148,18 +145,18 @@ class Training:
         chunk_tokens: int | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
-        """`cross_entropy` of the logits `hidden @ weight.T + bias` without these: from hidden
-        states (batch, local tokens, width) and the head's weight (vocabulary, width).
+        """`cross_entropy` of the logits `hidden @ weight.T + bias`, which are made a chunk at a
+        time: from hidden states (batch, local tokens, width) and a weight (vocabulary, width).
 
         softcap         logits become softcap * tanh(logits / softcap)
         z_loss          times the square of the log-sum-exp of each target's logits is added
         chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
 
-        Gradients are made in the forward pass, that of the weight in float32, and multiplied in the
-        backward pass: under `torch.no_grad`, or for a frozen weight, nothing of it is done. Under
+        Under FSDP2 call it in the forward of the module that holds the weight: only there is it
+        whole. Gradients are made in the forward pass, that of the weight in float32, and scaled in
+        the backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
         autocast products are in its dtype, for which the weight is copied; logits and sums are
-        float32 or better. Call it in the forward of the module that holds the weight: FSDP2 has
-        the whole weight there alone.
+        float32 or better.
         """
         return linear_cross_entropy(
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
@@ -240,26 +237,25 @@ class Training:
     def keep_attention(
         self, *, offload: bool = False, host_bytes: int | None = None
     ) -> KeepAttention:
-        """For blocks that are checkpointed: they keep the results of attention, of this object and
-        all others, and compute the rest again without communicating for it.
+        """Activation checkpoints that keep the results of attention and compute the rest again, so
+        that attention's forward pass runs and communicates once.
 
             keep = cp.keep_attention()  # once, for all blocks and steps
             out = checkpoint(block, x, use_reentrant=False, context_fn=keep)
             out = checkpoint(keep.reentrant(block), x, use_reentrant=True)
 
-        out and lse are kept; q, k and v are computed again and exchanged again in the backward
-        pass, whatever `keep` says (rows that a given `plan` keeps stay besides). All ranks must do
-        the same. `offload` moves them, and the inputs of blocks that autograd has computed, to the
-        host's memory, which is pinned, and back one block ahead of their use; at most `host_bytes`
-        of it, and the rest stays on the device. `keep.host` says how much it is.
+        It keeps out and lse of all objects' calls; q, k and v are computed and exchanged again in
+        the backward pass. All ranks must do the same. With `offload`, what is kept and the inputs
+        of blocks go to pinned host memory, and come back one block ahead of their use; what exceeds
+        `host_bytes` stays on the device. `keep.host` says how much there is.
         """
         return KeepAttention(offload=offload, host_bytes=host_bytes)
 
     def tiled(
         self, block: Callable[[Tensor], Tensor], *, tokens: int = 4096
     ) -> Callable[[Tensor], Tensor]:
-        """An MLP, or another block that looks at each token by itself, on `tokens` of (..., tokens,
-        width) at a time: what it computes on the way takes the memory of one tile, in both passes.
+        """Runs an MLP, or another block that looks at each token by itself, on `tokens` of (...,
+        tokens, width) at a time, so that its intermediate values are those of one tile.
 
             self.tiled_mlp = cp.tiled(self.mlp)  # in a model, or from outside:
             layer.mlp.forward = cp.tiled(layer.mlp.forward)  # also if fully_shard has it

@@ -1,8 +1,8 @@
 """What people write, as a question: the door of `make_plan`, the command line and all objects.
 
 A method that is named is taken as it is. `auto`, the default, is chosen for a cluster by a search
-under a budget (`auto.py`); without a cluster, for the nearest known one. All doors make the same
-plan of the same words.
+under a budget (`auto.py`); without a cluster, for the nearest known one. The same words give the
+same plan, whoever asks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def make_plan(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Plan:
-    """The plan of a method; left out, it is chosen. Every option is used, or refused by name.
+    """The plan for a problem on so many ranks. A method that is left out is chosen, for `cluster`
+    where it is given. Options are those of the method; every one is used, or refused by name.
 
     >>> plan = make_plan(Problem(q_tokens=64, num_heads=2, head_dim=8), 4, tile=(2, 2))
     >>> plan.num_ranks, plan.forward.setting["tile"]

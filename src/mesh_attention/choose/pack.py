@@ -282,7 +282,10 @@ def _on_host(name: str, values: Any) -> Any:
             f"{name} is on {values.device}: plans are made on the host, which would have to wait "
             "for the device; keep a copy on the CPU"
         )
-    return values.tolist() if hasattr(values, "tolist") else values
+    try:
+        return values.tolist() if hasattr(values, "tolist") else values
+    except RuntimeError:  # of tensors that hold no list, sparse ones say
+        raise PlanError(f"{name}={values!r}: give numbers, as a list or a dense tensor") from None
 
 
 def _is_list(value: Any) -> bool:

@@ -166,7 +166,8 @@ class _Simulation:
         return True
 
     def _until_sms(self, state: RankState) -> float:
-        """What a communication that ends leaves is taken before the next one begins."""
+        """Attention takes back at once the SMs that a finished communication frees, so every
+        communication waits anew until programs of the call have ended."""
         computation = state.computation
         if state.call is None or computation is None or not state.call.round:
             return 0.0

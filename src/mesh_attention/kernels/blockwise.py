@@ -33,6 +33,7 @@ class Blockwise:
     has_softcap = True
     takes_unions = True
     deterministic = True
+    any_heads = True
     backward_needs = BackwardNeeds(delta=True, finite_lse=True)
 
     def __init__(self, *, query_block: int = 512, key_block: int = 1024) -> None:

@@ -15,6 +15,7 @@ class Determinism(StrEnum):
     ANY = "any"
     PREFERRED = "preferred"  # a warning where no kernel can
     REQUIRED = "required"  # an error there
+    ANY_RANKS = "any ranks"  # besides, the bits that any other number of ranks gives
 
 
 def asked_of_torch() -> Determinism:

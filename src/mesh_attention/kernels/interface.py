@@ -127,6 +127,7 @@ class Request:
     scattered: bool = False  # row ranges: keys lie one by one, not in runs
     intervals: int = 1  # row ranges: of keys that a query may see, at most
     deterministic: bool = False
+    any_heads: bool = False  # bits of a head that do not depend on the number of heads
     lse_gradient: bool = False  # backward: delta is that of out less the gradient of lse
 
     def why_not_grouped(self) -> str | None:
@@ -152,6 +153,7 @@ class Request:
             "softcap": self.softcap,
             "a gradient of lse": self.lse_gradient,
             "the same bits every time": self.deterministic,
+            "the same bits with any number of heads": self.any_heads,
         }
         parts += [words for words, asked in marks.items() if asked]
         return (
@@ -200,10 +202,11 @@ class Kernel(Protocol):
     A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one that takes row ranges
     of several intervals by `takes_unions = True`, and one that gives the same bits every time where
     `Block.deterministic` asks for them by `deterministic = True`, or where only one of its passes
-    does, by `deterministic = "forward"` (or `"backward"`); others are asked for none of these. One
-    that can do a request, but far slower than kernels behind it in the table, says so in a line by
-    `slow_for(request)`: it is chosen by name, or where no other can. One that makes something of a
-    mask, and waits for the device meanwhile, may do so in `prepare(direction, block)`, which is
+    does, by `deterministic = "forward"` (or `"backward"`). One whose bits of a head do not depend
+    on how many heads a call has says so by `any_heads = True`. Others are asked for none of these.
+    One that can do a request, but far slower than kernels behind it in the table, says so in a line
+    by `slow_for(request)`: it is chosen by name, or where no other can. One that makes something of
+    a mask, and waits for the device meanwhile, may do so in `prepare(direction, block)`, which is
     called ahead of a block's first call where there is time: its tensors have the shapes and hold
     nothing.
     """

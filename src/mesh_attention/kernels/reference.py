@@ -26,6 +26,7 @@ class Reference:
     has_softcap = True
     takes_unions = True
     deterministic = True
+    any_heads = True
     backward_needs = BackwardNeeds()
 
     def refuses(self, request: Request) -> str | None:

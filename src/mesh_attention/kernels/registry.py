@@ -124,6 +124,11 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
         return "its backward pass takes `out`, where differentiable_lse=True needs one with `delta`"
     if (reason := _why_not_deterministic(kernel, request)) is not None:
         return reason
+    if request.any_heads and not getattr(kernel, "any_heads", False):
+        return (
+            "its bits may depend on the number of heads of a call (those of a kernel with "
+            "`any_heads = True` do not), as same_bits=True forbids"
+        )
     reason = kernel.refuses(request)
     if reason is not None and not (isinstance(reason, str) and reason):
         raise MeshAttentionError(

@@ -84,6 +84,7 @@ class CpuFlash(TorchOp):
 
     name = "cpu_flash"
     deterministic = True
+    any_heads = True
     op = "_scaled_dot_product_flash_attention_for_cpu"
 
     def refuses(self, request: Request) -> str | None:
@@ -118,7 +119,8 @@ def _multiplies_bfloat16() -> bool:
 
 class CudaFlash(TorchOp):
     """FlashAttention 2. Slower than cuDNN on recent GPUs, but it takes head sizes up to 256 and
-    runs where cuDNN is missing. Its backward reads `logsumexp` as a contiguous (B, H, S)."""
+    runs where cuDNN is missing. Its backward reads `logsumexp` as a contiguous (B, H, S). It splits
+    the keys of short calls with few heads, so its bits depend on the number of heads."""
 
     name = "cuda_flash"
     deterministic = True
@@ -164,6 +166,7 @@ class Cudnn(TorchOp):
 
     name = "cudnn"
     deterministic = "forward"
+    any_heads = True
     least_rows = 2
     op = "_scaled_dot_product_cudnn_attention"
     forward_options: Mapping[str, Any] = {

@@ -96,6 +96,7 @@ class TritonRanges:
     has_softcap = True
     takes_unions = True
     deterministic = True
+    any_heads = True
     backward_needs = BackwardNeeds(delta=True)
 
     def __init__(self, *, tiles: KernelTiles | None = None) -> None:

@@ -1,4 +1,4 @@
-"""From measured seconds to the numbers of a cluster's file, and to its text (docs/simulate.md).
+"""From measured seconds to the numbers of a cluster's file, and to its text (docs/clusters.md).
 
 Nothing is measured here. The curve of a kernel is
 `tflops / (1 + half_rows * 64 / (rows * heads) + half_columns / columns)`, linear in seconds for

@@ -155,7 +155,7 @@ class _Profiling:
             f"Kernels: {sizes.dtype}, heads of {sizes.head_dim}, all ranks at once; times are "
             "averaged over ranks, those of transfers until the last is done. Every rate is what "
             "one direction of one rank (or NIC) carries.",
-            "Fields: docs/simulate.md. It can be edited: every number is used as it stands here.",
+            "Fields: docs/clusters.md. It can be edited: every number is used as it stands here.",
         ]
 
     def _gpu(self) -> Gpu:

@@ -43,7 +43,7 @@ _PROBLEM = (
 )  # fmt: skip
 _OWN = (
     *_PROBLEM, *CALL_ARGUMENTS, "plan", "method", "tile", "layout", "chunks", "relayout", "cluster",
-    "tuned", "same_bits",
+    "tuned",
 )  # fmt: skip
 _DOCUMENTS = "documents=cp.documents(cu_seqlens), once a batch"
 _MASK = "ContextParallel(..., mask=Mask(...)), once for all calls, as a rule and not a tensor"

@@ -110,7 +110,7 @@ def choose(
         if here.num_ranks < size:
             raise MeshAttentionError(
                 f"cluster: {here.name} has {here.num_ranks} ranks, fewer than the {size} of this "
-                "group; describe a larger one (docs/simulate.md)"
+                "group; describe a larger one (docs/clusters.md)"
             )
     return AutoChoice.of(choose_on(problem, size, cluster=here, **options), line)
 

@@ -18,7 +18,7 @@ from mesh_attention.runtime.session.transports import TransportName
 MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
 CALL_ARGUMENTS = (
     "softmax_scale", "softcap", "differentiable_lse", "kernel", "transport", "cuda_graph",
-    "deterministic", "nvtx", "timeout",
+    "deterministic", "same_bits", "nvtx", "timeout",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def call_options(
     transport: Any = TransportName.AUTO,
     cuda_graph: Any = False,
     deterministic: Any = False,
+    same_bits: Any = False,
     nvtx: Any = False,
     timeout: Any = None,
 ) -> CallOptions:
@@ -61,6 +62,7 @@ def call_options(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
     always = flag("deterministic", deterministic)
+    asked = Determinism.REQUIRED if always else asked_of_torch()
     return CallOptions(
         scale,
         cap,
@@ -71,5 +73,5 @@ def call_options(
         flag("nvtx", nvtx),
         timeout,
         must_be_deterministic=always,
-        deterministic=Determinism.REQUIRED if always else asked_of_torch(),
+        deterministic=Determinism.ANY_RANKS if flag("same_bits", same_bits) else asked,
     )

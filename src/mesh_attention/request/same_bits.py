@@ -30,10 +30,8 @@ def wants_same_bits(arguments: Mapping[str, Any]) -> bool:
 
 
 def with_same_bits(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments without `same_bits`, and with all that it asks for."""
-    wanted_here = wants_same_bits(arguments)
-    arguments = {name: value for name, value in arguments.items() if name != "same_bits"}
-    if not wanted_here:
+    """Arguments with all that `same_bits` asks for."""
+    if not wants_same_bits(arguments):
         return arguments
     left_to_us = {"method": AUTO, "deterministic": False, "differentiable_lse": False}
     for name in ("plan", "tuned", "head_slices", "relayout"):

@@ -149,9 +149,15 @@ def plan_step(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> StepPlan:
-    """`tokens` of one sequence; `batch` sequences a step over all ranks (left out: one for each
-    data-parallel group); `context`: only the split with so many ranks to a sequence; memory of a
-    GPU and of a node's host, left out as the cluster has it.
+    """A training step of a model, for every split of the ranks into data x context and every policy
+    of what is kept: seconds and memory, the best first (`.best`).
+
+    model           a name that `advise --help` lists, or the path of a `config.json`
+    tokens          of one sequence
+    batch           sequences a step over all ranks; left out: one for each data-parallel group
+    memory_bytes    of a GPU; `host_bytes` of a node's host. Left out: as the cluster has it
+    context         only the split with so many ranks to a sequence; left out: all splits
+
     Experimental.
 
     >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")

@@ -53,7 +53,7 @@ def step_time(
     if rates is None:
         raise ClusterError(
             f"{cluster.name} has no [step] table: a step needs matmul_tflops, host_gb_per_second "
-            "and host_memory_gib; add them to its file (docs/simulate.md)"
+            "and host_memory_gib; add them to its file (docs/clusters.md)"
         )
     shape = GroupShape.of(links, tuple(range(num_ranks)))
 

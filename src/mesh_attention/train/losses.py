@@ -133,8 +133,8 @@ def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
         if part.shape != (rows if which == "bias" else (*rows, x.shape[-1])):
             raise MeshAttentionError(
                 f"{which} has shape {tuple(part.shape)} and {name} {tuple(x.shape)}: expected a "
-                f"weight of (vocabulary, {x.shape[-1]}), as nn.Linear has it, and a bias of "
-                f"(vocabulary,), here {tuple(rows)}"
+                f"weight of (vocabulary, {x.shape[-1]}), as nn.Linear has it"
+                + (f", and a bias of (vocabulary,), here {tuple(rows)}" if "bias" in head else "")
             )
         if part.device != x.device or (part.dtype != x.dtype and not autocast):
             raise MeshAttentionError(

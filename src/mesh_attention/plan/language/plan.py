@@ -118,6 +118,9 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """For every rank and pass a program: what it computes, sends and holds. `make_plan` makes one,
+    `verify` proves it, `count` counts its bytes, `ContextParallel(plan=...)` runs it."""
+
     problem: Problem
     q_layout: Layout
     kv_layout: Layout

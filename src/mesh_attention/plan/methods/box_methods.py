@@ -35,11 +35,13 @@ class MeshSetting(TileSetting, CutSetting):
     """2-D tiles of the query-key matrix."""
 
     backward_tile: tuple[int, int] | None = option(
-        None, "the tile of the backward pass, if another", "AxB"
+        None, "the tile of the backward pass, if it differs", "AxB"
     )
-    rotation: bool = option(True, "KV partition rotation; without it KV comes by all-to-all")
+    rotation: bool = option(
+        True, "rotate KV partitions, as in the paper; without it KV comes by all-to-all"
+    )
     costs: Costs = option(
-        usual_costs(), "bandwidth, speed and latency that the scheduler reckons with", ""
+        usual_costs(), "bandwidth, speed and latency that the scheduler assumes", ""
     )
 
 
@@ -69,13 +71,13 @@ class MeshUspSetting(MeshSetting, DegreeSetting):
 
     even_chunks: bool = option(
         False,
-        "chunks of rows have as much of both halves of a zigzag, from its two ends: under a causal "
-        "mask each is as much work on every rank, and ranks do not wait for each other",
+        "each chunk of rows takes the same amount from both halves of a zigzag: under a causal "
+        "mask chunks are then equal work on all ranks, which need not wait for each other",
     )
     short_start: bool = option(
         False,
-        "the first chunk of keys, where they are in chunks, is cut at a quarter of it: exchanges "
-        "are in flight for less time before there is something to compute",
+        "cut the first chunk of keys once more, at a quarter: one exchange more, and computation "
+        "begins sooner",
     )
 
 
@@ -109,15 +111,14 @@ def plan_ulysses(
 def _check_uneven(problem: Problem, ranks: int, setting: UlyssesSetting) -> None:
     if ranks > problem.num_heads:
         raise PlanError(
-            f"{ranks} ranks do not share out {problem.num_heads} heads, of which each needs at "
-            f"least one; numbers of ranks that work: 1 to {problem.num_heads}. Method mesh-usp "
-            "exchanges heads among some of the ranks, and takes any number"
+            f"{ranks} ranks are too many for {problem.num_heads} heads: with ulysses each needs "
+            f"one; ranks that work: 1 to {problem.num_heads}. Method mesh-usp takes any number"
         )
     slices = setting.head_slices or setting.backward_head_slices
     if slices or any(c not in (None, (1, 1)) for c in (setting.chunks, setting.backward_chunks)):
         raise PlanError(
-            f"{ranks} ranks do not share out {problem.num_heads} heads evenly: uneven shares are "
-            "exchanged at once; leave 'chunks' and 'head_slices' out"
+            f"{ranks} ranks do not share {problem.num_heads} heads evenly, and uneven shares are "
+            "not cut; leave 'chunks' and 'head_slices' out"
         )
 
 
@@ -147,7 +148,7 @@ class DoubleRingSetting(DegreeSetting, ChunkSetting):
     """Rings of `inner` ranks, and one ring of such rings."""
 
     inner: int | None = option(
-        None, "ranks of an inner ring: divides the ranks (the units); left out: those of a node"
+        None, "ranks of an inner ring; they divide all ranks. Left out: the ranks of a node"
     )
 
 
@@ -191,7 +192,7 @@ class AgkvRingQoSetting(TileSetting):
 
     outputs: GradientRoute = option(
         GradientRoute.DIRECT,
-        "O and dQ go `direct` to the owner, once from each node, or `travel` with their Q",
+        "O and dQ go `direct` to their owner, once from each node, or `travel` with their Q",
         "NAME",
     )
 

@@ -55,7 +55,7 @@ class StarTrailSetting(CombineSetting, RotationSetting):
     )
     first_block: FirstBlock = option(
         FirstBlock.NEAR,
-        "`near`: a member begins with a block it may have already; `next`: all move one",
+        "`near`: member 0 of a team begins with its own block; `next`: all fetch their first block",
         "NAME",
     )
 

@@ -73,14 +73,14 @@ def pair(name: str, value: Any) -> tuple[int, int]:
     ((4, 2), (4, 2))
     """
     parts: Any = value.lower().split("x") if isinstance(value, str) else value
-    parts = parts.tolist() if hasattr(parts, "tolist") else parts
     try:
+        parts = parts.tolist() if hasattr(parts, "tolist") else parts
         if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
             raise TypeError
         a, b = (_digits(p) if isinstance(value, str) else operator.index(p) for p in parts)
         if any(isinstance(p, bool) for p in parts):
             raise TypeError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last of tensors that hold no list
         raise PlanError(f"{name}={value!r}: give two numbers, as in (2, 4) or '2x4'") from None
     return a, b
 

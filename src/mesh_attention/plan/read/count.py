@@ -95,6 +95,7 @@ def _mean_and_max(values: list[Any]) -> dict[str, Any]:
 
 
 def count(plan: Plan) -> dict[Direction, PassCount]:
+    """By pass: the bytes that each rank receives, inside and between nodes, and those it holds."""
     return {pass_.direction: count_pass(plan, pass_) for pass_ in a_plan(plan).passes}
 
 

@@ -235,9 +235,9 @@ def verdict_on(said: Said, *, complete: bool) -> str:
         return differ
     if len(said) > 1 and len(samples) == 1 and samples != {None}:
         return (
-            f"ranks {sorted(said)} hold the same keys, which are to be parts of one sequence: cut "
-            "whole tensors by shard or shard_batch; where random numbers of one seed are meant (to "
-            "measure time, say), give seq_len"
+            f"ranks {sorted(said)} hold the same keys, but each should hold its own part of the "
+            "sequence: cut whole tensors by shard or shard_batch; if these are random numbers of "
+            "one seed, to measure time, give seq_len"
         )
     if follow:
         return f"{_FOLLOW}{chosen_by[min(chosen_by)]}"

@@ -71,11 +71,14 @@ def target_here(
     links: Links,
     *,
     softcap: bool,
-    deterministic: bool,
+    deterministic: Determinism,
     lse_gradient: bool,
     two_streams: bool | None,
 ) -> Target:
-    """For one pass. `two_streams`: left out, where transfers have a stream of their own."""
+    """For one pass. `two_streams`: left out, where transfers have a stream of their own. Calls that
+    must have the bits of any number of ranks stay as the plan has them, since what is done for
+    transfers is not done on one rank."""
+    as_planned = deterministic is Determinism.ANY_RANKS
     by_kind = {str(kind): kernel.name for kind, kernel in kernels.by_kind.items()}
     forward = direction is Direction.FORWARD
     cuda = call_shape.device.type == "cuda"
@@ -90,8 +93,10 @@ def target_here(
         shows_workspace=transport.shows_workspace,
         element_bytes=call_shape.dtype.itemsize,
         softcap=softcap,
-        deterministic=deterministic,
+        deterministic=deterministic is not Determinism.ANY,
         lse_gradient=lse_gradient,
+        two_streams=not as_planned,
+        rectangles=(direction.value,) if as_planned else (),
     )
 
 
@@ -135,6 +140,7 @@ def kernels_at_hand(
             scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
             intervals=problem.rows.most_intervals,
             deterministic=deterministic is not Determinism.ANY,
+            any_heads=deterministic is Determinism.ANY_RANKS,
             lse_gradient=lse_gradient,
         )
         try:
@@ -194,7 +200,7 @@ def make_executor(
         transport,
         links or usual_links(),
         softcap=bool(softcap),
-        deterministic=deterministic is not Determinism.ANY,
+        deterministic=deterministic,
         lse_gradient=lse_gradient,
         two_streams=two_streams,
     )
@@ -221,7 +227,7 @@ def make_executor(
         Scores(softmax_scale, softcap),
         rows=rows or row_choice.rows,
         deterministic=deterministic is not Determinism.ANY,
-        two_streams=target.own_stream and runs_beside(program),
+        two_streams=target.takes_turns and runs_beside(program),
         mask_device=call_shape.device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
         trace=trace,

@@ -112,11 +112,10 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
     join, session = ctx.join, ctx.join.user.session
     if join.grad is None:
         raise MeshAttentionError(
-            "a loss depends on unshard(...), and nobody said what becomes of its gradient: "
-            "grad='sum' adds up those of all ranks, for a loss that all compute alike under DDP "
-            "or FSDP2, which then divide by the number of ranks; grad='mean' divides the sum by "
-            "it; grad='own' passes on this rank's alone, for gradients of parameters that are "
-            "added up; or use unshard(x.detach(), ...)"
+            "a loss depends on unshard(...), and 'grad' is missing, which says what becomes of its "
+            "gradient. For a loss that all ranks compute alike: grad='sum' under DDP or FSDP2, "
+            "which divide by the number of ranks; grad='mean' or grad='own' if gradients of "
+            "parameters are added up. Without a gradient: unshard(x.detach(), ...)"
         )
     if torch.is_grad_enabled():
         raise MeshAttentionError(
@@ -173,8 +172,8 @@ class Shards:
         if length != tokens:
             again = length == layout.slots
             raise MeshAttentionError(
-                f"shard wants all {tokens} tokens along dim {dim}, but it has {length}"
-                + ("; it looks sharded already" if again else "")
+                f"shard wants all {tokens} tokens along dim {dim}, but it has {length} in x of "
+                f"shape {tuple(x.shape)}" + ("; it looks sharded already" if again else "")
             )
         return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
@@ -282,7 +281,7 @@ def _checked_dim(x: Tensor, dim: int) -> int:
 def _checked_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, ValueError, OverflowError):
         raise MeshAttentionError(
             f"device={device!r}: give a torch.device that is here, or its name, such as 'cuda:0'"
         ) from None

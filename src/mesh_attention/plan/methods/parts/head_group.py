@@ -53,9 +53,8 @@ def chosen_degree(
         return max(fitting for fitting in fits if fitting <= (ranks_per_node or 8))
     if degree not in fits:
         raise PlanError(
-            f"ulysses={degree} does not share out {problem.num_heads} heads "
-            f"({problem.kv_heads} KV heads) on {num_ranks} ranks; degrees that work: "
-            f"{', '.join(map(str, fits))}"
+            f"ulysses={degree} does not fit {problem.num_heads} heads ({problem.kv_heads} KV "
+            f"heads) on {num_ranks} ranks; degrees that work: {', '.join(map(str, fits))}"
         )
     return degree
 

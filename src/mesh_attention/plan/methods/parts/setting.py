@@ -87,34 +87,32 @@ class Setting:
     stripe_block: int = option(1, "tokens of one stripe")
     stretches: Stretches | None = option(
         None,
-        "with layout=listed: the (start, stop) positions of each rank, in the order in which they "
-        "lie there; only where queries and keys have as many tokens",
+        "with layout=listed: the (start, stop) positions of each rank, in the order of its tokens; "
+        "only where queries and keys have the same number of tokens",
         "-",
     )
     relayout: bool = option(
         False,
-        "shards come and go contiguous, rank r with the r-th; they are exchanged for the layout "
-        "that the method works in, and back, in both passes",
+        "your shards are contiguous, rank r has the r-th; in both passes they are exchanged for "
+        "the layout that the method works in, and back",
     )
     one_call: bool = option(
         False,
-        "every attention is one kernel call by row ranges: such programs are made without a look "
-        "at the mask, and some methods' serve any",
+        "every attention is one kernel call by row ranges. With some methods the program then does "
+        "not depend on the mask, and serves any",
     )
-    gather_out: bool = option(False, "backward moves O, as the paper does, in place of delta")
+    gather_out: bool = option(False, "the backward pass sends O, as in the paper, instead of delta")
     keep: Keep = option(
         Keep.AUTO,
-        "the rows of q, k and v that stay for the backward pass, at most: the caller's `shards`; "
-        "rows `exchanged` for heads or layout; rows `gathered`. auto: `exchanged` where that needs "
-        "no memory, and `gathered` within `max_memory_bytes`",
+        "what of q, k and v is kept for the backward pass: the caller's `shards`; the rows that "
+        "were `exchanged` for heads or layout; or all rows that were `gathered`. auto: `exchanged` "
+        "where that needs no memory, and `gathered` if `max_memory_bytes` allows it",
         "NAME",
     )
     layers: int = option(
-        1, "layers that hold what they keep at the same time, for `max_memory_bytes` and searches"
+        1, "how many layers keep rows at the same time, for `max_memory_bytes` and searches"
     )
-    ranks_per_node: int | None = option(
-        None, "ranks that share a node: for the mapping, and for choices that depend on nodes"
-    )
+    ranks_per_node: int | None = option(None, "ranks that share a node")
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,8 @@ class CombineSetting(Setting):
 
     combine: Combine = option(
         Combine.AUTO,
-        "partial results reach their owners by `exchange`, by `nodes` (one exchange inside, one "
-        "between them) or by `reduce-scatter`, which in half precision rounds at every hop",
+        "how partial results reach their owners: `exchange`; `nodes` (one exchange inside nodes, "
+        "one between them); or `reduce-scatter`, which in half precision rounds at every hop",
         "NAME",
     )
 
@@ -135,8 +133,8 @@ class ShapeSetting(Setting):
 
     tile: tuple[int, int] | None = option(
         None,
-        "a Q partitions by b KV partitions that a rank computes: a times b is the number of ranks "
-        "(of units of `ulysses` ranks); left out: chosen",
+        "a rank computes A partitions of Q against B of KV; A times B is the number of ranks "
+        "divided by `ulysses`; left out: chosen",
         "AxB",
     )
 
@@ -146,7 +144,7 @@ class TileSetting(ShapeSetting, CombineSetting):
     """Options of methods that reduce partial results on a tile grid."""
 
     alpha: int | None = option(
-        None, "a node is an alpha-wide patch of the tile grid (needs `ranks_per_node`)"
+        None, "width of the patch of the tile grid that a node holds (needs `ranks_per_node`)"
     )
 
 
@@ -156,7 +154,7 @@ class RotationSetting(Setting):
 
     gradients: GradientRoute = option(
         GradientRoute.DIRECT,
-        "dK and dV go `direct` to the owner, once from each node, or `travel` with their block",
+        "dK and dV go `direct` to their owner, once from each node, or `travel` with their block",
         "NAME",
     )
 
@@ -167,15 +165,15 @@ class DegreeSetting(Setting):
 
     ulysses: int | None = option(
         None,
-        "Ulysses degree U: divides the ranks and the heads, and keeps KV heads whole; left out: "
-        "the largest up to 8 (or a node); 1 for a double ring",
+        "Ulysses degree: groups of U ranks exchange tokens for heads. U divides ranks and heads; "
+        "left out: the largest up to 8 (or a node), and 1 for a double ring",
         "U",
     )
     units_per_node: int | None = option(
         None,
-        "a node has ranks of so many units of `ulysses` ranks, as many of each: a patch of the "
-        "tile grid, or of the ring, inside a node, and heads exchanged between nodes (needs "
-        "`ranks_per_node`); left out: units in order",
+        "how many Ulysses groups share each node, with the same number of ranks each: heads are "
+        "then exchanged between nodes, and the tile or ring lies more inside them (needs "
+        "`ranks_per_node`); left out: the ranks of a group are consecutive",
     )
 
 
@@ -184,10 +182,10 @@ class SliceSetting(Setting):
     """Options of methods that fetch what a slice of heads needs while another is computed."""
 
     head_slices: HeadSlices | None = option(
-        None, "KV heads of the first slice of heads and of the largest (`slices.md`)", "FIRSTxMOST"
+        None, "KV heads of the first slice of heads, and of the largest", "FIRSTxMOST"
     )
     backward_head_slices: HeadSlices | None = option(
-        None, "the same for the backward pass, if others", "FIRSTxMOST"
+        None, "the same for the backward pass, if it differs", "FIRSTxMOST"
     )
 
 
@@ -200,13 +198,13 @@ class ChunkSetting(SliceSetting):
 
     chunks: tuple[int, int] | None = option(
         None,
-        "kq x kkv chunks of a tile, so that communication hides behind computation: at most 16, "
-        "1x1 is uncut; left out together with slices: chosen by size. Queries that ranks exchange "
-        "for heads are cut by heads first, where they are of one KV head",
+        "queries of a tile in KQ chunks and keys in KKV, so that communication hides behind "
+        "computation: at most 16 in all, 1x1 is uncut. Left out with `head_slices`: chosen by "
+        "size. Around Ulysses, queries of one KV head are cut by heads first",
         "KQxKKV",
     )
     backward_chunks: tuple[int, int] | None = option(
-        None, "the chunks of the backward pass, if others", "KQxKKV"
+        None, "the chunks of the backward pass, if they differ", "KQxKKV"
     )
 
 
@@ -217,10 +215,14 @@ class CutSetting(ChunkSetting):
     scheduler: Scheduler = option(
         Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"
     )
-    gamma: float = option(1.05, "how far the greedy scheduler fills a step", "X")
+    gamma: float = option(
+        1.05,
+        "the greedy scheduler fills a step until it computes for X times its communication",
+        "X",
+    )
     max_memory_bytes: int | None = option(
         None,
-        "cap on the workspace of each pass, together with gathered rows that all `layers` keep; "
-        "the schedule keeps to it or refuses",
+        "cap on the workspace of each pass plus the gathered rows that all `layers` keep; a plan "
+        "that cannot keep to it is refused",
         "BYTES",
     )
