@@ -5,16 +5,21 @@ TORCH ?= $(shell sed -n 's/^torch==//p' requirements-dev.txt)
 OLDEST := $(shell sed -n 's/^torch==//p' requirements-oldest.txt)
 VENV := .venv
 OLD := .venv-oldest
+EMPTY := .venv-wheel
 DOCS := .venv-docs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 # Tests start many processes, which all would compile the package and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-oldest coverage test-slow test-gpu test-browser mutants hostile compare lint format clean
+.PHONY: demo docs selftest test test-oldest coverage test-slow test-gpu test-browser mutants hostile compare wheel lint format clean
 
 demo: $(STAMP)
 	$(BIN)/mesh-attention demo --output demo-output
+
+# Every method and kernel against float64, in seconds.
+selftest: $(STAMP)
+	$(BIN)/mesh-attention selftest
 
 # Three workers: each starts processes for ranks of its own; four took 556 s on two cores, three 500 s.
 test: $(STAMP)
@@ -70,6 +75,15 @@ compare: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ring-flash-attn==0.1.8 yunchang==0.6.4
 	$(BIN)/python benchmarks/against_peers.py $(if $(shell command -v nvidia-smi),,--gloo) $(if $(MBIT),--mbit $(MBIT)) --json peers.json
 
+# What is published: built, checked, and run from an environment that has nothing else.
+wheel: $(STAMP)
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) dist/*.whl
+	cd / && $(CURDIR)/$(EMPTY)/bin/mesh-attention selftest
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,4 +103,4 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLD) $(DOCS) site demo-output coverage.json hostile.json peers.json .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD) $(EMPTY) $(DOCS) dist site demo-output coverage.json hostile.json peers.json .mypy_cache .ruff_cache .pytest_cache

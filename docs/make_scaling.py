@@ -35,7 +35,7 @@ PAGE = Path(__file__).with_name("scaling.md")
 PICTURE = Path(__file__).with_name("pictures") / "scaling.png"
 DEFAULT, SEARCH = "default", "search"
 CHOSEN = (DEFAULT, SEARCH)
-METHODS = ("mesh", "ring", "usp", "startrail", "mesh-usp", *CHOSEN)
+METHODS = ("mesh", "ring", "ulysses", "usp", "startrail", "mesh-usp", *CHOSEN)
 LONG = ("ring", SEARCH)  # as many steps as ranks, or a search of all methods: these begin first
 # What a column stands for, where that is not the best of everything the method has.
 FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
@@ -46,6 +46,7 @@ FIXED: dict[str, Callable[[int], list[dict[str, int]]]] = {
 CLUSTERS = ("paper", "hgx-h100")
 K = 1024
 HEADS, HEAD_DIM = 64, 128
+MOST_RANKS = {"ulysses": HEADS}  # of methods that end somewhere
 STRONG = dict.fromkeys((8, 16, 32, 64, 128, 256), 512 * K)
 WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
 
@@ -60,8 +61,8 @@ healthy links, on which a ring does much better.
 
 A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method
 is at the best setting for each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail
-with teams of at least 2. The last two columns choose among all methods, and name the one they
-chose for each pass: `default` is what `ContextParallel` takes by itself, `search` is what `advise`
+with teams of at least 2, Ulysses up to as many GPUs as heads. The last two columns choose among
+all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by itself, `search` is what `advise`
 and `simulate --best` find. Bold is the fastest of its row, both passes together.
 
 Any cell can be asked for again:
@@ -130,6 +131,7 @@ def cells(row: Point) -> list[tuple[Point, ...]]:
     return [
         tuple(replace(row, method=method, direction=direction.value) for direction in Direction)
         for method in METHODS
+        if row.ranks <= MOST_RANKS.get(method, row.ranks)
     ]
 
 
@@ -163,10 +165,11 @@ def _known(kept: Path | None) -> dict[Point, Found]:
 def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
     lines = [["mask", "GPUs", "tokens", *METHODS], ["---"] * (3 + len(METHODS))]
     for row in rows_of(cluster, scaling):
-        results = [[found[point] for point in cell] for cell in cells(row)]
-        fastest = min(sum(part.seconds for part in passes) for passes in results)
+        results = {cell[0].method: [found[point] for point in cell] for cell in cells(row)}
+        fastest = min(sum(part.seconds for part in passes) for passes in results.values())
         head = ["causal" if row.causal else "full", str(row.ranks), f"{row.tokens // K}K"]
-        lines.append([*head, *(cell_text(passes, fastest) for passes in results)])
+        texts = {method: cell_text(passes, fastest) for method, passes in results.items()}
+        lines.append([*head, *(texts.get(method, "-") for method in METHODS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -185,16 +188,15 @@ def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str,
     for row, cluster in zip(axes, clusters, strict=True):
         for axis, direction in zip(row, Direction, strict=True):
             for method in METHODS:
-                points = [
-                    Point(cluster, True, direction.value, n, strong[n], method) for n in strong
-                ]
+                rows = [Point(cluster, True, direction.value, n, strong[n], method) for n in strong]
+                points = [point for point in rows if point in found]
                 mfu = [found[point].mfu_percent for point in points]
                 how = (
                     {"color": "black", "lw": 2.2, "ls": "--" if method == SEARCH else ":"}
                     if method in CHOSEN
                     else {"marker": "o"}
                 )
-                axis.plot([*strong], mfu, label=method, **how)
+                axis.plot([point.ranks for point in points], mfu, label=method, **how)
             axis.set_xscale("log", base=2)
             axis.set_xticks([*strong], [*strong])
             axis.set_ylim(0, None)

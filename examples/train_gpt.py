@@ -274,7 +274,7 @@ def read(arguments: Sequence[str] | None) -> argparse.Namespace:
     except OSError as error:
         parser.error(f"--checkpoints {args.checkpoints} cannot be made: {error.strerror}")
     if args.plot and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'mesh-attention[plots]'")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return args
 
 

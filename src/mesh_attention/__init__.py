@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mesh_attention.errors import MissingPackageError
 from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
@@ -69,7 +70,15 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingPackageError(
+            f"{name} needs torch, which is not installed: pip install torch (plans are made, "
+            "proven, counted and simulated without it)"
+        ) from error
 
 
 def __dir__() -> list[str]:

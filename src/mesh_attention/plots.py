@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MissingPackageError
 
 
 def pyplot() -> Any:
@@ -13,9 +13,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MeshAttentionError(
-            "pictures need matplotlib: pip install 'mesh-attention[plots]'"
-        ) from None
+        raise MissingPackageError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

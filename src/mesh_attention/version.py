@@ -1,6 +1,6 @@
 """The version, and the torch that it is tested with; the build reads it without importing."""
 
-__version__ = "0.2.0"
+__version__ = "1.0.0rc1"
 
 # CI runs each minor version from the first to the second (tests/package/test_ci_file.py).
 OLDEST_TORCH = (2, 11)

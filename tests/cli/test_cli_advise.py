@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from dataclasses import replace
-from importlib import resources
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +22,11 @@ from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.step.model_shapes import MODELS
+from mesh_attention.step.splits import plan_step
 
 SMALL = ["--ranks", "4", "--tokens", "8192"]
 
@@ -37,15 +37,18 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert main(["advise", *SMALL, "--model", "gpt-oss-120b"]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0] == "4 ranks of hgx-h100 (H100 SXM), 1 node of 8"
-    assert "64 heads of 64 (8 KV heads)" in lines[1]
-    assert "causal" in lines[1]
+    assert lines[0].startswith("Use ")
+    assert " It fits: attention needs " in lines[0]
+    assert "% less time than ring (" in lines[1]
+    assert lines[2].endswith("gpt-oss-120b are not modelled: it has experts.")
+    assert lines[4] == "4 ranks of hgx-h100 (H100 SXM), 1 node of 8"
+    assert "64 heads of 64 (8 KV heads)" in lines[5]
+    assert "causal" in lines[5]
     begins = [line.split()[0] for line in lines if line]
     assert {*METHODS} <= {*begins}
     assert ">=" not in out
     assert any(line.startswith("least possible  ") for line in lines)
     assert any(line.startswith("least possible: by the visible area") for line in lines)
-    assert "% less than ring (" in out
     assert 'The default, method="auto", ' in out
     assert any(line.startswith("cp = ContextParallel(") for line in lines)
 
@@ -106,17 +109,26 @@ def test_where_the_default_differs_is_told() -> None:
         assert told in line
 
 
-def test_what_does_not_fit_a_gpu_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_the_verdict_has_tokens_per_second_of_the_model_as_the_step_has_them(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = (resources.files("mesh_attention.machine") / "clusters/hgx-h100.toml").read_text()
-    file = tmp_path / "small.toml"
-    file.write_text(text.replace("memory_gib = 80 ", "memory_gib = 0.0001 "))
-    words = ["advise", "--cluster", str(file), "--ranks", "2", "--tokens", "512", "--heads", "4"]
-    words += ["--pass", "forward"]
+    words = ["--ranks", "2", "--tokens", "16k", "--model", "qwen3-0.6b", "--batch", "4"]
+    assert main(["advise", *words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    fits, _, batch, model = answer["verdict"]
+    assert f"needs {bytes_text(4 * answer['chosen']['peak_bytes'])} of the 80.00 GiB" in fits
+    assert batch.startswith("4 sequences at a time hold and receive 4 times as much")
+    step = plan_step("qwen3-0.6b", 16384, 2, cluster="hgx-h100", batch=4, context=2).best
+    speed = step.tokens_per_second_per_gpu
+    assert f"trains at {2 * speed:,.0f} tokens a second ({speed:,.0f} a GPU)" in model
+
+
+def test_what_does_not_fit_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "--cluster", "hgx-h100", "--memory", "107374", "--ranks", "2"]
+    words += ["--tokens", "512", "--heads", "4", "--pass", "forward"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "It does not fit: a rank needs " in out
+    assert out.startswith("It does not fit: a rank needs ")
     assert "more than the 104.86 KiB of a GPU" in out
     (ulysses,) = (line for line in out.splitlines() if line.startswith("ulysses  "))
     assert " !" in ulysses

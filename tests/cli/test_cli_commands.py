@@ -230,3 +230,28 @@ def test_draw_says_what_slices_of_heads_there_are(capsys: pytest.CaptureFixture[
     sizes = as_json(f"{line} --json", capsys)["forward"]["head_slices"]
     assert sum(map(int, sizes.split("+"))) == 8
     assert f"slices of {sizes} heads, each of 1x1 chunks" in drawn
+
+
+@pytest.mark.parametrize("more", [[], ["--compare"]])
+def test_a_batch_moves_and_holds_as_many_times_the_bytes_and_nothing_else(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def numbers(batch: int) -> dict[str, Any]:
+        words = ["--ranks", "4", "--tokens", "1k", "--batch", str(batch), "--json"]
+        assert main(["volume", *words, *more]) == 0
+        flat: dict[str, Any] = {}
+
+        def walk(value: Any, key: str) -> None:
+            if isinstance(value, dict | list):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for name, inner in items:
+                    walk(inner, f"{key} {name}")
+            else:
+                flat[key] = value
+
+        walk(json.loads(capsys.readouterr().out), "")
+        return flat
+
+    alone, three = numbers(1), numbers(3)
+    assert sum("bytes" in key for key in alone) > 8
+    assert three == {k: 3 * x if "bytes" in k else x for k, x in alone.items()}

@@ -61,11 +61,23 @@ def test_alone_it_prints_help_with_every_command(capsys: pytest.CaptureFixture[s
 def test_help_of_a_command_names_its_options_and_defaults(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([name, "--help"]) == 0
+    assert main([name, "--help-all"]) == 0
     out = capsys.readouterr().out
     for option in OPTIONS:
         assert option in out
-    assert "default 65536" in out
+    assert "default 64k" in out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_help_fits_a_screen_and_shows_examples_before_options(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") <= 50
+    assert 0 < out.index("examples:\n  ") < out.index("--json")
+    assert ("--help-all" in out) == (name in (*PLANNING, "advise", "report", "tune"))
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def test_an_option_means_the_same_wherever_it_stands() -> None:
 
 
 def test_help_tells_options_as_flags_and_errors_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--help"]) == 0
+    assert main(["plan", "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "(needs --ranks-per-node)" in text
     assert "options of mesh, mesh-usp: --backward-tile AxB" in text

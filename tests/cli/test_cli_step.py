@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture
         ("--step --model qwen3-8b --method ring", "leave --method out"),
         ("--step --model qwen3-8b --output plan.json", "leave --output out"),
         ("--step --model qwen3-8b --ranks 5000 --cluster hgx-h100", "has 4096 ranks"),
-        ("--model qwen3-8b --memory 60GB", "--memory is for a whole step: add --step"),
+        ("--model qwen3-8b --host-memory 1TB", "--host-memory is for a whole step: add --step"),
         ("--model qwen3-8b --tokens 1.5", "is not a whole number such as 8, 128k or 1M"),
         ("--model qwen3-8b --tokens 0.3k", "is not a whole number: it is 307.2"),
     ],

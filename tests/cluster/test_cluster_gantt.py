@@ -62,5 +62,5 @@ def test_without_matplotlib_the_error_says_what_to_install(
         return true_import(name, *more, **others)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(MeshAttentionError, match=r"pip install 'mesh-attention\[plots\]'"):
+    with pytest.raises(MeshAttentionError, match=r"pip install matplotlib"):
         draw_gantt([timeline_of("ring")], tmp_path / "chart.png")

@@ -16,7 +16,9 @@ from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_dri
         ("NVIDIA H100 80GB HBM3", "hgx-h100"),
         ("NVIDIA H200", "hgx-h200"),
         ("NVIDIA A100-SXM4-80GB", "a100-roce"),
+        ("NVIDIA B200", "hgx-b200"),
         ("NVIDIA GB200", "gb200-nvl72"),
+        ("NVIDIA GB300", "gb300-nvl72"),
     ],
 )
 def test_a_known_gpu_has_its_cluster(gpu: str, name: str) -> None:
@@ -35,7 +37,7 @@ def test_what_is_not_known_is_taken_for_the_nearest_and_said() -> None:
 @pytest.mark.parametrize(
     ("gpu", "name", "gib"),
     [
-        ("NVIDIA B200", "gb200-nvl72", 173),
+        ("NVIDIA B300 SXM6 AC", "gb300-nvl72", 259),
         ("NVIDIA H20", "hgx-h100", 96),
         ("NVIDIA H100 PCIe", "hgx-h100", 80),
         ("NVIDIA H100 NVL", "hgx-h100", 94),

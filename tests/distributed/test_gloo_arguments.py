@@ -33,7 +33,6 @@ WRONG_ARGUMENTS = {
     "tile": ({"tile": (3, 2)}, "tile 3x2 has 6 cells but there are 4 ranks; tiles that fit:"),
     "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
     "unknown": ({"tyle": (2, 2)}, "no method has an option 'tyle'; did you mean"),
-    "renamed": ({"heads_at_once": (1, 1)}, "it is 'head_slices' now"),
     "softcap": ({"softcap": -1.0}, "softcap=-1.0: must be finite and above 0"),
     "alibi": ({"alibi_slopes": 1}, "alibi_slopes=1: a bias by distance"),
     "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1: dropout of attention weights"),

@@ -57,7 +57,7 @@ LAYERS = (
     ("plan.problem", "plan.__init__"),
     ("machine",),
     ("files", "plots"),
-    ("errors", "version"),
+    ("errors", "stability", "version"),
 )
 WITHOUT_TORCH = (
     "report",

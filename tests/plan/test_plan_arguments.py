@@ -103,22 +103,6 @@ def test_a_problem_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
         Problem(**({"q_tokens": 64, "num_heads": 2, "head_dim": 8} | given))
 
 
-@pytest.mark.parametrize(
-    ("old", "told"),
-    [
-        ("heads_at_once", "it is 'head_slices' now"),
-        ("backward_heads_at_once", "it is 'backward_head_slices' now"),
-        ("max_buffer_bytes", "it is 'max_memory_bytes' now"),
-        ("auto_cut", "leave it out: plans are cut by default"),
-    ],
-)
-def test_a_name_of_before_is_refused_with_that_of_today(old: str, told: str) -> None:
-    options: dict[str, Any] = {old: True}
-    with pytest.raises(MeshAttentionError) as refused:
-        make_plan(PROBLEM, 2, method="mesh", **options)
-    assert f"method mesh has no option '{old}' ({told}); its options: " in str(refused.value)
-
-
 def test_more_tokens_than_counts_can_hold_are_refused() -> None:
     assert Problem(1 << 30, 1, 8).q_tokens == 1 << 30
     with pytest.raises(MeshAttentionError, match="at most 1073741824 are supported"):

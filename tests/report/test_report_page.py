@@ -142,12 +142,37 @@ def test_the_script_finds_what_it_looks_for(tags: Tags, page: str) -> None:
     assert page.count('class="plot ') == page.count("data-picture=")
 
 
+def test_lines_to_paste_have_a_button_and_every_code_of_the_page_a_legend(
+    page: str, report_facts: ReportFacts
+) -> None:
+    asked = replace(report_facts, command="mesh-attention report --cluster '<b>'")
+    for text, buttons in ((page, 1), (page_of(asked, LIBRARY), 2)):
+        assert text.count('<button type="button" class="copy">copy</button>') == buttons
+    assert "<code>mesh-attention report --cluster &#x27;&lt;b&gt;&#x27;</code>" in text
+    codes = re.findall(r"<dt><code>(.*?)</code></dt>", page)
+    names = {event.name for chart in report_facts.gantts for event in chart.events}
+    kinds = {re.sub(r"\d+", "#", name.partition(".")[0]) for name in names}
+    assert kinds <= {re.sub(r"\d+", "#", code) for text in codes for code in text.split(", ")}
+    settings = [p.setting for method in report_facts.methods for p in method.passes.values()]
+    words = {word.partition("=")[0] for setting in settings for word in setting.split()}
+    assert words - {"-"} <= {code.partition("=")[0] for code in codes}
+
+
+def test_the_methods_that_people_know_are_shown_where_ranks_grow(
+    variants: dict[str, dict[str, Any]], report_facts: ReportFacts
+) -> None:
+    there = {line.name for line in report_facts.scaling}
+    for variant in variants["scaling"].values():
+        shown = {line["name"] for line in variant["data"] if line.get("visible", True) is True}
+        assert {"ulysses", "usp", "ring"} & there <= shown
+
+
 def test_the_table_can_be_sorted_by_every_column_and_holds_the_facts(
     tags: Tags, report_facts: ReportFacts
 ) -> None:
     heads = [one for one in tags.find("th") if one.get("scope") == "col"]
     assert {one["aria-sort"] for one in heads} == {"none"}
-    buttons = [one for one in tags.find("button") if "id" not in one]
+    buttons = [one for one in tags.find("button") if not {"id", "class"} & one.keys()]
     assert len(buttons) == len(heads) == 10
     names = [one["data-value"] for one in tags.find("th") if "data-value" in one]
     assert names == [one.name for one in report_facts.methods]
@@ -272,7 +297,7 @@ def test_the_command_writes_the_page_or_prints_the_facts(
         (["--output", "no/such/page.html"], "there is no folder no/such"),
         (["--output", "."], ". is a folder; --output names the page"),
         (["--method", "mesh"], "report compares all methods"),
-        ([], "the page is drawn by plotly: pip install 'mesh-attention[report]'"),
+        ([], "the page is drawn by plotly: pip install 'plotly>=6,<8'"),
     ],
 )
 def test_what_cannot_be_written_is_told_in_a_line_before_the_search(

@@ -84,7 +84,7 @@ class Batches:
     def packer(self, *, also: Sequence[Batches] = ()) -> Packer:
         """A function for collate functions in other processes: `packer(cu_seqlens)` chooses what
         `documents` would, and `documents(pack)` takes its result. It can be pickled, and needs
-        neither torch nor other ranks."""
+        neither torch nor other ranks. Experimental."""
         self._calls.user.refuse_if_closed(sends=False)
         return self._calls.packer(also)
 

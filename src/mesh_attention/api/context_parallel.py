@@ -64,7 +64,7 @@ class ContextParallel(Batches, Training, Reports):
     differentiable_lse   needed if a loss depends on lse: only kernels that can do it are chosen
     relayout        True: your shards are contiguous, rank r has the r-th. Every call then exchanges
                     them for the layout that the method works in, and back
-    method, tile, layout, chunks, ...   options of plans, as `mesh-attention plan --help` lists
+    method, tile, layout, chunks, ...   options of plans: `mesh-attention plan --help-all` lists
                     them. Left out, they are chosen; `cp.choice` says what and why
     cluster         the name or file of the cluster to choose for; left out: found from the machine
     plan            run this plan: made by `make_plan`, or the file of `advise --output`. It says

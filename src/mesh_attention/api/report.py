@@ -55,12 +55,12 @@ class Reports:
 
     @property
     def traffic(self) -> dict[str, Counters]:
-        """Bytes that this rank has really handed to its transport so far, by pass."""
+        """Bytes that this rank has really handed to its transport so far, by pass. Experimental."""
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """For the latest call of each pass and each kind of block: which kernels were asked, and
-        why one was chosen."""
+        why one was chosen. Experimental."""
         return {
             f"{direction} {kind}": reasons
             for direction, report in self._calls.user.reports.items()
@@ -76,7 +76,8 @@ class Reports:
         return {name: replace(x, kept_bytes=layers * x.kept_bytes) for name, x in memory.items()}
 
     def transports(self) -> dict[str, tuple[str, str]]:
-        """For the latest call of each pass: the transport of each group of ranks, and why."""
+        """For the latest call of each pass: the transport of each group of ranks, and why.
+        Experimental."""
         transports: dict[str, tuple[str, str]] = {}
         for direction, report in self._calls.user.reports.items():
             transports |= report.transport.choices((direction,))

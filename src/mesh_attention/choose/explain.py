@@ -25,8 +25,8 @@ Passes = Mapping[Direction, Scored]
 def explain(
     chosen: Passes, methods: Mapping[str, Passes], refused: Sequence[str], num_ranks: int
 ) -> str:
-    """Such as: mesh-usp takes 401 ms forward and backward: 12 % less than usp (456 ms), 60 % less
-    than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
+    """Such as: mesh-usp takes 401 ms forward and backward: 12 % less time than usp (456 ms), 60 %
+    less time than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
     seconds, names = seconds_of(chosen), [scored.name for scored in chosen.values()]
     said = " and ".join(chosen)
     if len({*names}) == 1:
@@ -87,8 +87,8 @@ def time_text(seconds: float) -> str:
 def _compared(seconds: float, name: str, passes: Passes) -> str:
     other = seconds_of(passes)
     if is_tie(seconds, other):
-        return f"as fast as {name} ({about(passes)}: {TIE_TEXT})"
-    return f"{100 * (1 - seconds / other):.0f} % less than {name} ({about(passes)})"
+        return f"as fast as {name} ({about(passes)}, within {TIE:.0%})".replace("%", " %")
+    return f"{100 * (1 - seconds / other):.0f} % less time than {name} ({about(passes)})"
 
 
 def _idle(timelines: Sequence[Timeline]) -> str:

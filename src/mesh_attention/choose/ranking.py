@@ -27,7 +27,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.language.traffic import TrafficMeter, far_bytes, traffic_of
-from mesh_attention.plan.methods.table import METHODS, USUAL
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 
 Passes = dict[Direction, Scored]
@@ -100,16 +100,18 @@ class RankedMethod:
         """Whether to simulate it does not take long."""
         return all(x.operations <= SEARCH.simulated_operations for x in self.passes.values())
 
-    def too_large(self) -> list[str]:
-        """A line where it does not fit: then nothing fits, since what does is ranked before it."""
+    def too_large(self, batch: int = 1) -> list[str]:
+        """A line where it does not fit: then nothing fits, since what does is ranked before it.
+        `batch`: so many sequences at a time, of which each has its part of the cluster's memory."""
         much = [(d, scored.peak_bytes) for d, scored in self.passes.items() if not scored.fits]
         if not much:
             return []
-        needs = " and ".join(f"{bytes_text(size)} {direction}" for direction, size in much)
-        limit = bytes_text(gpu_bytes(self.asked.cluster))
+        needs = " and ".join(f"{bytes_text(size * batch)} {direction}" for direction, size in much)
+        limit = bytes_text(gpu_bytes(self.asked.cluster) * batch)
+        fewer = "tokens or heads" if batch == 1 else "tokens, heads or sequences"
         return [
             f"It does not fit: a rank needs {needs}, more than the {limit} of a GPU, "
-            "and nothing that fits was found; take more ranks, fewer tokens or fewer heads."
+            f"and nothing that fits was found; take more ranks, or fewer {fewer}."
         ]
 
     def setting(self, direction: Direction) -> str:
@@ -172,10 +174,9 @@ class Ranking:
 
 @collector_paused()
 def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
-    """All methods that the search was about. Methods that people use, and those that seem as fast
-    as the choice, are simulated if that does not take long. No row is before the choice: a method
-    that seems to be is simulated, and if it is faster it becomes the choice. `default`: what doors
-    take."""
+    """All methods that the search was about, simulated if that does not take long. No row is before
+    the choice: a method that seems to be is simulated, and if it is faster it becomes the choice.
+    `default`: what doors take."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -189,8 +190,7 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
     if usual is not None and usual.is_short:
         usual = _simulated(usual)
     for row in sorted((*rows, *([usual] if usual else [])), key=lambda row: row.seconds):
-        compared = row.name in USUAL or is_tie(row.seconds, best.seconds)
-        if row.score < best.score or (compared and row.is_short):
+        if row.score < best.score or row.is_short:
             simulated = _simulated(row)
             rows = [simulated if other is row else other for other in rows]
             best = min(best, simulated, key=lambda row: row.score)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from mesh_attention.cli.output import (
     show,
     table,
 )
+from mesh_attention.cli.values import byte_size, size
+from mesh_attention.cli.verdict import verdict_of
 from mesh_attention.cost.detect_cluster import (
     NEAREST,
     Machine,
@@ -67,6 +69,7 @@ class AskedOfAll:
     directions: tuple[Direction, ...]
     options: dict[str, Any]
     kernel: str | None
+    batch: int = 1  # sequences that share the memory of a GPU
 
     def search(self, tell: Progress | None) -> PlanChoice:
         return find_best(
@@ -93,16 +96,26 @@ def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
             args.causal = True
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
     cluster, found_by = _cluster_of(args)
-    return AskedOfAll(problem, ranks, cluster, found_by, directions_of(args), options, args.kernel)
+    batch = getattr(args, "batch", None) or 1
+    share = _with_memory(cluster, gpu_bytes(cluster) / batch)
+    question = (problem, ranks, share, found_by, directions_of(args), options, args.kernel)
+    return AskedOfAll(*question, batch)
 
 
 def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
-    """The cluster, and how it was chosen."""
+    """The cluster, with the memory that was asked for, and how it was chosen."""
     if args.cluster is None:
         gpu = gpu_of_driver()
-        return find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
-    cluster = load_cluster(args.cluster)
-    return cluster, f"{cluster.name}, as given"
+        cluster, found_by = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
+    else:
+        cluster = load_cluster(args.cluster)
+        found_by = f"{cluster.name}, as given"
+    memory = getattr(args, "memory", None)
+    return _with_memory(cluster, memory) if memory else cluster, found_by
+
+
+def _with_memory(cluster: Cluster, num_bytes: float) -> Cluster:
+    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=num_bytes / 2**30))
 
 
 @collector_paused()
@@ -126,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         write_choice(args.output, choice.question)
     least = {d: least_bytes(problem, ranks, d) for d in asked.directions}
+    verdict = verdict_of(ranking, asked.batch, args.model)
     python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
     timelines = [scored.timeline for scored in choice.chosen.values()]
     return show(
@@ -134,12 +148,14 @@ def run(args: argparse.Namespace) -> int:
             "cluster": cluster.name,
             "cluster_found": asked.found_by,
             "ranks": ranks,
+            "verdict": verdict,
             "reason": ranking.reason,
             "python": python,
             "default": ranking.default and ranking.default.to_json() | {"text": auto},
             "least_received_bytes": {d.value: size for d, size in least.items()},
             "chosen": chosen.to_json(),
-            "gpu_bytes": gpu_bytes(cluster),
+            "batch": asked.batch,
+            "gpu_bytes": gpu_bytes(cluster) * asked.batch,
             "place": choice.place,
             "methods": [row.to_json() | {"tie": ranking.is_tie(row)} for row in ranking.rows],
             "refused": ranking.refused,
@@ -148,14 +164,14 @@ def run(args: argparse.Namespace) -> int:
         },
         lambda: "\n".join(
             [
+                *verdict,
+                "",
                 f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
                 f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
                 _table(ranking, least),
                 *_table_notes(ranking, cluster, problem),
                 *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
                 "",
-                ranking.reason,
-                *chosen.too_large(),
                 *([auto] if auto else []),
                 "",
                 python,
@@ -163,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
                 "",
                 *_moved_note(choice),
                 f"Cluster: {asked.found_by}.",
-                f"Best of {choice.tried} settings. Modelled, not measured; memory for batch 1.",
+                f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
+                "layer and one sequence.",
                 *missing_kernels_note(timelines),
             ]
         ),
@@ -181,10 +198,11 @@ def _table_notes(ranking: Ranking, cluster: Cluster, problem: Problem) -> list[s
         notes.append(f"{_TIE} as fast as the choice: {TIE_TEXT}.")
     if not all(row.is_simulated for row in rows):
         notes.append(
-            "about: not simulated, as one rank sees it; ranks that wait for each other take longer."
+            "about: timed on one rank alone, which is too short where ranks wait for each other."
         )
     if not all(row.fits_gpu for row in rows):
-        notes.append(f"{_TOO_MUCH} needs more than the {bytes_text(gpu_bytes(cluster))} of a GPU.")
+        limit = bytes_text(gpu_bytes(cluster))
+        notes.append(f"{_TOO_MUCH} needs more than the {limit} that a sequence has of a GPU.")
     if not problem.mask.is_full:
         notes.append(
             "least possible: by the visible area alone, as if all of it lay in full boxes; plans "
@@ -254,6 +272,7 @@ FLAGS = (
         str,
         "NAME|FILE",
     ),
+    Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
     Flag("--kernel", "one of the cluster's kernels, where it can", str, "NAME"),
 )
 COMMAND = Command(
@@ -262,13 +281,14 @@ COMMAND = Command(
     run=run,
     flags=(
         *FLAGS,
+        Flag("--batch", "sequences at a time (default 1); with --step: of a whole step", size, "N"),
         Flag("--output", "write the plan for ContextParallel(plan=...)", Path, "FILE.json"),
         *STEP_FLAGS,
     ),
     more_flags=add_plan_flags,
     examples=(
-        "mesh-attention advise --ranks 32 --model llama-70b --tokens 131072",
-        "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 524288 --causal --json",
+        "mesh-attention advise --ranks 32 --model llama-70b --tokens 128k",
+        "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 512k --causal --json",
         "mesh-attention advise --ranks 32 --model llama-70b --output plan.json",
         "mesh-attention advise --ranks 8 --model qwen3-8b --tokens 1M --step --largest",
     ),

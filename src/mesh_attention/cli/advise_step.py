@@ -10,15 +10,13 @@ from mesh_attention.choose.ranking import name_of
 from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cli.options import problem_of, question_flags, ranks_of
 from mesh_attention.cli.output import nodes_text, progress, show, table
-from mesh_attention.cli.values import byte_size, size
+from mesh_attention.cli.values import byte_size
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
 from mesh_attention.step.step_memory import Keeps
 
 FLAGS = (
     Flag("--step", "plan a whole training step of --model: memory, time, what to switch on"),
-    Flag("--batch", "sequences a step (default: one for each data-parallel group)", size, "N"),
-    Flag("--memory", "of a GPU, for --step (default: the cluster's)", byte_size, "SIZE"),
     Flag("--host-memory", "of a node, for --step (default: the cluster's)", byte_size, "SIZE"),
     Flag("--largest", "also the largest context that fits, and what ends it"),
 )
@@ -49,7 +47,6 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
             ranks_of(args),
             cluster=cluster,
             batch=args.batch,
-            memory_bytes=args.memory,
             host_bytes=args.host_memory,
             mask=problem.mask,
             progress=tell,
@@ -80,7 +77,8 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
                 f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
                 f"tokens, {asked.mask.describe()}",
                 _table(plan),
-                f"A GPU has {_gb(asked.memory_bytes)}, a host {_gb(asked.host_bytes)}; ! is more.",
+                f"A GPU has {gb_text(asked.memory_bytes)}, a host {gb_text(asked.host_bytes)}; "
+                "! is more.",
                 *(f"{split}: {reason}" for split, reason in plan.refused.items()),
                 "",
                 *_verdict(best),
@@ -95,7 +93,7 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
     )
 
 
-def _gb(num_bytes: float) -> str:
+def gb_text(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
@@ -106,7 +104,7 @@ def _table(plan: StepPlan) -> str:
         gpu, host = ("!" if lacking else "" for lacking in step.lacking_bytes)
         rows.append([f"{step.data} x {step.context}", str(step.sequences), f"{step.seconds:.2f}"])
         rows[-1] += [f"{step.tokens_per_second_per_gpu:.0f}", f"{step.mfu_percent:.1f} %"]
-        rows[-1] += [gpu + _gb(step.memory.peak[1]), host + _gb(step.node_host_bytes)]
+        rows[-1] += [gpu + gb_text(step.memory.peak[1]), host + gb_text(step.node_host_bytes)]
         rows[-1] += [step.policy.text, name_of(step.attention.choice.chosen)]
     return table(rows)
 
@@ -119,15 +117,15 @@ def _verdict(step: PlannedStep) -> list[str]:
         f"Best: {step.data} x {step.context}. Seconds: "
         + ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in times.items() if x)
         + ". Of parameters and offload only what is exposed counts.",
-        f"A GPU holds {_gb(peak)}: "
-        + ", ".join(f"{n.replace('_', ' ')} {_gb(parts[n])}" for n in names if parts[n])
-        + f". Attention's workspace is {_gb(step.attention.workspace_bytes)}; on the host "
-        f"{_gb(step.memory.host)}.",
+        f"A GPU holds {gb_text(peak)}: "
+        + ", ".join(f"{n.replace('_', ' ')} {gb_text(parts[n])}" for n in names if parts[n])
+        + f". Attention's workspace is {gb_text(step.attention.workspace_bytes)}; on the host "
+        f"{gb_text(step.memory.host)}.",
     ]
     if not step.fits:
         words.append(
-            f"It does not fit: {_lacking(step)}, and no policy lacks less; take more ranks, fewer "
-            "tokens or more memory."
+            f"It does not fit: {lacking_text(step)}, and no policy lacks less; take more ranks, "
+            "fewer tokens or more memory."
         )
     return words
 
@@ -135,16 +133,16 @@ def _verdict(step: PlannedStep) -> list[str]:
 def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_ranks: int) -> str:
     if fitting is None:
         return f"No context fits on {num_ranks} ranks: the model itself is too large for them."
-    ends = "" if beyond is None else f" With {beyond.tokens} {_lacking(beyond)}."
+    ends = "" if beyond is None else f" With {beyond.tokens} {lacking_text(beyond)}."
     return (
         f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, {fitting.seconds:.0f} s "
         f"a step ({fitting.policy.text}).{ends}"
     )
 
 
-def _lacking(step: PlannedStep) -> str:
+def lacking_text(step: PlannedStep) -> str:
     places = zip(step.lacking_bytes, ("GPU", "host"), strict=True)
-    lacking = [f"{_gb(num_bytes)} of a {place}" for num_bytes, place in places if num_bytes]
+    lacking = [f"{gb_text(num_bytes)} of a {place}" for num_bytes, place in places if num_bytes]
     return f"{' and '.join(lacking)} are lacking"
 
 

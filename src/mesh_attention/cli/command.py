@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -21,7 +22,6 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.methods.table import RENAMED_OPTIONS
 
 if TYPE_CHECKING:
     from mesh_attention.measure.ranks import Ranks
@@ -62,25 +62,29 @@ class Command:
     examples: tuple[str, ...] = ()
 
 
+SELDOM = ("more of the ", "options of ")  # beginnings of the titles of groups of flags
+
+
 class UsageError(ValueError):
     """The request cannot be carried out; the message says what would work."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without its page of usage on an error, and without guessing at options."""
+    """argparse without its page of usage on an error, and without guessing at options. `--help`
+    leaves out groups whose titles begin as `SELDOM` says; `--help-all` has them."""
 
     def __init__(self, prog: str, command: Command) -> None:
-        lines = [f"  {example}" for example in command.examples]
+        examples = [f"  {example}" for example in command.examples]
         super().__init__(
             prog=prog,
             usage=f"{prog} [options]",
-            description=command.summary,
-            epilog="\n".join(["examples:", *lines]) if lines else None,
+            description="\n".join([command.summary, "", "examples:", *examples]),
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
         # -5MiB is a value that does not fit, not an unknown option.
         self._negative_number_matcher = re.compile(r"^-[0-9]")
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
         if command.more_flags is not None:
@@ -99,17 +103,35 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             known = [option for action in self._actions for option in action.option_strings]
-            renamed = RENAMED_OPTIONS.get(name[2:].replace("-", "_"))
-            hint = f"; {with_flags(renamed, self)}" if renamed else did_you_mean(name, known)
-            self.error(f"unknown {kind} {name}{hint}")
+            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
         return args
 
-    def format_help(self) -> str:
-        return with_flags(super().format_help(), self)
+    def format_help(self, *, seldom: bool = False) -> str:
+        formatter, left_out = self._get_formatter(), 0
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        # What is asked first, then how the answer is to be given.
+        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
+            if (group.title or "").startswith(SELDOM) and not seldom:
+                left_out += len(group._group_actions)
+                continue
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if left_out:
+            formatter.add_text(f"{left_out} more options that are seldom needed: --help-all")
+        return with_flags(formatter.format_help(), self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Raises where the message cannot be written; argparse ignores that."""
         print(message, end="", file=file or sys.stderr)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(seldom=True), end="")
+        parser.exit()
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -124,7 +146,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def run_command(prog: str, command: Command, words: list[str]) -> int:
     parser = Parser(prog, command)
     try:
-        return command.run(parser.parse(words))
+        args = parser.parse(words)
+        args.command_line = shlex.join([*prog.split(), *words])
+        return command.run(args)
     except SystemExit as done:  # argparse leaves this way after --help
         return int(done.code or 0)
     except MeshAttentionError as error:
@@ -152,6 +176,13 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         except OSError:
             _drop_output()
         message = f"{error.filename or 'input or output'}: {error.strerror}"
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return _own_mistake(prog)
+        message = (
+            "this needs torch, which is not installed: pip install torch (plan, verify, volume, "
+            "simulate, advise, report and draw work without it)"
+        )
     except UnicodeDecodeError as error:
         message = f"the file is not text: {error}"
     except KeyboardInterrupt:
@@ -159,11 +190,15 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
     except MemoryError:
         message = "there is not enough memory for this"
     except Exception:
-        traceback.print_exc()
-        print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
-        return 3
+        return _own_mistake(prog)
     print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _own_mistake(prog: str) -> int:
+    traceback.print_exc()
+    print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
+    return 3
 
 
 def _nowhere() -> TextIO:

@@ -8,21 +8,16 @@ the transport. The parent runs the ranks in a pool of processes, draws pictures 
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.local_ranks import LocalRanks
 from mesh_attention.cli.output import Progress, progress, show, table
 from mesh_attention.cost.gantt import draw_gantt
 from mesh_attention.cost.planning import plan_on
@@ -33,6 +28,7 @@ from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.table import TILES
+from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
@@ -41,9 +37,7 @@ from mesh_attention.report.page import plotly_js, write_page
 NUM_RANKS = 9
 TOLERANCE = 1e-10
 CLUSTER = "hgx-h100"
-_TIMEOUT = timedelta(seconds=100)
 _TOKENS, _HEADS, _HEAD_DIM = 1152, 4, 32
-_Result = TypeVar("_Result")
 _SCALING_RANKS = 16  # of the page: seconds, and not half a minute
 
 
@@ -174,61 +168,21 @@ def _draw(folder: Path) -> list[str]:
 
 def run_cases(tell: Progress | None) -> list[Outcome]:
     """Runs all cases on nine processes. Without a bar, standard error says what was checked."""
-    context = mp.get_context("forkserver")
-    # Gradients import the last module, for half a second on each rank.
-    needed = (__name__, "mesh_attention.api.context_parallel")
-    context.set_forkserver_preload([*needed, "torch.fx.experimental.symbolic_shapes"])
     steps = count(1)
 
-    def results(tasks: Sequence[Future[_Result]]) -> list[_Result]:
-        for task in as_completed(tasks):
-            task.result()  # raises here what the rank has raised
-            if tell is not None:
-                tell(next(steps), NUM_RANKS * (1 + len(CASES)))
-        return [task.result() for task in tasks]
+    def advance() -> None:
+        if tell is not None:
+            tell(next(steps), NUM_RANKS * (1 + len(CASES)))
 
     outcomes = []
-    ranks = ProcessPoolExecutor(NUM_RANKS, context, _end_with_parent)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            results([ranks.submit(_join, rank, folder) for rank in range(NUM_RANKS)])
-            for case in CASES:
-                # Each process takes one of the tasks: none of them ends before all have begun.
-                parts = results([ranks.submit(_run_case, case) for _ in range(NUM_RANKS)])
-                (checked,) = (errors for _, errors in parts if errors is not None)
-                outcomes.append(Outcome(case, sum(units for units, _ in parts), *checked))
-                if tell is None:
-                    print(f"checked: {case.title}", file=sys.stderr, flush=True)
-        except Exception as error:
-            for process in ranks._processes.values():  # they would wait for the one that failed
-                process.kill()
-            cause = error.__cause__ or error
-            raise MeshAttentionError(f"a rank of the demonstration failed:\n{cause}") from error
-        finally:
-            ranks.shutdown()
+    with LocalRanks(NUM_RANKS, advance) as ranks:
+        for case in CASES:
+            parts = ranks.run(_run_case, case)
+            (checked,) = (errors for _, errors in parts if errors is not None)
+            outcomes.append(Outcome(case, sum(units for units, _ in parts), *checked))
+            if tell is None:
+                print(f"checked: {case.title}", file=sys.stderr, flush=True)
     return outcomes
-
-
-def _end_with_parent() -> None:
-    """A rank whose parent was killed would wait for its next task for ever."""
-
-    def watch() -> None:
-        parent = mp.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="mesh_attention parent", daemon=True).start()
-
-
-def _join(rank: int, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)  # type: ignore[attr-defined]
-    sizes: Any = {"rank": rank, "world_size": NUM_RANKS}
-    dist.init_process_group("gloo", store=store, timeout=_TIMEOUT, **sizes)
 
 
 def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
@@ -237,6 +191,7 @@ def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
     import torch.distributed as dist
 
     from mesh_attention.api.context_parallel import ContextParallel
+    from mesh_attention.measure.exactness import errors_of
 
     torch.manual_seed(0)
     shape = (1, _TOKENS, _HEADS, _HEAD_DIM)
@@ -252,25 +207,12 @@ def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
         whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
     if dist.get_rank() > 0:
         return units, None
-    return units, (float(planned.units_total), *_errors((q, k, v), grad, whole))
-
-
-def _errors(inputs: Any, grad: Any, results: list[Any]) -> tuple[float, float]:
-    """The largest error of the output, and that of the gradients."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    leaves = [x.transpose(1, 2).clone().requires_grad_() for x in inputs]
-    truth = scaled_dot_product_attention(*leaves)
-    wanted = [truth.detach(), *torch.autograd.grad(truth, leaves, grad.transpose(1, 2))]
-    pairs = zip(results, wanted, strict=True)
-    errors = [float((result - x.transpose(1, 2)).abs().max()) for result, x in pairs]
-    return errors[0], max(errors[1:])
+    return units, (float(planned.units_total), *errors_of(whole, (q, k, v), grad, Mask()))
 
 
 COMMAND = Command(
     "demo",
-    "Nine real ranks on this computer: three assignments of work, checked and counted.",
+    "nine real ranks on this computer: three assignments of work, checked and counted",
     run,
     flags=(Flag("--output", "folder of pictures", Path, "FOLDER", Path("demo-output")),),
     examples=("mesh-attention demo --output demo-output",),

@@ -12,6 +12,7 @@ from mesh_attention.cli import (
     plan,
     profile,
     report,
+    selftest,
     simulate,
     tune,
     verify,
@@ -21,7 +22,13 @@ from mesh_attention.cli.command import Command, UsageError, did_you_mean, exit_c
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
-_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo)
+_EXAMPLES = (
+    "advise --ranks 32 --model llama-70b --tokens 128k  # which method, and how fast",
+    "advise --ranks 8 --model qwen3-8b --tokens 1M --step  # does a training step fit?",
+    "report --ranks 32 --model llama-70b --tokens 128k  # the same as a page to look at",
+    "selftest  # is attention exact on this computer?",
+)
+_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo, selftest)
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 
@@ -54,11 +61,15 @@ def _help() -> str:
         [
             f"usage: {PROGRAM} COMMAND [options]",
             "",
-            "Plans for exact attention over a sequence that is split across ranks.",
+            "Exact attention over a sequence split across ranks: plan it, check it, time it.",
+            "",
+            "examples:",
+            *(f"  {PROGRAM} {example}" for example in _EXAMPLES),
             "",
             "commands:",
             *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
             "",
-            f"{PROGRAM} COMMAND --help lists the options of a command, --version the version.",
+            f"{PROGRAM} COMMAND --help has examples and the usual options of a command, --help-all "
+            "all of them.",
         ]
     )

@@ -39,18 +39,22 @@ _TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 PASSES = ("forward", "backward", "both")
 _WINDOW_HELP = "keys around the query; RIGHT is 0 when left out, inf is no limit"
-_SLICES_HELP = 'in place of these: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
+_SLICES_HELP = 'in place of masks: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
+_RANKS_HELP = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
 _PROBLEM = (
-    Flag("--tokens", f"query tokens, as 128k or 1M (default {_TOKENS})", size, "N", to="q_tokens"),
-    Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
+    Flag("--ranks", _RANKS_HELP, size, "N"),
+    Flag("--tokens", "query tokens, as 128k or 1M (default 64k)", size, "N", to="q_tokens"),
     Flag("--heads", f"query heads (default {_HEADS})", size, "N", to="num_heads"),
     Flag("--kv-heads", "key and value heads (default: as --heads)", size, "N", to="num_kv_heads"),
     Flag("--head-dim", f"size of a query and key head (default {_HEAD_DIM})", size, "N"),
-    Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
-    Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
     Flag("--causal", "a query sees keys up to its own (default no)", both=True),
     Flag("--window", _WINDOW_HELP, window, "LEFT[:RIGHT]"),
     Flag("--documents", "packed documents: 0,...,tokens", starts, "STARTS"),
+)
+_MORE_OF_PROBLEM = (
+    Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
+    Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
+    Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
     Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
     Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
     Flag("--slices", _SLICES_HELP, json_file, "FILE"),
@@ -66,15 +70,14 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_question_flags(parser: argparse.ArgumentParser) -> None:
-    problem = parser.add_argument_group("problem")
-    for flag in _PROBLEM:
-        flag.add_to(problem)
+    for title, flags in (("problem", _PROBLEM), ("more of the problem", _MORE_OF_PROBLEM)):
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(group)
     plan = parser.add_argument_group("plan")
     methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
     Flag("--method", methods_text, str, "NAME").add_to(plan)
-    ranks_text = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
-    Flag("--ranks", ranks_text, size, "N").add_to(plan)
-    groups = {tuple(METHODS): plan}
+    groups = {tuple(METHODS): parser.add_argument_group("options of all methods")}
     for option, methods in all_options().values():
         if methods not in groups:
             groups[methods] = parser.add_argument_group(f"options of {', '.join(methods)}")

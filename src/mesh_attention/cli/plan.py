@@ -136,7 +136,7 @@ COMMAND = Command(
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
-        "mesh-attention plan --ranks 8 --tokens 65536 --heads 32 --causal --target h200",
+        "mesh-attention plan --ranks 8 --tokens 64k --heads 32 --causal --target h200",
         "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4 --scheduler search",
         "mesh-attention plan --tile 3x3 --text plan.txt",
     ),

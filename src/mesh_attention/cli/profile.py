@@ -107,6 +107,6 @@ COMMAND = Command(
     ),
     examples=(
         "torchrun --nproc-per-node 8 -m mesh_attention profile --output cluster.toml",
-        "mesh-attention simulate --cluster cluster.toml --ranks 8 --tokens 65536 --best",
+        "mesh-attention simulate --cluster cluster.toml --ranks 8 --tokens 64k --best",
     ),
 )

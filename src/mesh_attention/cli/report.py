@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         facts = report_facts(
             choice,
             cluster_found=asked.found_by,
-            most_ranks=args.scaling_ranks,
+            most_ranks=args.scaling_ranks or min(RANKS[-1], max(64, 8 * asked.ranks)),
+            command=args.command_line,
             notes=missing_kernels_note([scored.timeline for scored in choice.chosen.values()]),
             progress=_part(tell, _SEARCH_PART, 1.0),
         )
@@ -73,15 +74,14 @@ COMMAND = Command(
         ),
         Flag(
             "--scaling-ranks",
-            f"the most ranks of strong and weak scaling (default {RANKS[-1]})",
+            f"the most ranks of the scaling picture (default: 8 x --ranks, 64 to {RANKS[-1]})",
             size,
             "N",
-            RANKS[-1],
         ),
     ),
     more_flags=add_plan_flags,
     examples=(
-        "mesh-attention report --ranks 32 --model llama-70b --tokens 131072",
-        "mesh-attention report --ranks 8 --heads 32 --tokens 65536 --causal --output page.html",
+        "mesh-attention report --ranks 32 --model llama-70b --tokens 128k",
+        "mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html",
     ),
 )

@@ -249,7 +249,7 @@ COMMAND = Command(
     ),
     more_flags=add_plan_flags,
     examples=(
-        "mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 262144 --causal",
+        "mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 256k --causal",
         "mesh-attention simulate --cluster paper --ranks 128 --heads 64 --best --pass forward",
         "mesh-attention simulate --ranks 16 --chunks 2x2 --trace trace.json --gantt chart.png",
         "mesh-attention simulate --clusters",

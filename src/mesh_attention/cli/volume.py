@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.values import size
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare
-from mesh_attention.plan.read.count import PassCount, count
+from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.kept import KeptBytes, kept_bytes
 
 
@@ -24,27 +26,35 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         return _show_comparison(args)
     plan = plan_of(args)
-    counts = count(plan)
-    kept = kept_bytes(plan).of_layers(args.layers or 1) if len(plan.passes) > 1 else None
+    counts, layers = count(plan), args.layers or 1
+    passes = {str(d): _of_batch(counted.to_json(), args.batch) for d, counted in counts.items()}
+    kept = None
+    if len(plan.passes) > 1:
+        sizes = astuple(kept_bytes(plan).of_layers(layers))
+        kept = KeptBytes(*(number * args.batch for number in sizes))
+    unit = next(iter(counts.values())).unit_bytes * args.batch
+    between = {} if kept is None else {"between_passes": kept.to_json()}
+    return show(args, lambda: passes | between, lambda: _to_text(plan, passes, kept, layers, unit))
 
-    def to_json() -> dict[str, Any]:
-        between = {} if kept is None else {"between_passes": kept.to_json()}
-        return {str(direction): c.to_json() for direction, c in counts.items()} | between
 
-    return show(args, to_json, lambda: _to_text(plan, counts, kept, args.layers or 1))
+def _of_batch(value: Any, batch: int, key: str = "") -> Any:
+    """What was counted for one sequence, for so many at a time: all bytes are as many times."""
+    if isinstance(value, dict):
+        return {name: _of_batch(inner, batch, f"{key} {name}") for name, inner in value.items()}
+    return value * batch if "bytes" in key and isinstance(value, int | float) else value
 
 
 def _to_text(
-    plan: Plan, counts: dict[Direction, PassCount], kept: KeptBytes | None, layers: int
+    plan: Plan, counts: dict[str, Any], kept: KeptBytes | None, layers: int, unit: float
 ) -> str:
-    passes = [counted.to_json() for counted in counts.values()]
+    passes = [*counts.values()]
 
     def row(name: str, key: str, statistic: str) -> list[str]:
         return [name, *(bytes_text(numbers[key][statistic]) for numbers in passes)]
 
     by_operation = [numbers["bytes_per_rank_by_operation"] for numbers in passes]
     rows = [
-        ["", *map(str, counts)],
+        ["", *counts],
         row("received by a rank, mean", "bytes_per_rank", "mean"),
         row("received by a rank, max", "bytes_per_rank", "max"),
     ]
@@ -58,7 +68,6 @@ def _to_text(
         ["most workspace at once", *(bytes_text(x["peak_buffer_bytes"]) for x in passes)],
         ["units over all ranks", *(f"{x['units_total']:.10g}" for x in passes)],
     ]
-    unit = next(iter(counts.values())).unit_bytes
     tiles = {f"tile {pass_.setting['tile']}" for pass_ in plan.passes if "tile" in pass_.setting}
     head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)])
     between = "" if kept is None else f"\n{_between(kept, layers)}"
@@ -92,16 +101,20 @@ def _show_comparison(args: argparse.Namespace) -> int:
             raise UsageError(f"--compare tries all methods and settings; leave --{flag} out")
     with progress("planning") as tell:
         rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
-    return show(args, lambda: [row.to_json() for row in rows], lambda: _compared_text(rows))
+    return show(
+        args,
+        lambda: [_of_batch(row.to_json(), args.batch) for row in rows],
+        lambda: _compared_text(rows, args.batch),
+    )
 
 
-def _compared_text(rows: Sequence[Compared]) -> str:
+def _compared_text(rows: Sequence[Compared], batch: int) -> str:
     head = ["method", "setting"]
     for direction in Direction:
         head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
     refused = "".join(f"{row.method}: {row.reason}\n" for row in rows if row.reason is not None)
     return (
-        f"{table([head, *map(_cells, rows)])}\n"
+        f"{table([head, *(_cells(row, batch) for row in rows)])}\n"
         f"{refused}"
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
@@ -109,7 +122,7 @@ def _compared_text(rows: Sequence[Compared]) -> str:
     )
 
 
-def _cells(row: Compared) -> list[str]:
+def _cells(row: Compared, batch: int) -> list[str]:
     words = [
         f"{name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in row.setting.items()
@@ -121,7 +134,8 @@ def _cells(row: Compared) -> list[str]:
             cells += ["-"] * 5
             continue
         sizes = (counted.total_bytes, counted.inter_node_bytes, counted.peak_buffer_bytes)
-        cells += [*map(bytes_text, sizes), str(counted.collectives), str(counted.point_to_point)]
+        cells += [bytes_text(number * batch) for number in sizes]
+        cells += [str(counted.collectives), str(counted.point_to_point)]
     return cells
 
 
@@ -129,11 +143,14 @@ COMMAND = Command(
     name="volume",
     summary="count the bytes each rank receives, inside and between nodes, and holds at most",
     run=run,
-    flags=(Flag("--compare", "all methods at their best settings, side by side"),),
+    flags=(
+        Flag("--compare", "all methods at their best settings, side by side"),
+        Flag("--batch", "sequences at a time (default 1)", size, "N", 1),
+    ),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
-        "mesh-attention volume --ranks 256 --tile 16x16 --tokens 524288 --heads 64 "
+        "mesh-attention volume --ranks 256 --tile 16x16 --tokens 512k --heads 64 "
         "--ranks-per-node 8 --alpha 4 --json",
         "mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8",
     ),

@@ -1,6 +1,7 @@
 """How long a plan takes on a cluster: the estimate of one rank, and the timeline of all ranks.
 
 Nothing here imports torch. Clusters themselves, which know no plan, are in `machine/`.
+Experimental.
 """
 
 from mesh_attention.cost.simulator import simulate

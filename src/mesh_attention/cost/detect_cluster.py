@@ -18,7 +18,9 @@ NEAREST = "hgx-h100"  # for what is not known
 # A word in the name of a GPU, the cluster of such GPUs, and a word in the names of just those; the
 # first that fits.
 _GPUS = (
-    (r"\bG?B[123]00\b", "gb200-nvl72", r"\bGB200\b"),
+    (r"\bG?B300\b", "gb300-nvl72", r"\bGB300\b"),
+    (r"\bGB[12]00\b", "gb200-nvl72", r"\bGB200\b"),
+    (r"\bB[12]00\b", "hgx-b200", r"\bB200\b"),
     (r"\b(H200|GH200)\b", "hgx-h200", r"\bH200\b"),
     (r"\b(H100|H800|H20)\b", "hgx-h100", r"\bH100\b"),
     (r"\b(A100|A800)\b", "a100-roce", r"\bA100\b"),

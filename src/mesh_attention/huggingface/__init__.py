@@ -8,6 +8,7 @@
 makes one of any of its subclasses; `AcceleratorContextParallel` is for loops with accelerate. The
 names below are loaded when they are first used: transformers takes seconds to import, and is an
 extra.
+Experimental: it follows transformers, whose inner parts change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from mesh_attention.huggingface.accelerator import AcceleratorContextParallel
@@ -49,8 +50,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "accelerate"):
             raise
-        raise MeshAttentionError(
-            f"{error.name} is not installed: pip install 'mesh-attention[huggingface]'"
+        raise MissingPackageError(
+            f"{error.name} is not installed: pip install 'transformers>=5.3,<6' 'accelerate>=1.12'"
         ) from error
 
 

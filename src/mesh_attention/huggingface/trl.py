@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
-    raise MeshAttentionError("trl is not installed: pip install 'mesh-attention[trl]'") from error
+    raise MeshAttentionError("trl is not installed: pip install 'trl>=1.15,<1.17'") from error
 
 __all__ = [
     "ContextParallelDPOTrainer",

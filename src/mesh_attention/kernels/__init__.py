@@ -2,6 +2,7 @@
 
 `choose` picks a kernel for a `Request`; the kernel's results on several blocks are joined by
 `RowKernels`. The slow truth they are all tested against is `reference`.
+Experimental.
 """
 
 from mesh_attention.kernels.interface import (

@@ -204,7 +204,7 @@ def _why_unusable() -> str | None:
     try:
         version = importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return f"{_PACKAGE} is not installed (the extra 'hopper' of mesh-attention)"
+        return f"{_PACKAGE} is not installed; mesh-attention selftest says how to"
     low, high = (".".join(map(str, bound)) for bound in _VERSIONS)
     if not _VERSIONS[0] <= tuple(map(int, version.split(".")[:2])) < _VERSIONS[1]:
         return f"was written for {_PACKAGE} from {low} to below {high}, found {version}"

@@ -70,6 +70,11 @@ def table_version() -> int:
     return _version
 
 
+def offers(request: Request) -> list[tuple[Kernel, str | None]]:
+    """Every kernel, with None if it can do the request, otherwise why it cannot."""
+    return [(kernel, _why_not(kernel, request)) for kernel in _KERNELS]
+
+
 def choose(request: Request, *, force: str | None = None) -> Choice:
     """The first kernel that does not refuse and is not slow, else the first slow one, or the forced
     one.
@@ -163,6 +168,7 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a kernel, preferred to all others or to those from `before` on.
 
     It is any object that answers as `Kernel` in `interface.py` says; no class has to be inherited.
+    Experimental.
     """
     if isinstance(kernel, type) or not isinstance(getattr(kernel, "name", None), str):
         raise MeshAttentionError(f"{kernel!r} is not a kernel: give an object with a name")
@@ -196,7 +202,8 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a kernel that was registered. Calls that were prepared with it keep it."""
+    """Remove a kernel that was registered. Calls that were prepared with it keep it.
+    Experimental."""
     global _version
     at = _index(name)
     if name in _OWN:

@@ -92,13 +92,14 @@ class KernelRates:
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """`module`: the Python module that it needs besides PyTorch. `measured_on`: GPUs of that kind
-    have these rates."""
+    """`module`: the Python module that it needs besides PyTorch, and `install` the packages that
+    bring it. `measured_on`: GPUs of that kind have these rates."""
 
     measured_on: str
     forward: PassRates | None = None
     backward: PassRates | None = None
     module: str | None = None
+    install: str | None = None
 
     @property
     def rates(self) -> KernelRates:

@@ -2,7 +2,7 @@
 
 Every field is required and nothing else is accepted, so that no constant is left to a default
 nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
-without kernels has those of the library.
+without kernels has those of the library, or those of another file by `kernels_of`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ def parse_cluster(text: str, source: str) -> Cluster:
 
 def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
     """From what TOML holds; `source` names it in errors."""
-    _refuse_fields_of_old(table, source)
     own = dict(table)
+    like = own.pop("kernels_of", None)
+    if like is not None and ("kernels" in own or like not in cluster_names()):
+        raise ClusterError(
+            f"{source}: kernels_of names a cluster of the library, in place of kernels: "
+            f"{', '.join(cluster_names())}"
+        )
     more = own.pop("more_kernels", None)
     if more is not None and "kernels" in own:
         raise ClusterError(f"{source}: give kernels, or more_kernels beside the library's")
@@ -94,7 +99,8 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
         )
     cluster = read_table(Cluster, {"kernels": more or {}, **own}, source)
     if "kernels" not in own:  # those of the library, measured on Hopper GPUs
-        cluster = replace(cluster, kernels=library_kernels() | cluster.kernels)
+        shared = library_kernels() if like is None else load_cluster(like).kernels
+        cluster = replace(cluster, kernels=shared | cluster.kernels)
     if cluster.node.ranks % cluster.network.nics:
         raise ClusterError(
             f"{source}: network.nics = {cluster.network.nics} does not divide "
@@ -110,27 +116,6 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
     for direction in DIRECTIONS:
         _check_kernels(cluster, direction, source)
     return cluster
-
-
-_OLD = {
-    ("kernels_like",): "a file without kernels has those of the library; its own beside them are "
-    "[more_kernels.NAME.forward] and so on",
-    ("compute",): "curves are written for each kernel: [kernels.cudnn.forward.full] and so on",
-    ("disturbance", "waits_for_forward_calls"): "lets_transfers_begin in [kernels.cudnn.forward] "
-    "says it for each kernel and pass",
-}
-
-
-def _refuse_fields_of_old(table: Mapping[str, Any], source: str) -> None:
-    for path, instead in _OLD.items():
-        inner: Any = table
-        for name in path:
-            inner = inner.get(name) if isinstance(inner, dict) else None
-        if inner is not None:
-            raise ClusterError(
-                f"{source}: {'.'.join(path)} is a field of older files: {instead} "
-                "(docs/clusters.md, or copy a file that ships with the library)"
-            )
 
 
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.table import USUAL
 from mesh_attention.report.estimates import Scaling, ScalingLine, ShapeTimes, TimedShape
 from mesh_attention.report.facts import ReportFacts
 from mesh_attention.report.picture import (
@@ -122,7 +123,8 @@ def _lines(facts: ReportFacts, kind: Scaling, measure: str) -> Variant:
             too_large = point.peak_bytes > facts.gpu_bytes
             scored.setdefault(point.ranks, []).append((too_large, point.seconds, line.name))
     fastest = {number: min(scores)[-1] for number, scores in scored.items()}
-    shown = [*dict.fromkeys([*fastest.values(), *order])][:_NUM_SHOWN]
+    usual = [name for name in USUAL if any(line.name == name for line in lines)]
+    shown = [*dict.fromkeys([*usual, *fastest.values(), *order])][:_NUM_SHOWN]
     data: list[dict[str, Any]] = []
     for line in sorted(lines, key=place):
         colour, symbol = style_of(place(line))

@@ -115,6 +115,7 @@ class ReportFacts:
     shapes: tuple[ShapeTimes, ...]
     scaling: tuple[ScalingLine, ...]
     notes: tuple[str, ...]
+    command: str = ""  # that asked for the page
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -128,6 +129,7 @@ def report_facts(
     cluster_found: str,
     most_ranks: int = 1024,
     notes: Sequence[str] = (),
+    command: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> ReportFacts:
     """`most_ranks` ends scaling."""
@@ -186,6 +188,7 @@ def report_facts(
         shapes=tuple(times for times in shapes if times is not None),
         scaling=tuple(lines),
         notes=tuple(notes),
+        command=command,
     )
 
 

@@ -82,6 +82,20 @@
     section.addEventListener("change", () => draw(section));
   }
 
+  // The browser may refuse the clipboard to a file; then the text is selected, to be copied by hand.
+  for (const copy of document.querySelectorAll(".copy")) {
+    copy.addEventListener("click", async () => {
+      const code = copy.parentElement.querySelector("code");
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        copy.textContent = "copied";
+      } catch {
+        getSelection().selectAllChildren(code);
+        copy.textContent = "selected";
+      }
+    });
+  }
+
   // Numbers by value, words by alphabet; a second click turns the order round.
   const body = document.querySelector("#methods tbody");
   const heads = [...document.querySelectorAll("#methods thead th")];

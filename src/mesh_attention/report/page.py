@@ -7,14 +7,16 @@ put into the page whole. A policy in the page tells browsers to load nothing fro
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.explain import TIE_TEXT
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MissingPackageError
 from mesh_attention.files import replacing
+from mesh_attention.plan.methods.table import all_options
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.report.comparison_pictures import (
     memory_picture,
@@ -39,6 +41,15 @@ _TITLES = {
     "memory": "Memory and time",
 }
 _TABLE = "All methods"
+_OPERATIONS = {
+    "C-1-2": "attention of chunk 1 of the queries with chunk 2 of the keys; chunks count from 0",
+    "AG-Q-0, AG-KV-0": "gather a chunk of queries, or of keys and values, from other ranks",
+    "RS-Q-0, RS-dQ-0, RS-dKV-0": "bring partial outputs or gradients to the ranks that own them",
+    "EX-IN-0, EX-OUT-0": "exchange tokens for heads, and back",
+    "KV-1, Q-1, O-1, dKV-1, P-1, PB-1": "a block goes on to the next rank of a ring",
+    "delta": "the row sums of output times its gradient, which the backward pass needs",
+    ".merge, .sum, .cast, .copy, .arrived, .end": "join or round what has come",
+}
 
 
 def plotly_js() -> str:
@@ -46,8 +57,8 @@ def plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise MeshAttentionError(
-            "the page is drawn by plotly: pip install 'mesh-attention[report]'"
+        raise MissingPackageError(
+            "the page is drawn by plotly: pip install 'plotly>=6,<8'"
         ) from None
     return str(get_plotlyjs())
 
@@ -143,9 +154,17 @@ def _choice(facts: ReportFacts) -> str:
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in facts.warnings)}
 <dl class="cards">{cards}</dl>
 <ul>{passes}</ul>
-<pre tabindex="0" aria-label="A line of Python to paste"><code>{escape(facts.python)}</code></pre>
+{_to_copy("A line of Python to paste", facts.python)}
+{_to_copy("The command that made this page", facts.command) if facts.command else ""}
 </section>
 """
+
+
+def _to_copy(label: str, text: str) -> str:
+    return (
+        f'<div class="copied"><pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code>'
+        '</pre><button type="button" class="copy">copy</button></div>'
+    )
 
 
 def _methods(facts: ReportFacts) -> str:
@@ -172,7 +191,8 @@ def _methods(facts: ReportFacts) -> str:
 with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
 other take longer. What is as fast as the choice is {TIE_TEXT}. Received bytes and memory are a
 rank's; below received bytes is how many times the least possible they are, which is a bound by the
-visible area alone: in reach under a full mask only.</p>
+visible area alone: in reach under a full mask only. <span class="hint">The table scrolls to the
+side.</span></p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
 <thead><tr>{head}</tr></thead>
@@ -181,8 +201,30 @@ visible area alone: in reach under a full mask only.</p>
 </table>
 </div>
 {f"<p>Not possible here:</p><ul>{refused}</ul>" if refused else ""}
+{_legend("What the settings mean", _settings_in_words(facts))}
 </section>
 """
+
+
+def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
+    """What the options of the table are, as the help of the command line says it."""
+    settings = [p.setting for method in facts.methods for p in method.passes.values()]
+    names = {word.partition("=")[0] for setting in settings for word in setting.split()}
+    return {
+        f"{name}={'True' if option.type is bool else option.metavar}": option.help.replace("`", "")
+        for name, (option, _) in all_options().items()
+        if name in names
+    }
+
+
+def _legend(title: str, words: Mapping[str, str]) -> str:
+    if not words:
+        return ""
+    rows = "".join(
+        f"<dt><code>{escape(code)}</code></dt><dd>{escape(text)}</dd>"
+        for code, text in words.items()
+    )
+    return f'<details><summary>{title}</summary><dl class="codes">{rows}</dl></details>'
 
 
 def _row(facts: ReportFacts, method: MethodFacts) -> str:
@@ -226,6 +268,7 @@ def _section(picture: Picture) -> str:
 <div class="plot {picture.name}" role="img" aria-label="{title}"></div>
 <figcaption aria-live="polite">{escape(first.caption)}</figcaption>
 </figure>
+{_legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
 </section>
 """
 

@@ -146,6 +146,7 @@ def plan_step(
     memory_bytes: int | None = None,
     host_bytes: int | None = None,
     mask: Mask | None = None,
+    context: int | None = None,
     progress: Progress | None = None,
 ) -> StepPlan:
     """A training step of a model, for every split of the ranks into data x context and every policy
@@ -155,6 +156,9 @@ def plan_step(
     tokens          of one sequence
     batch           sequences a step over all ranks; left out: one for each data-parallel group
     memory_bytes    of a GPU; `host_bytes` of a node's host. Left out: as the cluster has it
+    context         only the split with so many ranks to a sequence; left out: all splits
+
+    Experimental.
 
     >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")
     >>> plan.best.fits, plan.best.data * plan.best.context
@@ -178,6 +182,8 @@ def plan_step(
         Mask(causal=True) if mask is None else mask,
     )
     groups = [n for n in range(1, ranks + 1) if ranks % n == 0 and (asked.batch or n) % n == 0]
+    if context is not None:
+        groups = [n for n in groups if n * number("context", context) == ranks]
     steps: list[PlannedStep] = []
     refused: dict[str, str] = {}
     for done, data in enumerate(groups):

@@ -15,7 +15,7 @@ from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
 from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.setting import Setting
-from mesh_attention.plan.methods.table import AUTO, METHODS, renamed
+from mesh_attention.plan.methods.table import AUTO, METHODS, taken_elsewhere
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.plan.problem.layout import LayoutKind, Stretches
 from mesh_attention.plan.problem.mask import Mask
@@ -138,7 +138,7 @@ def _setting(method: str, options: Mapping[str, Any]) -> Setting:
     if unknown:
         name, others = unknown[0], ", ".join(known)
         raise PlanError(
-            f"method {method} has no option {name!r}{renamed(name)}; its options: {others}"
+            f"method {method} has no option {name!r}{taken_elsewhere(name)}; its options: {others}"
         )
     return METHODS[method].setting(**{n: known[n].read(value) for n, value in options.items()})
 

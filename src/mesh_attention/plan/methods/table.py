@@ -245,13 +245,6 @@ def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:
     return options
 
 
-# Options of 0.1, and what to write now.
-RENAMED_OPTIONS = {
-    "heads_at_once": "it is 'head_slices' now",
-    "backward_heads_at_once": "it is 'backward_head_slices' now",
-    "max_buffer_bytes": "it is 'max_memory_bytes' now",
-    "auto_cut": "leave it out: plans are cut by default",
-}
 # Arguments that are no options of plans, and which functions take them.
 _TAKEN_ELSEWHERE = {
     "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
@@ -260,10 +253,9 @@ _TAKEN_ELSEWHERE = {
 }
 
 
-def renamed(option: str) -> str:
+def taken_elsewhere(option: str) -> str:
     """A hint in brackets about an unknown option; empty where there is none."""
-    known = RENAMED_OPTIONS | _TAKEN_ELSEWHERE
-    return f" ({known[option]})" if option in known else ""
+    return f" ({_TAKEN_ELSEWHERE[option]})" if option in _TAKEN_ELSEWHERE else ""
 
 
 def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -274,8 +266,8 @@ def methods_with(options: Mapping[str, Any]) -> tuple[str, ...]:
         known = all_options()
         for name in sorted(names - known.keys()):
             near = get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near and not renamed(name) else ""
-            raise PlanError(f"no method has an option {name!r}{renamed(name)}{meant}")
+            meant = f"; did you mean {near[0]!r}?" if near and not taken_elsewhere(name) else ""
+            raise PlanError(f"no method has an option {name!r}{taken_elsewhere(name)}{meant}")
         raise PlanError(
             f"no method has all of the options {', '.join(sorted(names))}; leave one out, or name "
             "a method"

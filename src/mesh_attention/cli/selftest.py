@@ -1,0 +1,170 @@
+"""`mesh-attention selftest`: is attention exact on this computer? Under a minute, without a GPU.
+
+Every method runs on four processes, forward and backward, and every kernel of this computer on one
+block; all are held against float64 attention (`measure/exactness.py`). Exit code 1: one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.local_ranks import LocalRanks
+from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.values import one_of
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.version import __version__
+
+if TYPE_CHECKING:
+    from mesh_attention.measure.exactness import KernelCheck
+
+NUM_RANKS = 4
+TOLERANCE = 1e-10
+# Every method under a causal mask; the other masks by what is chosen for them.
+_MASKS = {
+    "full": Mask(),
+    "window": Mask(causal=True, window=(40, 0)),
+    "documents": Mask(causal=True, documents=(0, 11, 90, 203)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCheck:
+    method: str
+    mask: str
+    output_error: float
+    gradient_error: float
+    failure: str = ""  # what a rank raised
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= TOLERANCE for error in (self.output_error, self.gradient_error))
+
+    def to_json(self) -> dict[str, Any]:
+        errors = {"output_error": self.output_error, "gradient_error": self.gradient_error}
+        known = {name: None if math.isnan(x) else x for name, x in errors.items()}  # JSON has none
+        failure = {"failure": self.failure} if self.failure else {}
+        return {"method": self.method, "mask": self.mask, "ok": self.ok, **known, **failure}
+
+
+def run(args: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    methods = [args.method] if args.method else [*METHODS]
+    cases = [(name, "causal", Mask(causal=True)) for name in methods]
+    cases += [] if args.method else [(AUTO, name, mask) for name, mask in _MASKS.items()]
+    checks = _check_methods(cases)
+    kernels, device = _check_kernels()
+    ok = len(checks) == len(cases) and all(check.ok for check in checks)
+    ok = ok and all(check.ok for check in kernels)
+    seconds = time.monotonic() - begin
+    show(
+        args,
+        lambda: {
+            "ok": ok,
+            "version": __version__,
+            "seconds": seconds,
+            "ranks": NUM_RANKS,
+            "gpu": device,
+            "methods": [check.to_json() for check in checks],
+            "kernels": [_kernel_json(check) for check in kernels],
+        },
+        lambda: "\n".join(
+            [
+                _methods_text(checks),
+                _kernels_text(kernels, device),
+                f"{'ok' if ok else 'WRONG'}: mesh-attention {__version__}, "
+                f"{len(checks) + len(kernels)} checks in {seconds:.0f} s",
+            ]
+        ),
+    )
+    return 0 if ok else 1
+
+
+def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
+    """As many as ran: the ranks of one that raised are gone."""
+    checks: list[MethodCheck] = []
+    steps = count(1)
+    with progress(f"{NUM_RANKS} ranks at work") as tell:
+
+        def advance() -> None:
+            if tell is not None:
+                tell(next(steps), NUM_RANKS * (1 + len(cases)))
+
+        with LocalRanks(NUM_RANKS, advance) as ranks:
+            for name, mask_name, mask in cases:
+                try:
+                    (errors,) = filter(None, ranks.run(_method_errors, mask, {"method": name}))
+                    checks.append(MethodCheck(name, mask_name, *errors))
+                except MeshAttentionError as error:
+                    lines = str(error).strip().splitlines()
+                    checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
+                    break
+                if tell is None:
+                    print(f"checked: {name}, {mask_name}", file=sys.stderr, flush=True)
+    return checks
+
+
+def _method_errors(mask: Mask, options: dict[str, Any]) -> Any:
+    from mesh_attention.measure.exactness import method_errors  # imports torch, on ranks only
+
+    return method_errors(mask, options)
+
+
+def _check_kernels() -> tuple[list[KernelCheck], str | None]:
+    """Of the CPU and of the first GPU, and the name of that."""
+    import torch
+
+    from mesh_attention.measure.exactness import kernel_checks
+
+    checks = kernel_checks("cpu")
+    if not torch.cuda.is_available():
+        return checks, None
+    return [*checks, *kernel_checks("cuda")], torch.cuda.get_device_name(0)
+
+
+def _kernel_json(check: KernelCheck) -> dict[str, Any]:
+    return check._asdict() | {"ok": check.ok, "errors": check.errors and check.errors._asdict()}
+
+
+def _methods_text(checks: list[MethodCheck]) -> str:
+    rows = [("method", "mask", "error", "of gradients", "")]
+    for check in checks:
+        errors = (f"{check.output_error:.1e}", f"{check.gradient_error:.1e}")
+        word = "ok" if check.ok else f"WRONG {check.failure}"
+        rows.append((check.method, check.mask, *errors, word))
+    return f"{NUM_RANKS} processes, float64, forward and backward\n{table(rows)}\n"
+
+
+def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
+    rows = [("kernel", "on", "error", "of gradients", "")]
+    for check in checks:
+        if check.errors is not None:
+            errors = (f"{check.errors.output:.1e}", f"{check.errors.gradients:.1e}")
+            word = "ok" if check.ok else f"WRONG in {check.note}"
+            rows.append((check.kernel, check.device, *errors, word))
+    lines = [f"kernels on {'the CPU' if device is None else f'the CPU and {device}'}", table(rows)]
+    for check in checks:
+        if check.install is not None:
+            lines.append(f"not installed: {check.kernel}; pip install {check.install}")
+        elif check.errors is None:
+            lines.append(f"not used here: {check.kernel} on {check.device}: {check.note}")
+    if device is None:
+        lines.append("No GPU was found, so the kernels of GPUs were not checked.")
+    return "\n".join([*lines, ""])
+
+
+COMMAND = Command(
+    "selftest",
+    "is attention exact here? every method on four processes, every kernel; under a minute",
+    run,
+    flags=(Flag("--method", "this method only (default: all)", one_of("method", METHODS), "NAME"),),
+    examples=("mesh-attention selftest", "mesh-attention selftest --method mesh --json"),
+)
