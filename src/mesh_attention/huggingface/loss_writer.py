@@ -45,9 +45,7 @@ def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
         return
     name, version = of_trl[0].__name__, str(sys.modules["trl"].__version__)
     if tuple(int(x) for x in version.split(".")[:2]) < OLDEST_TRL:
-        raise MeshAttentionError(
-            f"TRL {version} is too old: pip install 'trl>=1.15,<1.17'"
-        )
+        raise MeshAttentionError(f"TRL {version} is too old: pip install 'trl>=1.15,<1.17'")
     if hasattr(trainer, "_generate") and not generates:
         raise MeshAttentionError(
             f"{name} generates, and needs more than ContextParallelMixin: take (or inherit from) "
