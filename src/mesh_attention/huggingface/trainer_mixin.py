@@ -99,7 +99,8 @@ class ContextParallelMixin(_Base):
         self._head_loss = HeadLoss.of(inside) if self._linear_loss else None
         self._noise = None
         if self._noise_alpha is not None:
-            self._noise = EmbeddingNoise(inside.get_input_embeddings(), self._noise_alpha)
+            embeddings, rank = inside.get_input_embeddings(), self.mesh["cp"].get_local_rank()
+            self._noise = EmbeddingNoise(embeddings, self._noise_alpha, rank)
         self._ready: nn.Module | None = None  # the wrapped model that was last seen to
 
     def call_model_init(self, *args: Any, **more: Any) -> Any:
