@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from mesh_attention.huggingface.head_loss import HeadLoss
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, shifts_labels
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
 
@@ -112,6 +112,26 @@ def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
     hook.remove()
     setattr(model, "lm_head", nn.Sequential(model.lm_head))  # noqa: B010
     assert HeadLoss.of(model) is None
+
+
+def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForTokenClassification,
+    )
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
+    llama = LlamaConfig(**sizes, num_attention_heads=2)
+    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
+    assert shifts_labels(LlamaForCausalLM(llama))
+    assert shifts_labels(GPT2LMHeadModel(gpt2))
+    assert not shifts_labels(LlamaForTokenClassification(llama))
+    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))
 
 
 def test_noise_has_the_size_that_the_whole_sequence_says() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from mesh_attention.train.sharded_batch import ShardedBatch
 
@@ -29,6 +30,13 @@ class TrainerBatch(ShardedBatch):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TrainerBatch:
         return TrainerBatch.of(super().to(device, non_blocking=non_blocking), self.whole)
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether its labels are those of each token itself and the next one is learned. Not of models
+    that classify tokens or fill in masked ones."""
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
 
 
 class EmbeddingNoise:

@@ -34,7 +34,7 @@ from mesh_attention.huggingface.trainer_arguments import (
     refuse_arguments,
     refuse_settings,
 )
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch, shifts_labels
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
@@ -160,7 +160,8 @@ class ContextParallelMixin(_Base):
         arguments = {name: x for name, x in whole.items() if name not in _OF_FLASH_ATTENTION}
         if "cu_seq_lens_q" in whole:
             arguments["cu_seqlens"] = whole["cu_seq_lens_q"]
-        return TrainerBatch.of(self.cp.shard_batch(**arguments), whole)
+        shift = shifts_labels(self.cp.model)
+        return TrainerBatch.of(self.cp.shard_batch(**arguments, shift_labels=shift), whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         counts = [part.num_targets for part in batch_samples]
