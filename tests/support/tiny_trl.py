@@ -163,7 +163,8 @@ class TrlRun:
             given["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
             model.config._name_or_path = folder  # where the reference is read from
             if self.arguments.get("beta"):
-                model.save_pretrained(folder)
+                model.save_pretrained(folder)  # by the first rank
+                _wait()
         given["eval_dataset"] = rows.select(range(2)) if self.kind == "grpo" else rows
         if self.lora:
             given["peft_config"] = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
@@ -176,9 +177,13 @@ def _on_disk(rows: Dataset, folder: str) -> Any:
     """Where TRL's processes find each other's results."""
     if int(os.environ.get("RANK", "0")) == 0:
         rows.save_to_disk(folder)
+    _wait()
+    return load_from_disk(folder)
+
+
+def _wait() -> None:
     if "RANK" in os.environ:
         dist.barrier()
-    return load_from_disk(folder)
 
 
 def _with_score(model: Any) -> Any:
