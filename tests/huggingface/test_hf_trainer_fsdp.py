@@ -6,8 +6,10 @@ Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 22 (c
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from test_hf_trainer import check, one_process
@@ -100,8 +102,10 @@ def saved(rank: int, world_size: int, folder: str, name: str) -> None:
     from support.tiny_trainer import RUNS, launched
 
     ends = []
+    kind = "SHARDED_STATE_DICT" if "shards" in name else "FULL_STATE_DICT"
     for checkpoint in (None, str(Path(folder) / "checkpoint-1")):
-        with launched(rank, world_size):
+        # Old versions of transformers do not pass on what fsdp_config says of it.
+        with launched(rank, world_size), patch.dict(os.environ, {"FSDP_STATE_DICT_TYPE": kind}):
             trainer = RUNS[name].trainer(folder, world_size)
             trainer.train(resume_from_checkpoint=checkpoint)
             parameters = trainer.model.named_parameters()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -209,11 +210,15 @@ def _checkpoints(use_reentrant: bool) -> dict[str, Any]:
 
 
 def _fsdp2(**config: Any) -> dict[str, Any]:
-    return {"fsdp": True, "fsdp_config": {"version": 2, **config}}
+    # Old versions shard layers one by one, and checkpoint them, only if they are told so here.
+    is_new = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")
+    fsdp = True if is_new else "full_shard auto_wrap"
+    return {"fsdp": fsdp, "fsdp_config": {"version": 2, **config}}
 
 
 _TWO_BY_TWO: dict[str, Any] = {"batch_size": 4, "num_examples": 48, "num_evaluated": 4}
 _KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")  # they need a GPU
+_LIGER = {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)}
 _COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 _SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
 
@@ -256,7 +261,7 @@ RUNS = {
         "llama",
         num_examples=4,
         arguments={"label_smoothing_factor": 0.2, "max_steps": 2},
-        on_ranks={"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)},
+        on_ranks=_LIGER if find_spec("liger_kernel") else {},
     ),
     # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
     "tied, softcap, checkpoints of accelerate": Run(
@@ -306,6 +311,7 @@ RUNS = {
     ),
     "FSDP2, in shards": Run(
         "llama",
+        lora=True,
         num_examples=4,
         arguments=_SAVED,
         on_ranks=_fsdp2(state_dict_type="SHARDED_STATE_DICT"),

@@ -27,6 +27,8 @@ def shard_on_cpu(accelerator: Any, args: Any) -> bool:
     if state.distributed_type != DistributedType.MULTI_CPU:
         return False
     plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    if "activation_checkpointing" in args.fsdp_config:  # old versions tell it to GPUs' alone
+        plugin.activation_checkpointing = bool(args.fsdp_config["activation_checkpointing"])
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
