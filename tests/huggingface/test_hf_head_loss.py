@@ -117,13 +117,18 @@ def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
 def test_noise_has_the_size_that_the_whole_sequence_says() -> None:
     """NEFTune's alpha / sqrt(length * width), where a rank has a part of the length."""
     embeddings = nn.Embedding(5, 4).requires_grad_(False)
-    noise = EmbeddingNoise(embeddings, 8.0)
+    noise = EmbeddingNoise(embeddings, 8.0, rank=1)
     ids = torch.zeros(50, 20, dtype=torch.long)
     plain = nn.functional.embedding(ids, embeddings.weight)
     assert torch.equal(embeddings(ids), plain)  # no batch yet
     noise.length = 400
-    most = (embeddings(ids) - plain).abs().max().item()
+    torch.manual_seed(0)
+    drawn = embeddings(ids)
+    most = (drawn - plain).abs().max().item()
     assert 0.95 * 0.2 < most <= 0.2 + 1e-6  # 8 / sqrt(400 * 4)
     assert torch.equal(embeddings.eval()(ids), plain)
+    noise._rank = 0
+    torch.manual_seed(0)
+    assert not torch.equal(embeddings.train()(ids), drawn)
     noise.remove()
     assert torch.equal(embeddings.train()(ids), plain)
