@@ -5,7 +5,7 @@ padded and packed, beside one process.
     python tests/huggingface/model_sweep.py llama llama:sequence mixtral:router     # some
 
 `--again` examines types anew that FILE has. `--write` makes `huggingface/models.toml` and the table
-of `docs/huggingface.md` of FILE. Exit status 1 where a type that the table calls exact is not.
+of `docs/models.md` of FILE. Exit status 1 where a type that the table calls exact is not.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def machine() -> dict[str, str]:
 def write(made: Table) -> None:
     root = Path(__file__).parents[2]
     (root / "src/mesh_attention/huggingface/models.toml").write_text(as_toml(made))
-    page = root / "docs/huggingface.md"
+    page = root / "docs/models.md"
     text = page.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     page.write_text(text[:begin] + as_page(made) + text[end:])

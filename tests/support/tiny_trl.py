@@ -161,11 +161,10 @@ class TrlRun:
             given["ref_model"] = make_model(self.model, rms_norm_eps=0.1)  # another model
         if self.kind == "grpo":
             given["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
-            # Where the reference is read from; a folder for each rank, since all write.
-            own = f"{folder}/{os.environ.get('RANK', '0')}"
-            model.config._name_or_path = own
+            model.config._name_or_path = folder  # where the reference is read from
             if self.arguments.get("beta"):
-                model.save_pretrained(own)
+                model.save_pretrained(folder)  # by the first rank
+                _wait()
         given["eval_dataset"] = rows.select(range(2)) if self.kind == "grpo" else rows
         if self.lora:
             given["peft_config"] = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
@@ -178,9 +177,13 @@ def _on_disk(rows: Dataset, folder: str) -> Any:
     """Where TRL's processes find each other's results."""
     if int(os.environ.get("RANK", "0")) == 0:
         rows.save_to_disk(folder)
+    _wait()
+    return load_from_disk(folder)
+
+
+def _wait() -> None:
     if "RANK" in os.environ:
         dist.barrier()
-    return load_from_disk(folder)
 
 
 def _with_score(model: Any) -> Any:

@@ -48,7 +48,7 @@ class ModelContextParallel(OneProcess):
     model     a transformers model for causal or masked language modelling, plain or with LoRA
               (peft), one that classifies tokens or sequences, or one without a head; give it before
               DDP or FSDP wrap it
-    untested  take models that are not in the table of `docs/huggingface.md`. Layers whose masks are
+    untested  take models that are not in the table of `docs/models.md`. Layers whose masks are
               others than causal or both directions, with a window or in chunks, are refused all the
               same, and so are modules that mix tokens outside of attention (convolutions, state-
               space layers) and types that are known to differ.

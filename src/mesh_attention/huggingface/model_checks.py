@@ -50,8 +50,8 @@ def refuse_model(
         why = f": they {REFUSED[name]}" if name in REFUSED else ""
         raise MeshAttentionError(
             f"models of type {name!r} have not been shown to be exact{why}. The {len(SHOWN)} types "
-            "that have are in docs/huggingface.md; with untested=True others are taken, if nothing "
-            "else is against it: compare the loss with that of one process"
+            "that have are in docs/models.md; with untested=True others are taken, if nothing "
+            "else is against it, and compared with one process on their first batch"
         )
     if not model._supports_attention_backend and not any(
         hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS")

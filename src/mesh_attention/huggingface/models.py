@@ -2,7 +2,7 @@
 process, and those that do not.
 
 `models.toml` is made by `tests/huggingface/model_sweep.py`, and so is the table of
-`docs/huggingface.md`.
+`docs/models.md`.
 """
 
 from __future__ import annotations

@@ -94,12 +94,13 @@ class WholeModel:
         if self.noise is not None:
             self.noise.length = whole["input_ids"].shape[1]
         device = whole["input_ids"].device
-        whole["labels"] = labels if targets is None else targets
+        is_fused = bool(passed.get("fused_lm_head"))
+        if is_fused:  # all other losses are made of whole outputs
+            whole["labels"] = labels if targets is None else targets
         # On the host, where documents are read, and ranks compare that they have the same batch.
         on_host = {name: None if x is None else x.cpu() for name, x in whole.items()}
         part = self.cp.shard_batch(cu_seqlens=starts, shift_labels=targets is None, **on_host)
         part = part.to(device)
-        is_fused = bool(passed.get("fused_lm_head"))
         self._call = _Call(part, labels, targets, num_items, is_fused)
         passed |= part.model_inputs() | {"use_cache": False, "return_dict": True}
         if is_fused:
@@ -150,6 +151,7 @@ class WholeModel:
             logits=outputs["logits"],
             labels=call.labels,
             vocab_size=vocabulary,
+            config=model.config,  # which losses of classes read
             **{name: x for name, x in more.items() if x is not None},
         )
         return {"loss": loss}
