@@ -6,6 +6,9 @@ Needs 11 and 20 too: positions under any layout, and logits that are put togethe
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from support.swept_models import examine, loss_of_rows, merged
 from support.tiny_models import CONFIGS
 
 EXACT = 1e-5
+ROOT = Path(__file__).parents[2]
 
 
 def errors(rank: int, world_size: int, names: list[str], in_turn: bool) -> dict[str, float]:
@@ -77,9 +81,16 @@ def test_models_have_losses_logits_and_gradients_of_one_process(model_pool: Work
 def test_layers_and_heads_of_all_kinds_are_those_of_one_process(
     model_pool: WorkerPool, name: str, head: str
 ) -> None:
-    """Padded and packed, on ranks of which some have little."""
+    """Padded and packed, on ranks of which some have little. Older versions of transformers may not
+    have what a type needs, and then it is refused."""
     result = merged(model_pool.run(examine, 3, name, head, (3,)))
-    assert result["result"] == "exact", result
+    is_newest = version("transformers") == version_of_table()
+    assert result["result"] in (("exact",) if is_newest else ("exact", "refused")), result
+
+
+def version_of_table() -> str:
+    text = json.loads((ROOT / "benchmarks/results/2026-11-18-models.json").read_text())["machine"]
+    return str(text).rpartition(" ")[2]
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def results(model: Any, loss: Tensor, logits: Tensor, value: Tensor) -> dict[str
     return {"loss": value.detach(), "logits": logits.detach(), **grads}
 
 
-# Of heads whose loss is not that of tokens, what their models are called with besides.
+# Heads whose loss is not that of tokens, and what their models are called with.
 _OTHER_LOSSES: dict[str, dict[str, Any]] = {
     "sequence": {},
     "router": {"output_router_logits": True},
@@ -184,10 +184,14 @@ def loss_of_rows(logits: Tensor) -> Tensor:
     return cross_entropy(logits, torch.arange(len(logits)) % logits.shape[-1])
 
 
+def _options(model: Any, head: str) -> dict[str, Any]:
+    """What a model is called with besides. Caches may change what is computed (Gemma 3n)."""
+    caches = "use_cache" in inspect.signature(model.forward).parameters
+    return _OTHER_LOSSES.get(head, {}) | ({"use_cache": False} if caches else {})
+
+
 def by_itself(model: Any, batch: Sequences, head: str) -> dict[str, Tensor]:
-    ids, more = batch.ids, {**_OTHER_LOSSES.get(head, {})}
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        more["use_cache"] = False
+    ids, more = batch.ids, _options(model, head)
     outs = [model(ids[row : row + 1, a:b], **more) for row, a, b in batch.spans]
     if head == "router":
         layers = zip(*(out.router_logits for out in outs), strict=True)
@@ -213,12 +217,12 @@ def over_ranks(
     whole = batch.whole()
     if head in _OTHER_LOSSES:
         del whole["labels"]
-        out = model(**cp.shard_batch(**whole).model_inputs(), **_OTHER_LOSSES[head])
+        out = model(**cp.shard_batch(**whole).model_inputs(), **_options(model, head))
         logits = out.aux_loss if head == "router" else out.logits
         loss = value = logits if head == "router" else loss_of_rows(logits)
     else:
         part = cp.shard_batch(**whole)
-        logits = model(**part.model_inputs()).logits
+        logits = model(**part.model_inputs(), **_options(model, head)).logits
         mean = cp.cross_entropy(logits, part.labels, reduce="sum")
         loss, value = mean.loss, mean.value
         logits = cp.unshard(logits.detach(), 1, documents=part.documents)[batch.real]
