@@ -36,7 +36,7 @@ def loop(way: str, collate: str, cp_size: int | None, dp_size: int = 1) -> Train
     if way == "fsdp" and cp_size is not None:
         wraps = {"fsdp_version": 2, "transformer_cls_names_to_wrap": ["Qwen3DecoderLayer"]}
         wraps |= {"auto_wrap_policy": "transformer_based_wrap"}
-        assert shard_on_cpu(accelerator, SimpleNamespace(fsdp_plugin_args=wraps))
+        assert shard_on_cpu(accelerator, SimpleNamespace(fsdp_plugin_args=wraps, fsdp_config={}))
     model = make_model("qwen3")
     texts, joined = tiny_trainer.Texts(16), getattr(tiny_trainer, collate)
     names: dict[str, Any] = {
