@@ -62,8 +62,9 @@ healthy links, on which a ring does much better.
 A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method
 is at the best setting for each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail
 with teams of at least 2, Ulysses up to as many GPUs as heads. The last two columns choose among
-all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by itself, `search` is what `advise`
-and `simulate --best` find. Bold is the fastest of its row, both passes together.
+all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by
+itself, `search` is what `advise` and `simulate --best` find. Bold is the fastest of its row, both
+passes together.
 
 Any cell can be asked for again:
 
