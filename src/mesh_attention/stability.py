@@ -1,4 +1,4 @@
-"""Which public names are stable and which are experimental; `CONTRIBUTING.md` says what that means.
+"""Which public names are stable and which experimental; `docs/versions.md` says what that means.
 
 A stable name keeps its arguments and meaning until the next major version. An experimental one may
 change in any minor version; its docstring says so. A module stands for all that it exports. What is
