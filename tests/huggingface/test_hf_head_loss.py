@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from mesh_attention.huggingface.head_loss import HeadLoss
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, shifts_labels
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
 
@@ -114,16 +114,41 @@ def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
     assert HeadLoss.of(model) is None
 
 
+def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForTokenClassification,
+    )
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
+    llama = LlamaConfig(**sizes, num_attention_heads=2)
+    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
+    assert shifts_labels(LlamaForCausalLM(llama))
+    assert shifts_labels(GPT2LMHeadModel(gpt2))
+    assert not shifts_labels(LlamaForTokenClassification(llama))
+    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))
+
+
 def test_noise_has_the_size_that_the_whole_sequence_says() -> None:
     """NEFTune's alpha / sqrt(length * width), where a rank has a part of the length."""
     embeddings = nn.Embedding(5, 4).requires_grad_(False)
-    noise = EmbeddingNoise(embeddings, 8.0)
+    noise = EmbeddingNoise(embeddings, 8.0, rank=1)
     ids = torch.zeros(50, 20, dtype=torch.long)
     plain = nn.functional.embedding(ids, embeddings.weight)
     assert torch.equal(embeddings(ids), plain)  # no batch yet
     noise.length = 400
-    most = (embeddings(ids) - plain).abs().max().item()
+    torch.manual_seed(0)
+    drawn = embeddings(ids)
+    most = (drawn - plain).abs().max().item()
     assert 0.95 * 0.2 < most <= 0.2 + 1e-6  # 8 / sqrt(400 * 4)
     assert torch.equal(embeddings.eval()(ids), plain)
+    noise._rank = 0
+    torch.manual_seed(0)
+    assert not torch.equal(embeddings.train()(ids), drawn)
     noise.remove()
     assert torch.equal(embeddings.train()(ids), plain)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from mesh_attention.train.sharded_batch import ShardedBatch
 
@@ -31,11 +32,18 @@ class TrainerBatch(ShardedBatch):
         return TrainerBatch.of(super().to(device, non_blocking=non_blocking), self.whole)
 
 
+def shifts_labels(model: Any) -> bool:
+    """Whether its labels are those of each token itself and the next one is learned. Not of models
+    that classify tokens or fill in masked ones."""
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
+
+
 class EmbeddingNoise:
     """NEFTune: `alpha / sqrt(length * width)`, of whole sequences. A hook of the embeddings."""
 
-    def __init__(self, embeddings: nn.Module, alpha: float) -> None:
-        self._alpha = alpha
+    def __init__(self, embeddings: nn.Module, alpha: float, rank: int) -> None:
+        self._alpha, self._rank = alpha, rank
         self.length = 0  # of the batch that is trained on; 0: none is
         self._hook = embeddings.register_forward_hook(self)
 
@@ -43,7 +51,10 @@ class EmbeddingNoise:
         if not (module.training and self.length):
             return embedded
         most = self._alpha / sqrt(self.length * embedded.shape[-1])
-        return embedded + torch.empty_like(embedded).uniform_(-most, most)
+        # Other noise on each rank of a group, though their seeds are the same.
+        seed = int(torch.randint(2**32, ())) + self._rank
+        chance = torch.Generator(embedded.device).manual_seed(seed)
+        return embedded + torch.empty_like(embedded).uniform_(-most, most, generator=chance)
 
     def remove(self) -> None:
         self._hook.remove()

@@ -135,7 +135,8 @@ class ContextParallelMixin(_Base):
         self._head_loss = HeadLoss.of(inside) if in_head else None
         self._noise = None
         if self._noise_alpha is not None:
-            self._noise = EmbeddingNoise(inside.get_input_embeddings(), self._noise_alpha)
+            embeddings, rank = inside.get_input_embeddings(), self.mesh["cp"].get_local_rank()
+            self._noise = EmbeddingNoise(embeddings, self._noise_alpha, rank)
             for whole in self._whole_models[:1]:
                 whole.noise = self._noise
         self._ready: nn.Module | None = None  # the wrapped model that was last seen to
