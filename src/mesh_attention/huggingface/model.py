@@ -24,6 +24,7 @@ from mesh_attention.huggingface.model_checks import refuse_model, transformers_m
 from mesh_attention.huggingface.models import SHOWN
 from mesh_attention.huggingface.one_process import Generate, OneProcess
 from mesh_attention.huggingface.token_mixers import refuse_token_mixers
+from mesh_attention.huggingface.trainer_batch import shifts_labels
 from mesh_attention.huggingface.whole_outputs import WholeOutputs, fault_of_router, pools
 from mesh_attention.request.attend import attend
 from mesh_attention.request.position_checks import fault_of_positions
@@ -34,7 +35,6 @@ from mesh_attention.train.sharded_batch import ShardedBatch
 from mesh_attention.train.whole_batch import MARK
 
 Kind = tuple[LayerMask, float | None]  # of a layer, with its softcap
-_LABELS_STAY = ("ForMaskedLM", "ForTokenClassification")
 
 
 class ModelContextParallel(OneProcess):
@@ -84,7 +84,7 @@ class ModelContextParallel(OneProcess):
         sizes = {} if untested or getattr(own, "tp_size", None) else _heads(own, config)
         self._of_layers = options | sizes
         self._pools = pools(own)
-        self._shifts_labels = not type(own).__name__.endswith(_LABELS_STAY)
+        self._shifts_labels = shifts_labels(own)
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
         self._door: _Door | None = None
