@@ -3,6 +3,8 @@
     python examples/grpo.py
     python examples/grpo.py --ranks 4 --cp 2 --steps 20
     torchrun --nproc-per-node 8 examples/grpo.py --cp 4
+    srun --nodes 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 \
+        --rdzv-backend c10d --rdzv-endpoint $(hostname):29500 examples/grpo.py --cp 4
 
 A small random Llama learns to write vowels, for which a function rewards it. Without torchrun it
 starts two ranks over gloo itself. For a model of your own replace `make_model`, `make_tokenizer`,

@@ -2,6 +2,8 @@
 
     python examples/sft_fsdp2.py
     torchrun --nproc-per-node 8 examples/sft_fsdp2.py --cp 8 --model Qwen/Qwen3-8B --data it.jsonl
+    srun --nodes 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc-per-node 8 \
+        --rdzv-backend c10d --rdzv-endpoint $(hostname):29500 examples/sft_fsdp2.py --cp 16
 
 Lines of the data are objects with "prompt" and "completion", and only completions are learned.
 Without `--model` a small random Qwen3 learns to add numbers, by bytes; without torchrun two ranks

@@ -24,5 +24,5 @@ STABLE = _names(
     "keep_attention tiled plan choice verify volume memory",
 )
 EXPERIMENTAL = _names(
-    _MODULE, "plan_step register_kernel unregister_kernel cost kernels huggingface"
+    _MODULE, "doctor plan_step register_kernel unregister_kernel cost kernels huggingface"
 ) | _names(_OBJECT, "packer traffic kernels transports")

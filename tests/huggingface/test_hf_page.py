@@ -46,7 +46,7 @@ def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, f"mesh_attention.huggingface.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("register", "ModelContextParallel"):
-        with pytest.raises(MeshAttentionError, match=r"mesh-attention\[huggingface\]"):
+        with pytest.raises(MeshAttentionError, match=r"pip install .transformers>="):
             getattr(huggingface, name)
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         huggingface.attend  # noqa: B018

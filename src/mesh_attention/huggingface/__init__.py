@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         if error.name not in ("transformers", "accelerate"):
             raise
         raise MissingPackageError(
-            f"{error.name} is not installed: pip install 'transformers>=5.3,<6' 'accelerate>=1.12'"
+            f"{error.name} is not installed: pip install 'transformers>=5.3,<6' 'accelerate>=1.13'"
         ) from error
 
 

@@ -20,11 +20,14 @@ from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.masks import LayerMask
-from mesh_attention.huggingface.model_checks import refuse_model, transformers_model
+from mesh_attention.huggingface.model_checks import (
+    refuse_model,
+    shifts_labels,
+    transformers_model,
+)
 from mesh_attention.huggingface.models import SHOWN
 from mesh_attention.huggingface.one_process import Generate, OneProcess
 from mesh_attention.huggingface.token_mixers import refuse_token_mixers
-from mesh_attention.huggingface.trainer_batch import shifts_labels
 from mesh_attention.huggingface.whole_outputs import WholeOutputs, fault_of_router, pools
 from mesh_attention.request.attend import attend
 from mesh_attention.request.position_checks import fault_of_positions

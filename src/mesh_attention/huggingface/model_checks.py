@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.models import DIFFERENT, REFUSED, SHOWN
@@ -92,3 +93,10 @@ def _refuse_head(model: Any) -> None:
             "and models without a head (...Model). Take the last, and call the head on what "
             "cp.unshard(hidden, 1, documents=batch.documents, grad='sum') gives under DDP"
         )
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether its labels are those of each token itself and the next one is learned. Not of models
+    that classify tokens or fill in masked ones."""
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
