@@ -50,7 +50,7 @@ def doctor(
     tolerance: float | None = None,
 ) -> Diagnosis:
     """What is wrong with training on ranks, if anything, in words; all processes call it and get
-    the same answer. Experimental. Parameters, gradients, buffers and random numbers stay as they are.
+    the same answer. Experimental. Parameters, gradients, buffers and random numbers stay the same.
 
     step              step(model, whole_batch) is training code up to the loss, which it returns as
                       a tensor or as `cross_entropy` of the object does; doctor calls backward
