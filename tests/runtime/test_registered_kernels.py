@@ -287,7 +287,10 @@ def test_a_forced_kernel_with_a_forward_only_leaves_the_backward_pass_to_another
         assert choice.reasons[-1] == ("cpu_flash", "chosen")
 
 
-def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(tmp_path: Path) -> None:
+def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="mesh_attention")
     meeting = f"file://{tmp_path / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
@@ -307,6 +310,8 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(tmp_path: 
     assert list(memory) == ["forward", "backward"]
     assert memory["backward"].kernel_bytes >= 3 * 16 * 2 * 8 * 4  # the three gradients
     assert told["forward causal"] == (("forward_only", "chosen"),)
+    said = "forward calls with a causal mask on cpu: kernel forward_only"
+    assert caplog.messages.count(said) == 1
     backward = told["backward causal"]
     assert backward[0] == ("forward_only", "has no backward pass")
     assert backward[-1] == ("cpu_flash", "chosen")

@@ -6,8 +6,10 @@ This is where the library asks what is installed. From here on programs are made
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -39,6 +41,7 @@ from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.transport.interface import Transport
 
+_LOG = logging.getLogger("mesh_attention")
 Choices = dict[MaskKind, Choice | KernelRefusedError]
 
 
@@ -212,6 +215,8 @@ def make_executor(
     by_name = _by_name(kernels, program)
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
+    for kind, choice in choices.items():
+        _log_once(pass_.direction.value, str(kind), choice.kernel.name, call_shape.device.type)
     row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
@@ -234,6 +239,12 @@ def make_executor(
     )
     executor.choices, executor.row_choice, executor.calls = choices, row_choice, str(summary)
     return executor
+
+
+@cache
+def _log_once(direction: str, kind: str, kernel: str, device: str) -> None:
+    """`cp.kernels()` says why."""
+    _LOG.info("%s calls with a %s mask on %s: kernel %s", direction, kind, device, kernel)
 
 
 def _kinds(program: Program) -> set[MaskKind]:
