@@ -31,6 +31,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session import prepare
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.testing import run_local
@@ -291,6 +292,7 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="mesh_attention")
+    prepare._log_once.cache_clear()  # other tests use the kernel too
     meeting = f"file://{tmp_path / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
