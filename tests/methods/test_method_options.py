@@ -73,7 +73,7 @@ def test_a_new_option_is_a_flag_with_its_help(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", "--help"]) == 0
+    assert main(["plan", "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert HELP[name] in text[text.index("options of new: ") :]
 

@@ -18,6 +18,7 @@ NAMES = [
     "Problem",
     "__version__",
     "count",
+    "doctor",
     "make_plan",
     "mesh_attention",
     "plan_step",

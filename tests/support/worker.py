@@ -196,6 +196,7 @@ def work(pool: Connection, number: int, store_port: int, new_lines: Callable[[],
             return
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        gc.collect()  # a group that a cycle holds keeps threads, which wake a hundred times a second
 
 
 def _run(job: Job, store: Store) -> Any:

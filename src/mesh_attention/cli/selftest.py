@@ -139,7 +139,7 @@ def _methods_text(checks: list[MethodCheck]) -> str:
     for check in checks:
         errors = (f"{check.output_error:.1e}", f"{check.gradient_error:.1e}")
         word = "ok" if check.ok else f"WRONG {check.failure}"
-        rows.append((check.method, check.mask, *errors, word))
+        rows += [(check.method, check.mask, *errors, word)]
     return f"{NUM_RANKS} processes, float64, forward and backward\n{table(rows)}\n"
 
 
