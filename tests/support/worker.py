@@ -196,7 +196,7 @@ def work(pool: Connection, number: int, store_port: int, new_lines: Callable[[],
             return
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        gc.collect()  # a group that a cycle holds keeps threads, which wake a hundred times a second
+        gc.collect()  # a group that a cycle holds keeps threads, which wake up all the time
 
 
 def _run(job: Job, store: Store) -> Any:
