@@ -18,6 +18,7 @@ from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
 from support.pool import WorkerPool
 from support.reference import attention, errors
+from support.sample import sample
 from support.sink_reference import attention_with_sinks, distances
 
 CAUSAL, SINKS = Mask(causal=True), torch.tensor([1.0, 3.0, -0.5, 2.0], dtype=torch.float64)
@@ -95,10 +96,7 @@ def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Pa
 
 @pytest.mark.parametrize(
     "keep",
-    [
-        *("exchanged", "gathered"),
-        *(pytest.param(keep, marks=pytest.mark.slow) for keep in ("shards", "auto")),
-    ],
+    sample(("gathered", "exchanged", "shards", "auto"), 4),
 )
 def test_every_use_of_autograd_has_the_same_numbers_and_holds_what_is_counted(
     pool: WorkerPool, keep: str

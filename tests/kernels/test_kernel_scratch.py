@@ -18,6 +18,7 @@ from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import delta
 from mesh_attention.kernels.torch_ops import CpuFlash
 from mesh_attention.plan.language.plan import Direction
+from support.sample import sample
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -51,7 +52,7 @@ def _is(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", sample([torch.float32, torch.bfloat16], 2), ids=str)
 @pytest.mark.parametrize(
     "kernel",
     [CpuFlash(), Blockwise(query_block=64, key_block=96), Blockwise(), Reference()],
