@@ -67,6 +67,38 @@ def test_a_trainer_on_two_ranks_is_that_of_one_process(
     check(model_pool.run(on_ranks, 2, folder, ALONE, 2), wanted)
 
 
+def evaluated(rank: int, world_size: int, folder: str, cp_size: int | None) -> float:
+    """The loss of batches of which every second has no target."""
+    from support.tiny_trainer import RUNS, launched
+
+    with launched(rank, world_size if cp_size else 0):
+        trainer = RUNS["smoothed"].trainer(folder, cp_size)
+        rows = [
+            {"input_ids": list(range(5, 12)), "labels": [5, 7, 6, 9, 8, 11, 10]},
+            {"input_ids": list(range(4, 11)), "labels": [-100] * 7},
+        ]
+        trainer.args.per_device_eval_batch_size = 1
+        trainer.data_collator, trainer.compute_metrics = as_tensors, None
+        loss: float = trainer.evaluate(rows * 2)["eval_loss"]
+        if cp_size:
+            trainer.close()
+    return loss
+
+
+def as_tensors(rows: list[dict[str, list[int]]]) -> dict[str, object]:
+    import torch
+
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_a_batch_without_targets_has_no_part_in_the_loss_of_an_evaluation(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    [wanted] = model_pool.run(evaluated, 1, str(tmp_path), None)
+    assert wanted > 0.5
+    assert model_pool.run(evaluated, 2, str(tmp_path), 2) == [pytest.approx(wanted, rel=EXACT)] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_evaluation_and_training_are_the_same_on_any_number_of_ranks(
     model_pool: WorkerPool, tmp_path: Path, ranks: int

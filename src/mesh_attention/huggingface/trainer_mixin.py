@@ -193,14 +193,19 @@ class ContextParallelMixin(_Base):
                 return super()._get_num_items_in_batch(batch_samples, device)
             finally:
                 self._divides_by_cp = True
-        counts = [part.num_targets for part in batch_samples]
+        total = self._num_targets(batch_samples, device)
+        return None if total is None else total.clamp(min=1)
+
+    def _num_targets(self, parts: list[Any], device: torch.device) -> Tensor | None:
+        """Of all ranks; None without batches."""
+        counts = [part.num_targets for part in parts]
         if not counts or any(count is None for count in counts):
             if counts:
                 raise MeshAttentionError("batches have no labels; data_collator must give them")
             return None
         total = torch.stack(counts).sum().to(device)
         dist.all_reduce(total, group=self.mesh["dp"].get_group())
-        return total.clamp(min=1)
+        return total
 
     def _prepare_input(self, data: Any) -> Any:
         if isinstance(data, ShardedBatch):
@@ -327,13 +332,15 @@ class ContextParallelMixin(_Base):
             if labels is None:
                 outputs = model(**part.model_inputs(), use_cache=False)
             else:
-                count = self._get_num_items_in_batch([part], self.args.device)
+                count = self._num_targets([part], self.args.device)
+                assert count is not None
                 only_loss = prediction_loss_only
                 result = self.compute_loss(
-                    model, part, return_outputs=not only_loss, num_items_in_batch=count
+                    model, part, return_outputs=not only_loss, num_items_in_batch=count.clamp(min=1)
                 )
                 loss, outputs = (result, None) if only_loss else result
-                loss = self._mean_of_ranks(loss)
+                # A batch without targets has no loss, and not one of 0: the Trainer leaves it out.
+                loss = self._mean_of_ranks(loss).masked_fill(count == 0, torch.nan)
             if prediction_loss_only:
                 return loss, None, None
             logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
