@@ -92,8 +92,6 @@ def test_a_sharded_trainer_trains_over_nccl_as_on_one_process(
     gpu_pool_in_turns: WorkerPool, tmp_path: Path
 ) -> None:
     """Two data-parallel by two context-parallel ranks, five steps."""
-    for package in ("accelerate", "peft"):
-        pytest.importorskip(package)
     answers = gpu_pool_in_turns.run(train_sharded, 4, str(tmp_path), seconds=3 * SECONDS)
     for logged, wanted, worst in answers:
         assert logged == [pytest.approx(x, rel=1e-4) for x in wanted]

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-
-from mesh_attention.train.means import TokenMean
-
-pytest.importorskip("transformers")
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from mesh_attention.huggingface.head_loss import HeadLoss
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.train.means import TokenMean
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
 
