@@ -125,6 +125,16 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
     assert log == ["device", "host", "host", "host"]
 
 
+def test_calls_that_differ_are_broken_off_though_no_rank_says_how() -> None:
+    causes: list[str] = []
+    made: Any = object.__new__(Guard)
+    made._break_off = causes.append
+    for said in ("rank 1 differs", ""):
+        made._difference = lambda place, identity, said=said: said
+        made._find_difference(1, Identity(AgreedKind({}), "forward", 0))
+    assert causes == ["rank 1 differs", "the ranks are at different calls"]
+
+
 def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

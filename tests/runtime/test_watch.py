@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -109,3 +110,13 @@ def test_what_is_spoilt_already_is_left_alone(owner: Owner) -> None:
     owner.watch._thread.join(SOON)
     assert not owner.watch._thread.is_alive()
     assert (owner.differences, owner.faults) == ([], [])
+
+
+def test_a_thread_without_calls_to_watch_sleeps(owner: Owner) -> None:
+    owner.comparison.status[1] = 1
+    owner.watch.begin(CALLS[1], 1, LIMIT)
+    limit = time.monotonic() + SOON
+    while owner.watch._launched and time.monotonic() < limit:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert not any(time.sleep(0.002) or owner.watch._awake.is_set() for _ in range(10))
