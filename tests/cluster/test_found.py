@@ -91,8 +91,8 @@ def test_the_kernel_tells_speeds_and_the_driver_names(tmp_path: Path) -> None:
     assert nic_gbits(tmp_path) == ()
     assert gpu_of_driver(tmp_path) is None
     for speed, gbits in (("0", ()), ("1", (0.001,))):
-        (device := tmp_path / speed / "net" / "eth0" / "device").mkdir(parents=True)
-        device.with_name("speed").write_text(speed)
+        (own := tmp_path / speed / "net" / "eth0" / "device").mkdir(parents=True)
+        own.with_name("speed").write_text(speed)
         assert nic_gbits(tmp_path / speed) == gbits
     for device, speed in (("eth0", "25000"), ("eth1", "100000"), ("eth2", "-1"), ("lo", "x")):
         (tmp_path / "net" / device / "device").mkdir(parents=True)

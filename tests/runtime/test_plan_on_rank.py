@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mesh_attention import Problem, make_plan
-from mesh_attention.choose.pack import Layer
 from mesh_attention.errors import PlanError
 from mesh_attention.runtime.session.documents import BatchPlans
 from mesh_attention.runtime.session.rank_plan import RankPlan
@@ -36,7 +35,8 @@ def test_a_batch_keeps_the_plans_of_a_layer_until_the_session_is_released() -> N
         groups=SimpleNamespace(releases=0), source_of_batch=lambda question: [question]
     )
     pack: Any = SimpleNamespace(question=lambda layer: SimpleNamespace(of_shards="shards"))
-    plans, layer = BatchPlans(session, pack), cast("Layer", "layer")
+    plans: Any = BatchPlans(session, pack)
+    layer = "layer"
     first = plans.source(session, layer, True)
     assert plans.source(session, layer, True) is first
     assert plans.source(session, layer, False) == ["shards"]

@@ -116,7 +116,8 @@ def test_a_thread_without_calls_to_watch_sleeps(owner: Owner) -> None:
     owner.comparison.status[1] = 1
     owner.watch.begin(CALLS[1], 1, LIMIT)
     limit = time.monotonic() + SOON
-    while owner.watch._launched and time.monotonic() < limit:
+    while owner.watch._awake.is_set() and time.monotonic() < limit:
         time.sleep(0.001)
-    time.sleep(0.02)
-    assert not any(time.sleep(0.002) or owner.watch._awake.is_set() for _ in range(10))
+    for _ in range(10):
+        time.sleep(0.005)
+        assert not owner.watch._awake.is_set()
