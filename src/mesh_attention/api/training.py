@@ -152,9 +152,12 @@ class Training:
         z_loss          times the square of the log-sum-exp of each target's logits is added
         chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
 
-        Under FSDP2 call it in the forward of the module that holds the weight: only there is it
-        whole. Gradients are made in the forward pass, that of the weight in float32, and scaled in
-        the backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
+        A weight that FSDP2 holds in parts is gathered, and its gradient reduced to the parts as
+        `reduce` says, over the ranks of FSDP2: those of this object and of `data_parallel`. In the
+        forward of the module that holds it, it is whole without that.
+
+        Gradients are made in the forward pass, that of the weight in float32, and scaled in the
+        backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
         autocast products are in its dtype, for which the weight is copied; logits and sums are
         float32 or better.
         """
@@ -183,13 +186,15 @@ class Training:
         softcap: float | None = None,
         ignore_index: int = IGNORE_INDEX,
         chunk_tokens: int | None = None,
+        reduce: Reduce | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
         `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
 
         From logits, or with a `weight` from hidden states, whose logits are then there in chunks,
         and made again in the backward pass. Logits are divided by `temperature`, after `softcap`.
-        Nothing is sent.
+        Nothing is sent, unless FSDP2 holds the weight in parts, which are gathered: `reduce` then
+        says what becomes of its gradient, as it does in `token_mean`.
         """
         return log_probs(
             self._calls.ranks,
@@ -198,6 +203,7 @@ class Training:
             weight,
             bias,
             ignore_index,
+            reduce,
             softcap=softcap,
             temperature=temperature,
             chunk_tokens=chunk_tokens,

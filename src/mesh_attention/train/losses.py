@@ -16,10 +16,11 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
-from mesh_attention.runtime.session.distributed_tensors import own_copies, own_weight
+from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Head
 from mesh_attention.train.means import Means, TokenMean
+from mesh_attention.train.sharded_weight import mesh_of_fsdp, own_weights
 from mesh_attention.train.token_losses import CrossEntropy, LogProbs, PerToken, Summed, Targets
 
 
@@ -30,7 +31,7 @@ def cross_entropy(
     groups = means.user.session.groups
     means.refuse_wrong()
     logits, targets = own_copies(groups.ranks, logits=logits, targets=targets)
-    refuse_wrong_tensors("logits", logits, targets)
+    refuse_wrong_tensors("logits", logits, targets, "vocabulary")
     ignore_index, numbers = plain_numbers(ignore_index, label_smoothing=label_smoothing)
     groups.check_device(logits.device)
     head, rule = Head(logits.dtype), CrossEntropy(**numbers)
@@ -60,8 +61,13 @@ def linear_cross_entropy(
     groups = means.user.session.groups
     means.refuse_wrong()
     hidden, labels = own_copies(groups.ranks, hidden=hidden, labels=labels)
-    weight, bias = own_weight(groups.ranks, weight=weight, bias=bias)
-    refuse_wrong_tensors("hidden", hidden, labels, weight=weight, bias=bias)
+    refuse_wrong_tensors("hidden", hidden, labels, "width")
+    head_of = {"weight": weight, "bias": bias}
+    mesh = mesh_of_fsdp(groups.ranks, **head_of)
+    if mesh is not None:
+        means.meet_before_gathering(mesh, hidden.device)
+    weight, bias = own_weights(groups.ranks, hidden.dtype, means.reduce, **head_of)
+    refuse_wrong_head("hidden", hidden, weight, bias)
     ignore_index, numbers = plain_numbers(ignore_index, chunk_tokens=chunk_tokens, **numbers)
     chunk_tokens = numbers.pop("chunk_tokens")
     groups.check_device(hidden.device)
@@ -108,13 +114,11 @@ def checked_targets(
     return Targets(flat, ignored, head, rule)
 
 
-def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
-    """`name` is that of logits, or of hidden states with a `head` of weight and bias."""
+def refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> None:
+    """`name` is that of logits or of hidden states."""
     if targets is None:
         raise MeshAttentionError("targets is None: give labels to shard_batch")
-    if head.get("bias", 0) is None:
-        del head["bias"]
-    fault = fault_of_kind(**{name: x}, targets=targets, **head)
+    fault = fault_of_kind(**{name: x}, targets=targets)
     if fault is not None:
         raise fault
     if not x.is_floating_point():
@@ -124,12 +128,20 @@ def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
     if x.ndim < 2 or x.shape[:-1] != targets.shape:
         raise MeshAttentionError(
             f"{name} has shape {tuple(x.shape)} and targets {tuple(targets.shape)}; expected "
-            f"(batch, local tokens, {'width' if head else 'vocabulary'}) and (batch, local "
-            "tokens), both of this rank: shard_batch gives such targets as labels"
+            f"(batch, local tokens, {last_dim}) and (batch, local tokens), both of this rank: "
+            "shard_batch gives such targets as labels"
         )
+
+
+def refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
+    """`name` is that of hidden states."""
+    head = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    fault = fault_of_kind(**head)
+    if fault is not None:
+        raise fault
     autocast = torch.is_autocast_enabled(x.device.type)
+    rows = weight.shape[:1]
     for which, part in head.items():
-        rows = head["weight"].shape[:1]
         if part.shape != (rows if which == "bias" else (*rows, x.shape[-1])):
             raise MeshAttentionError(
                 f"{which} has shape {tuple(part.shape)} and {name} {tuple(x.shape)}: expected a "

@@ -28,6 +28,11 @@ from mesh_attention.runtime.transport.distributed import CommunicationError
 Reduce = Literal["ddp", "fsdp", "sum"]
 
 
+def refuse_reduce(reduce: object) -> None:
+    if reduce not in get_args(Reduce):
+        raise MeshAttentionError(f"reduce={reduce!r}: must be one of {', '.join(get_args(Reduce))}")
+
+
 @dataclass(frozen=True, eq=False)
 class TokenMean:
     """
@@ -60,10 +65,7 @@ class Means:
 
     def refuse_wrong(self) -> None:
         self.user.refuse_if_closed()
-        if self.reduce not in get_args(Reduce):
-            raise MeshAttentionError(
-                f"reduce={self.reduce!r}: must be one of {', '.join(get_args(Reduce))}"
-            )
+        refuse_reduce(self.reduce)
         number = self.num_targets
         if isinstance(number, Tensor):
             fits = number.numel() == 1 and number.dtype != torch.bool
@@ -87,6 +89,18 @@ class Means:
             if within and len(session.groups.ranks) > 1:
                 _add_up(sums, session.groups.everybody())
             session.guard.settle((sums,))
+
+    def meet_before_gathering(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Where FSDP2 has the weight on `mesh`: other ranks would wait there in vain for one that
+        is out of step or has failed."""
+        number = _Ranks.of(self.user.session.groups.ranks, self.data_parallel).number
+        ranks = mesh.mesh.flatten().tolist()
+        if mesh.size() != number:
+            raise MeshAttentionError(
+                f"the weight is sharded over the ranks {ranks}, where its gradient is reduced, and "
+                f"the mean is over {number} ranks: give the others as data_parallel"
+            )
+        self.add_up({"ranks of the weight": ranks}, torch.zeros(1, device=device))
 
     def mean(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.tensor_checks import fault_of_kind
-from mesh_attention.runtime.session.distributed_tensors import own_copies, own_weight
+from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.chunked_logits import Head
@@ -21,9 +21,11 @@ from mesh_attention.train.losses import (
     checked_targets,
     per_token,
     plain_numbers,
+    refuse_wrong_head,
     refuse_wrong_tensors,
 )
-from mesh_attention.train.means import Means, TokenMean
+from mesh_attention.train.means import Means, Reduce, TokenMean, refuse_reduce
+from mesh_attention.train.sharded_weight import own_weights
 from mesh_attention.train.token_losses import LogProbs
 
 Per = Literal["token", "sequence"]
@@ -36,16 +38,21 @@ def log_probs(
     weight: Tensor | None,
     bias: Tensor | None,
     ignore_index: int,
+    reduce: Reduce | None,
     **numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
     `chunk_tokens`."""
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
+    if reduce is not None:
+        refuse_reduce(reduce)
     x, tokens = own_copies(ranks, hidden_or_logits=x, tokens=tokens)
-    weight, bias = own_weight(ranks, weight=weight, bias=bias)
-    head = {} if weight is None else {"weight": weight, "bias": bias}
-    refuse_wrong_tensors("hidden_or_logits", x, tokens, **head)
+    name, last_dim = "hidden_or_logits", "vocabulary" if weight is None else "width"
+    refuse_wrong_tensors(name, x, tokens, last_dim)
+    if weight is not None:
+        weight, bias = own_weights(ranks, x.dtype, reduce, weight=weight, bias=bias)
+        refuse_wrong_head(name, x, weight, bias)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype
     vocabulary = x.shape[-1] if weight is None else len(weight)

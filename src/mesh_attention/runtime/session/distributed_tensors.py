@@ -99,20 +99,6 @@ def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
     return [*map(_held, tensors.values())]
 
 
-def own_weight(ranks: Collection[int], **tensors: Any) -> list[Any]:
-    """Of parameters that must be whole on each rank. Those that ranks with other tokens share are
-    FSDP's: gathered by hand their gradients would be added up by nobody."""
-    for name, x in tensors.items():
-        if is_dtensor(x) and not _meets_only_here(x.device_mesh, tuple(ranks)):
-            raise MeshAttentionError(
-                f"{name} is a DTensor, {_described(x.device_mesh, x.placements)}, as FSDP2 has "
-                "parameters outside of forward: call the loss in the forward of the module that "
-                "fully_shard wraps, where they are whole and their gradients are reduced; without "
-                f"gradients {name}.full_tensor() will do"
-            )
-    return own_copies(ranks, **tensors)
-
-
 def _held(x: Any) -> Any:
     """What this rank holds, and has received: collectives of tensor parallelism that no gradient
     goes through, as in evaluation, may be in flight."""
@@ -136,11 +122,11 @@ def _fits(
             return False
     if any(x.shape[dim] % number for dim, number in parts.items()):
         return False
-    return bool(_meets_only_here(mesh, tuple(ranks)))
+    return bool(meets_only_here(mesh, tuple(ranks)))
 
 
 @constant_in_graphs
-def _meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
+def meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
     members = {*mesh.mesh.flatten().tolist()}
     return members & {*ranks} == {dist.get_rank()}
 
@@ -148,11 +134,11 @@ def _meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
 def _refusal(name: str, x: Any, way_out: str) -> MeshAttentionError:
     return MeshAttentionError(
         f"{name} is a DTensor; give {way_out} {_MESH}; this one of {tuple(x.shape)} is "
-        f"{_described(x.device_mesh, x.placements)}"
+        f"{described(x.device_mesh, x.placements)}"
     )
 
 
 @constant_in_graphs
-def _described(mesh: Any, placements: tuple[Any, ...]) -> str:
+def described(mesh: Any, placements: tuple[Any, ...]) -> str:
     words = ", ".join(map(repr, placements))
     return f"({words}) on the ranks {mesh.mesh.flatten().tolist()}"
