@@ -149,6 +149,14 @@ WAYS: dict[str, tuple[str, bool]] = {
 }
 
 
+def policy_loss(
+    cp: ContextParallel, labels: Tensor, mean_of: Any, hidden: Tensor, weight: Tensor, **bias: Any
+) -> Any:
+    """The same number by other means."""
+    new, _ = cp.log_probs(hidden, labels, weight=weight, reduce=mean_of["reduce"], **bias)
+    return cp.token_mean(-new, labels != -100, **mean_of)
+
+
 def by_framework(rank: int, world_size: int, name: str) -> Trained:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -180,15 +188,11 @@ def by_framework(rank: int, world_size: int, name: str) -> Trained:
                 "data_parallel": mesh["dp"],
                 "num_targets": total,
             }
-            loss = partial(cp.linear_cross_entropy, labels=batch.labels, chunk_tokens=5, **mean_of)
+            loss: Any = partial(
+                cp.linear_cross_entropy, labels=batch.labels, chunk_tokens=5, **mean_of
+            )
             if "log_probs" in name:
-
-                def loss(*x: Tensor, batch: Any = batch, how: Any = mean_of, **head: Any) -> Any:
-                    hidden, weight = x
-                    new, _ = cp.log_probs(
-                        hidden, batch.labels, weight=weight, reduce="fsdp", **head
-                    )
-                    return cp.token_mean(-new, batch.labels != -100, **how)
+                loss = partial(policy_loss, cp, batch.labels, mean_of)
 
             def attention(q: Tensor, k: Tensor, v: Tensor, batch: Any = batch) -> Any:
                 return cp.attention(q, k, v, documents=batch.documents)
@@ -243,21 +247,20 @@ def of_a_sharded_head(rank: int, world_size: int) -> list[str]:
     with ContextParallel(mesh["cp"], causal=True) as cp:
         batch = sharded(cp, PACKED)
         hidden = cp.shard(head(PACKED)[0], 1, documents=batch.documents)
-        loss = partial(cp.linear_cross_entropy, hidden, reduce="sum")
-        alike = {"labels": batch.labels}
+        loss: Any = partial(cp.linear_cross_entropy, hidden, reduce="sum")
+        assert batch.labels is not None
+        labels, alike = batch.labels, {"labels": batch.labels}
         told = [
-            refusal(
-                lambda: loss(parts.weight, labels=None if rank else batch.labels, bias=parts.bias)
-            ),
+            refusal(lambda: loss(parts.weight, labels=None if rank else labels, bias=parts.bias)),
             refusal(lambda: loss(parts.weight if rank else whole.weight, **alike)),
             refusal(lambda: loss(distribute_tensor(whole.weight, mesh["cp"], [Shard(1)]), **alike)),
             refusal(lambda: loss(distribute_tensor(whole.weight, mesh, [Shard(0)] * 2), **alike)),
-            refusal(lambda: cp.log_probs(hidden, batch.labels, weight=parts.weight)),
-            refusal(lambda: cp.log_probs(hidden, batch.labels, reduce="mean")),  # type: ignore[arg-type]
+            refusal(lambda: cp.log_probs(hidden, labels, weight=parts.weight)),
+            refusal(lambda: cp.log_probs(hidden, labels, reduce="mean")),  # type: ignore[arg-type]
         ]
         for layer in (whole, parts):
             mean = loss(layer.weight, bias=layer.bias, **alike)
-            mean.loss.backward()  # type: ignore[no-untyped-call]
+            mean.loss.backward()
         for x, y in zip(whole.parameters(), parts.parameters(), strict=True):
             assert x.grad is not None
             dist.all_reduce(x.grad)

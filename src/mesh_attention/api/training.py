@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
@@ -17,7 +19,7 @@ from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.train.keep_attention import KeepAttention
+from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
 from mesh_attention.train.losses import cross_entropy, linear_cross_entropy
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.policy import Per, log_probs, token_mean
@@ -253,8 +255,11 @@ class Training:
         It keeps out and lse of all objects' calls; q, k and v are computed and exchanged again in
         the backward pass. All ranks must do the same. With `offload`, what is kept and the inputs
         of blocks go to pinned host memory, and come back one block ahead of their use; what exceeds
-        `host_bytes` stays on the device. `keep.host` says how much there is.
+        `host_bytes` stays on the device. `keep.host` says how much there is. The `checkpoint` may
+        stand in compiled code, without `offload`, or around it.
         """
+        if is_dynamo_compiling():  # which makes no objects of a class derived from `partial`
+            return partial(in_compiled_code, offload or host_bytes is not None)  # type: ignore[return-value]
         return KeepAttention(offload=offload, host_bytes=host_bytes)
 
     def tiled(

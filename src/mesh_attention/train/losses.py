@@ -20,7 +20,7 @@ from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Head
 from mesh_attention.train.means import Means, TokenMean
-from mesh_attention.train.sharded_weight import mesh_of_fsdp, own_weights
+from mesh_attention.train.sharded_weight import own_weights
 from mesh_attention.train.token_losses import CrossEntropy, LogProbs, PerToken, Summed, Targets
 
 
@@ -62,11 +62,8 @@ def linear_cross_entropy(
     means.refuse_wrong()
     hidden, labels = own_copies(groups.ranks, hidden=hidden, labels=labels)
     refuse_wrong_tensors("hidden", hidden, labels, "width")
-    head_of = {"weight": weight, "bias": bias}
-    mesh = mesh_of_fsdp(groups.ranks, **head_of)
-    if mesh is not None:
-        means.meet_before_gathering(mesh, hidden.device)
-    weight, bias = own_weights(groups.ranks, hidden.dtype, means.reduce, **head_of)
+    meet, head_of = means.meet_before_gathering, {"weight": weight, "bias": bias}
+    weight, bias = own_weights(groups.ranks, hidden, means.reduce, meet, **head_of)
     refuse_wrong_head("hidden", hidden, weight, bias)
     ignore_index, numbers = plain_numbers(ignore_index, chunk_tokens=chunk_tokens, **numbers)
     chunk_tokens = numbers.pop("chunk_tokens")

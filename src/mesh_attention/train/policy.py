@@ -51,7 +51,7 @@ def log_probs(
     name, last_dim = "hidden_or_logits", "vocabulary" if weight is None else "width"
     refuse_wrong_tensors(name, x, tokens, last_dim)
     if weight is not None:
-        weight, bias = own_weights(ranks, x.dtype, reduce, weight=weight, bias=bias)
+        weight, bias = own_weights(ranks, x, reduce, weight=weight, bias=bias)
         refuse_wrong_head(name, x, weight, bias)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype

@@ -6,7 +6,7 @@ parts as FSDP2 reduces those of other parameters, to which it is added where the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,7 +23,33 @@ from mesh_attention.runtime.session.distributed_tensors import (
 from mesh_attention.train.means import Reduce
 
 
-def mesh_of_fsdp(ranks: Collection[int], **tensors: Any) -> DeviceMesh | None:
+def own_weights(
+    ranks: Collection[int],
+    hidden: Tensor,
+    reduce: Reduce | None,
+    meet: Callable[[DeviceMesh, torch.device], None] | None = None,
+    **tensors: Any,
+) -> list[Any]:
+    """Whole weight and bias. `reduce`: what becomes of the gradients of those that are gathered;
+    `meet`: called before that, where all ranks are to come."""
+    mesh = _mesh_of_fsdp(ranks, **tensors)
+    if mesh is None:
+        return own_copies(ranks, **tensors)
+    if reduce is None and torch.is_grad_enabled():
+        raise MeshAttentionError(
+            "the weight is sharded by FSDP2: say reduce='fsdp' if gradients are averaged over its "
+            "ranks, reduce='sum' if they are added up"
+        )
+    if meet is not None:
+        meet(mesh, hidden.device)
+    divisor = 1 if reduce == "sum" else mesh.size()
+    for name, x in tensors.items():
+        if is_dtensor(x) and x.device_mesh == mesh:
+            tensors[name] = _Gathered.apply(x, hidden.dtype, divisor)  # type: ignore[no-untyped-call]
+    return own_copies(ranks, **tensors)
+
+
+def _mesh_of_fsdp(ranks: Collection[int], **tensors: Any) -> DeviceMesh | None:
     """Of weight and bias, where ranks of the context-parallel group have parts of them. On other
     meshes parts may belong to tensor parallelism, whose ranks have the same tokens."""
     meshes: list[DeviceMesh] = []
@@ -50,28 +76,6 @@ def _is_of_fsdp(x: Any, ranks: Collection[int]) -> bool:
     here = mesh.get_coordinate()
     line = mesh.mesh[tuple(slice(None) if a else i for a, i in zip(along, here, strict=True))]
     return {*ranks} <= {*line.tolist()}
-
-
-def own_weights(
-    ranks: Collection[int], dtype: torch.dtype, reduce: Reduce | None, **tensors: Any
-) -> list[Any]:
-    """Whole weight and bias. `reduce`: what becomes of the gradients of those that are gathered."""
-    mesh = mesh_of_fsdp(ranks, **tensors)
-    if mesh is None:
-        return own_copies(ranks, **tensors)
-    if reduce is None and torch.is_grad_enabled():
-        raise MeshAttentionError(
-            "the weight is sharded by FSDP2: say reduce='fsdp' if gradients are averaged over its "
-            "ranks, reduce='sum' if they are added up"
-        )
-    divisor = 1 if reduce == "sum" else mesh.size()
-    whole = {
-        name: _Gathered.apply(x, dtype, divisor)  # type: ignore[no-untyped-call]
-        if is_dtensor(x) and x.device_mesh == mesh
-        else x
-        for name, x in tensors.items()
-    }
-    return own_copies(ranks, **whole)
 
 
 class _Gathered(torch.autograd.Function):
