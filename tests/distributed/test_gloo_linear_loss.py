@@ -346,9 +346,9 @@ TOLD = {
     "second of logits": "second derivatives",
     "bias": f"a bias of (vocabulary,), here ({VOCABULARY},)",
     "no weight": "weight is NoneType; it must be a torch.Tensor",
-    "softcap": "softcap=0.0: must be above 0",
-    "z_loss": "z_loss=-1.0: must be 0 or more",
-    "chunk_tokens": "chunk_tokens=0: must be a whole number above 0",
+    "softcap": "softcap=0.0: must be finite and above 0",
+    "z_loss": "z_loss=-1.0: must be finite and above 0",
+    "chunk_tokens": "chunk_tokens=0: must be a whole number of at least 1",
     "dtypes": "or call under torch.autocast",
     "width": "(vocabulary, 8), as nn.Linear has it",
 }

@@ -20,7 +20,7 @@ from mesh_attention.runtime.session.collective_call import collective_call, of_o
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
-from mesh_attention.train.losses import cross_entropy, linear_cross_entropy
+from mesh_attention.train.losses import cross_entropy
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.policy import Per, log_probs, token_mean
 from mesh_attention.train.replaced_attention import replaced_attention
@@ -122,11 +122,13 @@ class Training:
 
         With S the sum over this rank's targets, N the number of all targets and R that of all
         ranks, `.loss` is S / N for "sum" and S R / N for the others. Sums are float64, logits of 16
-        bits become float32. It costs one all-reduce of ten numbers over each of the groups. Ranks
-        and replicas that call differently get an error, on CUDA a loss of NaN.
+        bits become float32; gradients are made in the forward pass. It costs one all-reduce of ten
+        numbers over each of the groups. Ranks and replicas that call differently get an error, on
+        CUDA a loss of NaN.
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
-        return cross_entropy(means, logits, targets, ignore_index, label_smoothing)
+        how: dict[str, Any] = {"label_smoothing": label_smoothing}
+        return cross_entropy(means, logits, targets, None, ignore_index, **how)
 
     @outside_compile
     @collective_call(of_object)
@@ -163,17 +165,16 @@ class Training:
         autocast products are in its dtype, for which the weight is copied; logits and sums are
         float32 or better.
         """
-        return linear_cross_entropy(
+        return cross_entropy(
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
             hidden,
-            weight,
             labels,
-            bias,
+            (weight, bias),
             ignore_index,
-            chunk_tokens,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
+            chunk_tokens=chunk_tokens,
         )
 
     @outside_compile

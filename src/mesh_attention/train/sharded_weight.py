@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.request.operators import need_grad
 from mesh_attention.runtime.session.distributed_tensors import (
     described,
     is_dtensor,
@@ -35,7 +36,7 @@ def own_weights(
     mesh = _mesh_of_fsdp(ranks, **tensors)
     if mesh is None:
         return own_copies(ranks, **tensors)
-    if reduce is None and torch.is_grad_enabled():
+    if reduce is None and need_grad(*tensors.values()):
         raise MeshAttentionError(
             "the weight is sharded by FSDP2: say reduce='fsdp' if gradients are averaged over its "
             "ranks, reduce='sum' if they are added up"
