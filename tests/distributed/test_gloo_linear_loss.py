@@ -270,7 +270,7 @@ def of_a_sharded_head(rank: int, world_size: int) -> list[str]:
 
 def test_a_head_in_parts_is_exact_or_refused_by_name(pool: WorkerPool) -> None:
     for told in pool.run(of_a_sharded_head, 2, group_seconds=10.0):
-        wanted = ["targets is None", "ranks of the weight", *["Shard(0) over"] * 2]
+        wanted = ["targets is None", "ranks of the weight", *["in the forward of the module"] * 2]
         wanted += ["say reduce='fsdp'", "reduce='mean': must be"]
         assert all(words in text for words, text in zip(wanted, told, strict=True)), told
 
@@ -306,6 +306,10 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         torch.autograd.backward(loss(hidden.detach(), plain).loss)
         assert plain.grad is not None
         seen["gathered"] = error(parts.grad.full_tensor(), plain.grad)
+        parts.grad = None
+        # Were these replicas: FSDP2 around groups of one rank.
+        torch.autograd.backward(loss(hidden.detach(), parts, data_parallel=mesh["tp"]).loss)
+        seen["replicas"] = error(parts.grad.full_tensor(), plain.grad)
 
         with torch.autocast("cpu", torch.bfloat16):
             low = loss(hidden.float(), weight.float())
@@ -341,7 +345,7 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
 
 
 TOLD = {
-    "vocabulary": "weight is a DTensor; give x.full_tensor()",
+    "vocabulary": "x.full_tensor() if ranks of its mesh have the same tokens",
     "second": "second derivatives",
     "second of logits": "second derivatives",
     "bias": f"a bias of (vocabulary,), here ({VOCABULARY},)",

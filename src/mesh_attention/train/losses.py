@@ -4,13 +4,11 @@ and the matrix of the head, whose logits are then never there as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import number, real
@@ -37,8 +35,8 @@ def cross_entropy(
     head, `z_loss`, `softcap` and `chunk_tokens`."""
     groups = means.user.session.groups
     means.refuse_wrong()
-    name, meet = "logits" if head is None else "hidden", means.meet_before_gathering
-    x, tokens, weight, bias = whole_inputs(groups.ranks, name, x, tokens, head, means.reduce, meet)
+    name, reduce = "logits" if head is None else "hidden", means.reduce
+    x, tokens, weight, bias = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     loss = Loss(numbers["label_smoothing"], numbers.get("z_loss", 0.0))
     how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
@@ -66,15 +64,15 @@ def whole_inputs(
     tokens: Any,
     head: tuple[Any, Any] | None,
     reduce: Reduce | None,
-    meet: Callable[[DeviceMesh, torch.device], None] | None = None,
+    means: Means | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Logits or hidden states, by their `name`, targets, weight and bias, whole on this rank and
-    checked; `reduce` and `meet` as in `own_weights`."""
+    checked; `reduce` and `means` as in `own_weights`."""
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
     if head is None:
         return x, tokens, None, None
-    weight, bias = own_weights(ranks, x, reduce, meet, weight=head[0], bias=head[1])
+    weight, bias = own_weights(ranks, x, reduce, means, weight=head[0], bias=head[1])
     _refuse_wrong_head(name, x, weight, bias)
     return x, tokens, weight, bias
 

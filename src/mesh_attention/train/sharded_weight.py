@@ -6,77 +6,68 @@ parts as FSDP2 reduces those of other parameters, to which it is added where the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
-from mesh_attention.runtime.session.distributed_tensors import (
-    described,
-    is_dtensor,
-    meets_only_here,
-    own_copies,
-)
-from mesh_attention.train.means import Reduce
+from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
+from mesh_attention.train.means import Means, Ranks, Reduce
 
 
 def own_weights(
     ranks: Collection[int],
     hidden: Tensor,
     reduce: Reduce | None,
-    meet: Callable[[DeviceMesh, torch.device], None] | None = None,
+    means: Means | None = None,
     **tensors: Any,
 ) -> list[Any]:
     """Whole weight and bias. `reduce`: what becomes of the gradients of those that are gathered;
-    `meet`: called before that, where all ranks are to come."""
-    mesh = _mesh_of_fsdp(ranks, **tensors)
-    if mesh is None:
-        return own_copies(ranks, **tensors)
-    if reduce is None and need_grad(*tensors.values()):
+    `means`: of the loss, if ranks make it together."""
+    known = None if means is None else means.ranks
+    is_part = partial(_is_of_fsdp, ranks, known)
+    parts = {name: x for name, x in tensors.items() if is_dtensor(x) and is_part(x)}
+    others = {name: x for name, x in tensors.items() if name not in parts}
+    whole = dict(zip(others, own_copies(ranks, _WAYS_OUT, **others), strict=True))
+    if reduce is None and need_grad(*parts.values()):
         raise MeshAttentionError(
             "the weight is sharded by FSDP2: say reduce='fsdp' if gradients are averaged over its "
             "ranks, reduce='sum' if they are added up"
         )
-    if meet is not None:
-        meet(mesh, hidden.device)
-    divisor = 1 if reduce == "sum" else mesh.size()
-    for name, x in tensors.items():
-        if is_dtensor(x) and x.device_mesh == mesh:
-            tensors[name] = _Gathered.apply(x, hidden.dtype, divisor)  # type: ignore[no-untyped-call]
-    return own_copies(ranks, **tensors)
+    for mesh in dict.fromkeys(x.device_mesh for x in parts.values()):
+        if means is not None:
+            means.meet_before_gathering(mesh, hidden.device)
+    for name, x in parts.items():
+        divisor = 1 if reduce == "sum" else x.device_mesh.size()
+        whole[name] = _Gathered.apply(x, hidden.dtype, divisor)  # type: ignore[no-untyped-call]
+    return [whole[name] for name in tensors]
 
 
-def _mesh_of_fsdp(ranks: Collection[int], **tensors: Any) -> DeviceMesh | None:
-    """Of weight and bias, where ranks of the context-parallel group have parts of them. On other
-    meshes parts may belong to tensor parallelism, whose ranks have the same tokens."""
-    meshes: list[DeviceMesh] = []
-    for name, x in tensors.items():
-        if is_dtensor(x) and not meets_only_here(x.device_mesh, tuple(ranks)):
-            if not _is_of_fsdp(x, ranks) or (meshes and meshes[0] != x.device_mesh):
-                raise MeshAttentionError(
-                    f"{name} is a DTensor, {described(x.device_mesh, x.placements)}, and not as "
-                    "fully_shard alone leaves parameters, Shard(0) over a mesh dimension with the "
-                    f"whole context-parallel group {[*ranks]}: call this in the forward of the "
-                    "module that fully_shard wraps, where they are whole; without gradients "
-                    f"{name}.full_tensor() will do"
-                )
-            meshes.append(x.device_mesh)
-    return meshes[0] if meshes else None
+# Gathered by `full_tensor`, gradients of ranks with other tokens would be added up by nobody.
+_WAYS_OUT = (
+    "it whole, as it is in the forward of the module that fully_shard wraps; or x.full_tensor() if "
+    "ranks of its mesh have the same tokens (tensor parallelism) or it needs no gradient; or a "
+    "DTensor that is Shard(0) over the whole context-parallel group (FSDP2), or replicated"
+)
 
 
-def _is_of_fsdp(x: Any, ranks: Collection[int]) -> bool:
+def _is_of_fsdp(ranks: Collection[int], known: Ranks | None, x: Any) -> bool:
+    """Sharded along one dimension of its mesh, over ranks with other tokens: the whole group, or
+    all ranks of the loss. On other meshes parts may belong to tensor parallelism."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, along = x.device_mesh, [type(p) is not Replicate for p in x.placements]
     if sum(along) != 1 or x.placements[along.index(True)] != Shard(0):
         return False
+    if known is not None and mesh.size() == known.number > 1:
+        return known.known <= {*mesh.mesh.flatten().tolist()}
     here = mesh.get_coordinate()
     line = mesh.mesh[tuple(slice(None) if a else i for a, i in zip(along, here, strict=True))]
-    return {*ranks} <= {*line.tolist()}
+    return len(ranks) > 1 and {*ranks} <= {*line.tolist()}
 
 
 class _Gathered(torch.autograd.Function):

@@ -91,11 +91,16 @@ def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
     return _held(x), Spread(x.device_mesh, x.placements)
 
 
-def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
+def own_copies(
+    ranks: Collection[int],
+    way_out: str = "x.full_tensor(), or a DTensor that is replicated",
+    /,
+    **tensors: Any,
+) -> list[Any]:
     """Of tensors that must be whole on each rank."""
     for name, x in tensors.items():
         if is_dtensor(x) and not _fits(ranks, x, (), replicated=True):
-            raise _refusal(name, x, "x.full_tensor(), or a DTensor that is replicated")
+            raise _refusal(name, x, way_out)
     return [*map(_held, tensors.values())]
 
 
@@ -122,11 +127,11 @@ def _fits(
             return False
     if any(x.shape[dim] % number for dim, number in parts.items()):
         return False
-    return bool(meets_only_here(mesh, tuple(ranks)))
+    return bool(_meets_only_here(mesh, tuple(ranks)))
 
 
 @constant_in_graphs
-def meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
+def _meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
     members = {*mesh.mesh.flatten().tolist()}
     return members & {*ranks} == {dist.get_rank()}
 
@@ -134,11 +139,11 @@ def meets_only_here(mesh: Any, ranks: tuple[int, ...]) -> bool:
 def _refusal(name: str, x: Any, way_out: str) -> MeshAttentionError:
     return MeshAttentionError(
         f"{name} is a DTensor; give {way_out} {_MESH}; this one of {tuple(x.shape)} is "
-        f"{described(x.device_mesh, x.placements)}"
+        f"{_described(x.device_mesh, x.placements)}"
     )
 
 
 @constant_in_graphs
-def described(mesh: Any, placements: tuple[Any, ...]) -> str:
+def _described(mesh: Any, placements: tuple[Any, ...]) -> str:
     words = ", ".join(map(repr, placements))
     return f"({words}) on the ranks {mesh.mesh.flatten().tolist()}"
