@@ -91,8 +91,8 @@ class Means:
             session.guard.settle((sums,))
 
     @property
-    def ranks(self) -> Ranks:
-        return Ranks.of(self.user.session.groups.ranks, self.data_parallel)
+    def ranks(self) -> LossRanks:
+        return LossRanks.of(self.user.session.groups.ranks, self.data_parallel)
 
     def meet_before_gathering(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Where FSDP2 has the weight on `mesh`: other ranks would wait there in vain for one that
@@ -141,7 +141,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LossRanks:
     """
     known    those of the group and those that were given
     number   of those that have a part of the batch
@@ -155,9 +155,9 @@ class Ranks:
     within: bool
 
     @staticmethod
-    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> LossRanks:
         if data_parallel is None:
-            return Ranks(frozenset(own), len(own), None, True)
+            return LossRanks(frozenset(own), len(own), None, True)
         group = process_group(data_parallel)
         others = dist.get_process_group_ranks(group)
         if {*own} == {*others} and len(own) < dist.get_world_size():
@@ -168,9 +168,9 @@ class Ranks:
             )
         known = frozenset({*own, *others})
         if {*own} <= {*others}:
-            return Ranks(known, len(others), group, False)
+            return LossRanks(known, len(others), group, False)
         if {*own} & {*others} == {dist.get_rank()}:
-            return Ranks(known, len(own) * len(others), group, True)
+            return LossRanks(known, len(own) * len(others), group, True)
         raise MeshAttentionError(
             f"data_parallel has the ranks {others}, and the context-parallel group {list(own)}: "
             "give the group of the ranks that hold the same tokens of other batches, as in "

@@ -1,13 +1,13 @@
 """The weight of a head as FSDP2 has it outside of forward: in parts, on ranks with other tokens.
 
-It is gathered for the call, in the dtype of the hidden states, and its gradient is reduced to the
-parts as FSDP2 reduces those of other parameters, to which it is added where the weight is tied.
+It is gathered for the call, in the dtype of the hidden states (its own under autocast), and its
+gradient is reduced to the parts as FSDP2 reduces those of other parameters, to which it is added
+where the weight is tied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
-from mesh_attention.train.means import Means, Ranks, Reduce
+from mesh_attention.train.means import LossRanks, Means, Reduce
 
 
 def own_weights(
@@ -28,9 +28,8 @@ def own_weights(
 ) -> list[Any]:
     """Whole weight and bias. `reduce`: what becomes of the gradients of those that are gathered;
     `means`: of the loss, if ranks make it together."""
-    known = None if means is None else means.ranks
-    is_part = partial(_is_of_fsdp, ranks, known)
-    parts = {name: x for name, x in tensors.items() if is_dtensor(x) and is_part(x)}
+    of_loss = None if means is None else means.ranks
+    parts = {name: x for name, x in tensors.items() if _is_of_fsdp(x, ranks, of_loss)}
     others = {name: x for name, x in tensors.items() if name not in parts}
     whole = dict(zip(others, own_copies(ranks, _WAYS_OUT, **others), strict=True))
     if reduce is None and need_grad(*parts.values()):
@@ -43,7 +42,9 @@ def own_weights(
             means.meet_before_gathering(mesh, hidden.device)
     for name, x in parts.items():
         divisor = 1 if reduce == "sum" else x.device_mesh.size()
-        whole[name] = _Gathered.apply(x, hidden.dtype, divisor)  # type: ignore[no-untyped-call]
+        autocast = torch.is_autocast_enabled(hidden.device.type)  # which takes any dtype
+        dtype = x.dtype if autocast else hidden.dtype
+        whole[name] = _Gathered.apply(x, dtype, divisor)  # type: ignore[no-untyped-call]
     return [whole[name] for name in tensors]
 
 
@@ -55,16 +56,18 @@ _WAYS_OUT = (
 )
 
 
-def _is_of_fsdp(ranks: Collection[int], known: Ranks | None, x: Any) -> bool:
+def _is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None) -> bool:
     """Sharded along one dimension of its mesh, over ranks with other tokens: the whole group, or
     all ranks of the loss. On other meshes parts may belong to tensor parallelism."""
+    if not is_dtensor(x):
+        return False
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, along = x.device_mesh, [type(p) is not Replicate for p in x.placements]
     if sum(along) != 1 or x.placements[along.index(True)] != Shard(0):
         return False
-    if known is not None and mesh.size() == known.number > 1:
-        return known.known <= {*mesh.mesh.flatten().tolist()}
+    if of_loss is not None and mesh.size() == of_loss.number > 1:
+        return of_loss.known <= {*mesh.mesh.flatten().tolist()}
     here = mesh.get_coordinate()
     line = mesh.mesh[tuple(slice(None) if a else i for a, i in zip(along, here, strict=True))]
     return len(ranks) > 1 and {*ranks} <= {*line.tolist()}
