@@ -258,10 +258,16 @@ def of_a_sharded_head(rank: int, world_size: int) -> list[str]:
             refusal(lambda: cp.log_probs(hidden, labels, weight=parts.weight)),
             refusal(lambda: cp.log_probs(hidden, labels, reduce="mean")),  # type: ignore[arg-type]
         ]
-        for layer in (whole, parts):
-            mean = loss(layer.weight, bias=layer.bias, **alike)
+        adapters = [torch.randn(shape).double() for shape in ((VOCABULARY, 2), (2, 8))]
+        in_parts = [distribute_tensor(x, mesh["cp"], [Shard(0)]) for x in adapters]
+        for layer, adapter in ((whole, adapters), (parts, in_parts)):
+            up, down = (x.requires_grad_() for x in adapter)
+            mean = loss(layer.weight + up @ down, bias=layer.bias, **alike)
             mean.loss.backward()
-        for x, y in zip(whole.parameters(), parts.parameters(), strict=True):
+        trained = zip(
+            [*whole.parameters(), *adapters], [*parts.parameters(), *in_parts], strict=True
+        )
+        for x, y in trained:
             assert x.grad is not None
             dist.all_reduce(x.grad)
             assert error(y.grad.full_tensor(), x.grad) < 1e-12
