@@ -21,8 +21,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"num_targets": -3}, "num_targets=-3: give how many targets"),
     "nan": ({"num_targets": torch.nan}, "num_targets=nan: give how many targets"),
     "words": ({"num_targets": "19"}, "num_targets='19': give how many targets"),
-    "smoothing": ({"label_smoothing": 2.0}, "label_smoothing=2.0: must be from 0 to 1"),
-    "nan smoothing": ({"label_smoothing": torch.nan}, "must be from 0 to 1"),
+    "smoothing": ({"label_smoothing": 2.0}, "label_smoothing=2.0: must be at most 1"),
+    "nan smoothing": ({"label_smoothing": torch.nan}, "must be finite"),
     "index": ({"ignore_index": None}, "ignore_index=None: must be a whole number"),
     "its own group": ({"data_parallel": "cp"}, "of the context-parallel group itself"),
 }

@@ -93,7 +93,7 @@ def test_log_probs_and_entropies_have_values_and_gradients_of_whole_logits(
     pool: WorkerPool,
 ) -> None:
     [seen] = pool.run(policy_tokens, 1)
-    words = ("temperature=0: must be above 0", "bias without", "targets hold", "(vocabulary, 5)")
+    words = ("temperature=0: must be finite", "bias without", "targets hold", "(vocabulary, 5)")
     for told, word in zip(seen.pop("refused"), words, strict=True):
         assert word in told
     assert max(seen.values()) < 1e-12, seen
@@ -234,7 +234,7 @@ def ahead_of(rank: int, world_size: int, ahead: int) -> list[bool]:
                     batch.num_targets.tolist() == (wanted != -100).sum((0, 1)).tolist(),
                 ]
                 told = refusal(lambda: sharded(cp, PLAIN, ahead=0))
-                same.append("ahead=0: give how many" in told)
+                same.append("ahead=0: must be a whole number of at least 1" in told)
     return same
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
@@ -17,8 +19,8 @@ from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.train.keep_attention import KeepAttention
-from mesh_attention.train.losses import cross_entropy, linear_cross_entropy
+from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
+from mesh_attention.train.losses import cross_entropy
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.policy import Per, log_probs, token_mean
 from mesh_attention.train.replaced_attention import replaced_attention
@@ -120,11 +122,13 @@ class Training:
 
         With S the sum over this rank's targets, N the number of all targets and R that of all
         ranks, `.loss` is S / N for "sum" and S R / N for the others. Sums are float64, logits of 16
-        bits become float32. It costs one all-reduce of ten numbers over each of the groups. Ranks
-        and replicas that call differently get an error, on CUDA a loss of NaN.
+        bits become float32; gradients are made in the forward pass. It costs one all-reduce of ten
+        numbers over each of the groups. Ranks and replicas that call differently get an error, on
+        CUDA a loss of NaN.
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
-        return cross_entropy(means, logits, targets, ignore_index, label_smoothing)
+        how: dict[str, Any] = {"label_smoothing": label_smoothing}
+        return cross_entropy(means, logits, targets, None, ignore_index, **how)
 
     @outside_compile
     @collective_call(of_object)
@@ -152,23 +156,25 @@ class Training:
         z_loss          times the square of the log-sum-exp of each target's logits is added
         chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
 
-        Under FSDP2 call it in the forward of the module that holds the weight: only there is it
-        whole. Gradients are made in the forward pass, that of the weight in float32, and scaled in
-        the backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
+        A weight that FSDP2 holds in parts is gathered, and its gradient reduced to the parts as
+        `reduce` says, over the ranks of FSDP2: those of this object and of `data_parallel`. In the
+        forward of the module that holds it, it is whole without that.
+
+        Gradients are made in the forward pass, that of the weight in float32, and scaled in the
+        backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
         autocast products are in its dtype, for which the weight is copied; logits and sums are
         float32 or better.
         """
-        return linear_cross_entropy(
+        return cross_entropy(
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
             hidden,
-            weight,
             labels,
-            bias,
+            (weight, bias),
             ignore_index,
-            chunk_tokens,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             softcap=softcap,
+            chunk_tokens=chunk_tokens,
         )
 
     @outside_compile
@@ -183,13 +189,15 @@ class Training:
         softcap: float | None = None,
         ignore_index: int = IGNORE_INDEX,
         chunk_tokens: int | None = None,
+        reduce: Reduce | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
         `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
 
         From logits, or with a `weight` from hidden states, whose logits are then there in chunks,
         and made again in the backward pass. Logits are divided by `temperature`, after `softcap`.
-        Nothing is sent.
+        Nothing is sent, unless FSDP2 holds the weight in parts, which are gathered: `reduce` then
+        says what becomes of its gradient, as it does in `token_mean`.
         """
         return log_probs(
             self._calls.ranks,
@@ -198,6 +206,7 @@ class Training:
             weight,
             bias,
             ignore_index,
+            reduce,
             softcap=softcap,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
@@ -247,8 +256,11 @@ class Training:
         It keeps out and lse of all objects' calls; q, k and v are computed and exchanged again in
         the backward pass. All ranks must do the same. With `offload`, what is kept and the inputs
         of blocks go to pinned host memory, and come back one block ahead of their use; what exceeds
-        `host_bytes` stays on the device. `keep.host` says how much there is.
+        `host_bytes` stays on the device. `keep.host` says how much there is. The `checkpoint` may
+        stand in compiled code, without `offload`, or around it.
         """
+        if is_dynamo_compiling():  # which makes no objects of a class derived from `partial`
+            return partial(in_compiled_code, offload or host_bytes is not None)  # type: ignore[return-value]
         return KeepAttention(offload=offload, host_bytes=host_bytes)
 
     def tiled(

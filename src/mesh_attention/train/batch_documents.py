@@ -29,7 +29,9 @@ def rows_of_documents(
     """Of a batch of (rows, tokens). Positions and mask are on the CPU, of that shape."""
     num_rows, num_tokens = shape
     real = None if attention_mask is None else attention_mask.bool()
-    said = None if cu_seqlens is None else _given_rows(shape, cu_seqlens)
+    said = None
+    if cu_seqlens is not None:
+        said = _rows(*document_starts("cu_seqlens", cu_seqlens), shape)
     rows = said or [(0, num_tokens)] * num_rows
     if position_ids is not None:
         restarts = _restarts(position_ids, real)
@@ -49,27 +51,10 @@ def rows_of_documents(
 
 def rows_of_pack(pack: Pack, shape: tuple[int, int]) -> Rows:
     """The documents of a pack that was made elsewhere."""
-    _refuse_other_length(pack.documents, pack.num_rows, shape)
-    return _split(pack.documents, pack.num_rows, shape)
+    return _rows(pack.documents, pack.num_rows, shape)
 
 
-def _given_rows(shape: tuple[int, int], cu_seqlens: Any) -> Rows:
-    starts, num_rows = document_starts("cu_seqlens", cu_seqlens)
-    _refuse_other_length(starts, num_rows, shape)
-    return _split(starts, num_rows, shape)
-
-
-def _split(starts: Starts, num_rows: int, shape: tuple[int, int]) -> Rows:
-    rows, tokens = shape
-    if num_rows == 1:
-        return [starts] * rows
-    return [
-        tuple(s - row * tokens for s in starts if row * tokens <= s <= (row + 1) * tokens)
-        for row in range(rows)
-    ]
-
-
-def _refuse_other_length(starts: Starts, num_rows: int, shape: tuple[int, int]) -> None:
+def _rows(starts: Starts, num_rows: int, shape: tuple[int, int]) -> Rows:
     rows, tokens = shape
     per_row = starts[-1] // num_rows
     if per_row != tokens:
@@ -81,6 +66,12 @@ def _refuse_other_length(starts: Starts, num_rows: int, shape: tuple[int, int]) 
         raise MeshAttentionError(
             f"the documents are those of {num_rows} rows, and the batch has {rows}"
         )
+    if num_rows == 1:
+        return [starts] * rows
+    return [
+        tuple(s - row * tokens for s in starts if row * tokens <= s <= (row + 1) * tokens)
+        for row in range(rows)
+    ]
 
 
 def _restarts(positions: Tensor, real: Tensor | None) -> Rows:

@@ -37,6 +37,9 @@ class Head:
     def precise(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
+    def low(self, weight: Tensor | None) -> Tensor | None:
+        return None if weight is None else weight.to(self.dtype)
+
     def chunks(self, x_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
         size, tokens = self.chunk_tokens, len(x_NH)
         if size is None and weight_VH is not None:

@@ -8,23 +8,42 @@ what is worth keeping (`request/kept_calls.py`); in the host's memory where a de
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.kept_calls import AroundAttention, Held, Recording, Replaying
+from mesh_attention.request.operators import attention_op
 from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
 
 Result = TypeVar("Result")
 
 
-class KeepAttention:
+def in_compiled_code(offload: bool) -> Any:
+    """Contexts for a graph, in which attention is an operator whose results are saved."""
+    if offload:
+        raise MeshAttentionError(
+            "keep_attention(offload=True) inside compiled code: graphs keep tensors on their "
+            "device; leave offload out, or compile the block inside of its checkpoint"
+        )
+    return create_selective_checkpoint_contexts([attention_op])  # type: ignore[no-untyped-call]
+
+
+class KeepAttention(partial[Any]):
     """A `context_fn` of `torch.utils.checkpoint`, for any number of blocks, models and steps.
-    `host`: the memory in which tensors wait, counted; None without `offload`."""
+    `host`: the memory in which tensors wait, counted; None without `offload`.
+
+    Compiled code takes no object as `context_fn`, but a `partial`, of which it calls the function.
+    """
+
+    def __new__(cls, *, offload: bool = False, host_bytes: int | None = None) -> Self:
+        return super().__new__(cls, in_compiled_code, offload)
 
     def __init__(self, *, offload: bool = False, host_bytes: int | None = None) -> None:
         limit = None if host_bytes is None else number("host_bytes", host_bytes, least=0)
@@ -49,10 +68,16 @@ class KeepAttention:
         contexts = [*self(inputs=False)]
 
         def forward_then_again(*args: Any, **kwargs: Any) -> Result:
-            with contexts.pop(0) if len(contexts) > 1 else contexts[0]:
+            is_forward = len(contexts) == 2
+            with contexts[0] if not is_forward and _graph_is_kept() else contexts.pop(0):
                 return function(*args, **kwargs)
 
         return forward_then_again
+
+
+def _graph_is_kept() -> bool:
+    """In a backward pass: whether another may follow. Else what it needs is let go by it."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:

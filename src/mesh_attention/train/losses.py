@@ -4,97 +4,87 @@ and the matrix of the head, whose logits are then never there as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import isfinite
-from numbers import Integral
+from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.problem.arguments import number, real
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
-from mesh_attention.runtime.session.distributed_tensors import own_copies, own_weight
+from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Head
-from mesh_attention.train.means import Means, TokenMean
-from mesh_attention.train.token_losses import CrossEntropy, LogProbs, PerToken, Summed, Targets
+from mesh_attention.train.means import Means, Reduce, TokenMean
+from mesh_attention.train.sharded_weight import own_weights
+from mesh_attention.train.token_losses import CrossEntropy, Loss, Targets
 
 
 def cross_entropy(
-    means: Means, logits: Tensor, targets: Any, ignore_index: int, label_smoothing: float
-) -> TokenMean:
-    """As `ContextParallel.cross_entropy` describes it."""
-    groups = means.user.session.groups
-    means.refuse_wrong()
-    logits, targets = own_copies(groups.ranks, logits=logits, targets=targets)
-    refuse_wrong_tensors("logits", logits, targets)
-    ignore_index, numbers = plain_numbers(ignore_index, label_smoothing=label_smoothing)
-    groups.check_device(logits.device)
-    head, rule = Head(logits.dtype), CrossEntropy(**numbers)
-    checked = checked_targets(targets, ignore_index, logits.shape[-1], head, rule)
-    [losses] = per_token(logits, None, None, checked)
-    return means.mean(
-        losses.sum(dtype=torch.float64),
-        (~checked.ignored).sum(dtype=torch.float64),
-        losses.dtype,
-        {"ignore_index": ignore_index} | numbers,
-        {"shape": list(logits.shape), "dtype": str(logits.dtype)},
-    )
-
-
-def linear_cross_entropy(
     means: Means,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Any,
-    bias: Tensor | None,
+    x: Tensor,
+    tokens: Any,
+    head: tuple[Any, Any] | None,
     ignore_index: int,
-    chunk_tokens: int | None,
     **numbers: Any,
 ) -> TokenMean:
-    """As `ContextParallel.linear_cross_entropy` describes it; `numbers` are `label_smoothing`,
-    `z_loss` and `softcap`."""
+    """As `ContextParallel.cross_entropy` and `linear_cross_entropy` describe it: of logits, or of
+    hidden states with a `head` of weight and bias. `numbers` are `label_smoothing` and, with a
+    head, `z_loss`, `softcap` and `chunk_tokens`."""
     groups = means.user.session.groups
     means.refuse_wrong()
-    hidden, labels = own_copies(groups.ranks, hidden=hidden, labels=labels)
-    weight, bias = own_weight(groups.ranks, weight=weight, bias=bias)
-    refuse_wrong_tensors("hidden", hidden, labels, weight=weight, bias=bias)
-    ignore_index, numbers = plain_numbers(ignore_index, chunk_tokens=chunk_tokens, **numbers)
-    chunk_tokens = numbers.pop("chunk_tokens")
-    groups.check_device(hidden.device)
-    dtype = as_under_autocast(hidden[:0])[0].dtype
-    head = Head(dtype, numbers["softcap"], chunk_tokens=chunk_tokens)
-    rule = CrossEntropy(numbers["label_smoothing"], numbers["z_loss"])
-    targets = checked_targets(labels, ignore_index, len(weight), head, rule)
-    flat, needs_grad = hidden.flatten(0, -2), need_grad(hidden, weight, bias)
+    name, reduce = "logits" if head is None else "hidden", means.reduce
+    x, tokens, weight, bias = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
+    ignore_index, numbers = plain_numbers(ignore_index, **numbers)
+    loss = Loss(numbers["label_smoothing"], numbers.get("z_loss", 0.0))
+    how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
+    targets = targets_of(x, weight, tokens, ignore_index, **how)
+    groups.check_device(x.device)
+    flat, needs_grad = x.flatten(0, -2), need_grad(x, weight, bias)
     with outside_autocast():
-        total: Tensor = Summed.apply(flat, weight, bias, targets, needs_grad)  # type: ignore[no-untyped-call]
-    shapes = {"shape": list(hidden.shape), "shape of the weight": list(weight.shape)}
+        total: Tensor = CrossEntropy.apply(flat, weight, bias, targets, loss, needs_grad)  # type: ignore[no-untyped-call]
+    statement = {"shape": list(x.shape), "dtype": str(x.dtype)}
+    if weight is not None:
+        statement["shape of the weight"] = list(weight.shape)
     return means.mean(
         total,
         (~targets.ignored).sum(dtype=torch.float64),
-        head.precise,
+        targets.head.precise,
         {"ignore_index": ignore_index} | numbers,
-        shapes | {"dtype": str(hidden.dtype)},
+        statement,
     )
 
 
-def per_token(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Targets
-) -> tuple[Tensor, ...]:
-    """Results of a rule, each in the shape of the tokens."""
-    with outside_autocast():
-        results = PerToken.apply(x.flatten(0, -2), weight, bias, targets)  # type: ignore[no-untyped-call]
-    return tuple([result.view(x.shape[:-1]) for result in results])
+def whole_inputs(
+    ranks: tuple[int, ...],
+    name: str,
+    x: Any,
+    tokens: Any,
+    head: tuple[Any, Any] | None,
+    reduce: Reduce | None,
+    means: Means | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Logits or hidden states, by their `name`, targets, weight and bias, whole on this rank and
+    checked; `reduce` and `means` as in `own_weights`."""
+    x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
+    _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
+    if head is None:
+        return x, tokens, None, None
+    weight, bias = own_weights(ranks, x, reduce, means, weight=head[0], bias=head[1])
+    _refuse_wrong_head(name, x, weight, bias)
+    return x, tokens, weight, bias
 
 
-def checked_targets(
-    tokens: Tensor, ignore_index: int, vocabulary: int, head: Head, rule: CrossEntropy | LogProbs
+def targets_of(
+    x: Tensor, weight: Tensor | None, tokens: Tensor, ignore_index: int, **of_head: Any
 ) -> Targets:
-    """One outside the vocabulary is named where nobody waits for it: on CPU."""
+    """One outside the vocabulary is named where nobody waits for it: on CPU. `of_head` are fields
+    of `Head`."""
+    dtype, vocabulary = x.dtype, x.shape[-1]
+    if weight is not None:
+        dtype, vocabulary = as_under_autocast(x[:0])[0].dtype, len(weight)
     ignored = (tokens == ignore_index).flatten()
     flat = tokens.flatten().long().masked_fill(ignored, 0)
     if flat.device.type == "cpu":
@@ -105,16 +95,14 @@ def checked_targets(
                 f"{vocabulary} nor ignore_index ({ignore_index}): give the loss the ignore_index "
                 "that shard_batch was given"
             )
-    return Targets(flat, ignored, head, rule)
+    return Targets(flat, ignored, Head(dtype, **of_head))
 
 
-def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
-    """`name` is that of logits, or of hidden states with a `head` of weight and bias."""
+def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> None:
+    """`name` is that of logits or of hidden states."""
     if targets is None:
         raise MeshAttentionError("targets is None: give labels to shard_batch")
-    if head.get("bias", 0) is None:
-        del head["bias"]
-    fault = fault_of_kind(**{name: x}, targets=targets, **head)
+    fault = fault_of_kind(**{name: x}, targets=targets)
     if fault is not None:
         raise fault
     if not x.is_floating_point():
@@ -124,12 +112,20 @@ def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
     if x.ndim < 2 or x.shape[:-1] != targets.shape:
         raise MeshAttentionError(
             f"{name} has shape {tuple(x.shape)} and targets {tuple(targets.shape)}; expected "
-            f"(batch, local tokens, {'width' if head else 'vocabulary'}) and (batch, local "
-            "tokens), both of this rank: shard_batch gives such targets as labels"
+            f"(batch, local tokens, {last_dim}) and (batch, local tokens), both of this rank: "
+            "shard_batch gives such targets as labels"
         )
+
+
+def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
+    """`name` is that of hidden states."""
+    head = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    fault = fault_of_kind(**head)
+    if fault is not None:
+        raise fault
     autocast = torch.is_autocast_enabled(x.device.type)
+    rows = weight.shape[:1]
     for which, part in head.items():
-        rows = head["weight"].shape[:1]
         if part.shape != (rows if which == "bias" else (*rows, x.shape[-1])):
             raise MeshAttentionError(
                 f"{which} has shape {tuple(part.shape)} and {name} {tuple(x.shape)}: expected a "
@@ -146,24 +142,16 @@ def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
     """Those of a loss or of log-probabilities, checked by their names; numpy's become Python's,
     since ranks compare them as they are written."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
-        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     for name, value in numbers.items():
-        fits, words = _LIMITS[name]
+        may_be_zero = name in ("label_smoothing", "z_loss") and not isinstance(value, bool)
         if value is None and name in ("softcap", "chunk_tokens"):
             continue
-        if isinstance(value, bool) or not isinstance(value, Integral | float | np.floating):
-            raise MeshAttentionError(f"{name}={value!r}: must be a number")
-        numbers[name] = value = int(value) if isinstance(value, Integral) else float(value)
-        if not (isfinite(value) and fits(value)):
-            raise MeshAttentionError(f"{name}={value!r}: must be {words}")
-    return int(ignore_index), numbers
-
-
-_LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "label_smoothing": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "z_loss": (lambda value: value >= 0, "0 or more"),
-    "softcap": (lambda value: value > 0, "above 0"),
-    "temperature": (lambda value: value > 0, "above 0"),
-    "chunk_tokens": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
-}
+        if name == "chunk_tokens":
+            numbers[name] = number(name, value)
+        elif may_be_zero and isinstance(value, Real) and value == 0:
+            numbers[name] = 0.0
+        else:
+            numbers[name] = real(name, value)
+    if numbers.get("label_smoothing", 0) > 1:
+        raise MeshAttentionError(f"label_smoothing={numbers['label_smoothing']}: must be at most 1")
+    return number("ignore_index", ignore_index, least=None), numbers

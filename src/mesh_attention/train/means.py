@@ -28,6 +28,11 @@ from mesh_attention.runtime.transport.distributed import CommunicationError
 Reduce = Literal["ddp", "fsdp", "sum"]
 
 
+def refuse_reduce(reduce: object) -> None:
+    if reduce not in get_args(Reduce):
+        raise MeshAttentionError(f"reduce={reduce!r}: must be one of {', '.join(get_args(Reduce))}")
+
+
 @dataclass(frozen=True, eq=False)
 class TokenMean:
     """
@@ -60,10 +65,7 @@ class Means:
 
     def refuse_wrong(self) -> None:
         self.user.refuse_if_closed()
-        if self.reduce not in get_args(Reduce):
-            raise MeshAttentionError(
-                f"reduce={self.reduce!r}: must be one of {', '.join(get_args(Reduce))}"
-            )
+        refuse_reduce(self.reduce)
         number = self.num_targets
         if isinstance(number, Tensor):
             fits = number.numel() == 1 and number.dtype != torch.bool
@@ -88,6 +90,21 @@ class Means:
                 _add_up(sums, session.groups.everybody())
             session.guard.settle((sums,))
 
+    @property
+    def ranks(self) -> LossRanks:
+        return LossRanks.of(self.user.session.groups.ranks, self.data_parallel)
+
+    def meet_before_gathering(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Where FSDP2 has the weight on `mesh`: other ranks would wait there in vain for one that
+        is out of step or has failed."""
+        members, number = mesh.mesh.flatten().tolist(), self.ranks.number
+        if mesh.size() != number:
+            raise MeshAttentionError(
+                f"the weight is sharded over the ranks {members}, where its gradient is reduced, "
+                f"and the mean is over {number} ranks: give the others as data_parallel"
+            )
+        self.add_up({"ranks of the weight": members}, torch.zeros(1, device=device))
+
     def mean(
         self,
         own: Tensor,
@@ -100,7 +117,7 @@ class Means:
         `alike` is what replicas must say too, `statement` what ranks of the group compare
         besides."""
         session = self.user.session
-        ranks = _Ranks.of(session.groups.ranks, self.data_parallel)
+        ranks = self.ranks
         number = self.num_targets
         if isinstance(number, Tensor):
             number = number.detach().reshape(())
@@ -124,21 +141,23 @@ class Means:
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class LossRanks:
     """
+    known    those of the group and those that were given
     number   of those that have a part of the batch
     group    over which sums of a context-parallel group are added up, if there are others
     within   whether they must be added up in the group before
     """
 
+    known: frozenset[int]
     number: int
     group: dist.ProcessGroup | None
     within: bool
 
     @staticmethod
-    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> _Ranks:
+    def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> LossRanks:
         if data_parallel is None:
-            return _Ranks(len(own), None, True)
+            return LossRanks(frozenset(own), len(own), None, True)
         group = process_group(data_parallel)
         others = dist.get_process_group_ranks(group)
         if {*own} == {*others} and len(own) < dist.get_world_size():
@@ -147,10 +166,11 @@ class _Ranks:
                 "the group of the ranks that hold the same tokens of other batches, as in "
                 "mesh['dp'], or leave it out"
             )
+        known = frozenset({*own, *others})
         if {*own} <= {*others}:
-            return _Ranks(len(others), group, False)
+            return LossRanks(known, len(others), group, False)
         if {*own} & {*others} == {dist.get_rank()}:
-            return _Ranks(len(own) * len(others), group, True)
+            return LossRanks(known, len(own) * len(others), group, True)
         raise MeshAttentionError(
             f"data_parallel has the ranks {others}, and the context-parallel group {list(own)}: "
             "give the group of the ranks that hold the same tokens of other batches, as in "

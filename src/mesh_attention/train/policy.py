@@ -13,17 +13,11 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.tensor_checks import fault_of_kind
-from mesh_attention.runtime.session.distributed_tensors import own_copies, own_weight
-from mesh_attention.runtime.session.modes import as_under_autocast
+from mesh_attention.runtime.session.distributed_tensors import own_copies
+from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.train.chunked_logits import Head
-from mesh_attention.train.losses import (
-    checked_targets,
-    per_token,
-    plain_numbers,
-    refuse_wrong_tensors,
-)
-from mesh_attention.train.means import Means, TokenMean
+from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
+from mesh_attention.train.means import Means, Reduce, TokenMean, refuse_reduce
 from mesh_attention.train.token_losses import LogProbs
 
 Per = Literal["token", "sequence"]
@@ -36,22 +30,22 @@ def log_probs(
     weight: Tensor | None,
     bias: Tensor | None,
     ignore_index: int,
+    reduce: Reduce | None,
     **numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
     `chunk_tokens`."""
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
-    x, tokens = own_copies(ranks, hidden_or_logits=x, tokens=tokens)
-    weight, bias = own_weight(ranks, weight=weight, bias=bias)
-    head = {} if weight is None else {"weight": weight, "bias": bias}
-    refuse_wrong_tensors("hidden_or_logits", x, tokens, **head)
+    if reduce is not None:
+        refuse_reduce(reduce)
+    head, name = None if weight is None else (weight, bias), "hidden_or_logits"
+    x, tokens, weight, bias = whole_inputs(ranks, name, x, tokens, head, reduce)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
-    dtype = x.dtype if weight is None else as_under_autocast(x[:0])[0].dtype
-    vocabulary = x.shape[-1] if weight is None else len(weight)
-    rule = LogProbs()
-    targets = checked_targets(tokens, ignore_index, vocabulary, Head(dtype, **numbers), rule)
-    log_probs, entropy = per_token(x, weight, bias, targets)
+    targets = targets_of(x, weight, tokens, ignore_index, **numbers)
+    with outside_autocast():
+        results = LogProbs.apply(x.flatten(0, -2), weight, bias, targets)  # type: ignore[no-untyped-call]
+    log_probs, entropy = (result.view(x.shape[:-1]) for result in results)
     return log_probs, entropy
 
 
@@ -66,22 +60,19 @@ def token_mean(
     groups.check_device(values.device)
     statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
     dtype = torch.promote_types(values.dtype, torch.float32)
+    if shards is not None:  # slots without a token do not count
+        sequences, number = _sequences(shards, values)
+        mask = mask & (sequences < number)
     # Where the mask is false nothing is multiplied: values there may be anything, NaN too.
     kept = torch.where(mask, values, 0).double()
     if per == "token":
-        if shards is not None:  # slots without a token do not count
-            sequences, number = _sequences(shards, values)
-            mask = mask & (sequences < number)
-            kept = torch.where(mask, kept, 0)
         counted = mask.sum(dtype=torch.float64)
         return means.mean(kept.sum(), counted, dtype, {"per": per}, statement)
     assert shards is not None
-    sequences, number = _sequences(shards, values)
-    mask = mask & (sequences < number)
     lengths = torch.zeros(number + 1, dtype=torch.float64, device=values.device)
     lengths.index_add_(0, sequences.flatten(), mask.flatten().double())
     means.add_up(statement | {"sequences": number}, lengths)
-    own = (torch.where(mask, kept, 0) / lengths[sequences].clamp(min=1)).sum()
+    own = (kept / lengths[sequences].clamp(min=1)).sum()
     counted = (lengths[:number] > 0).sum(dtype=torch.float64)
     if dist.get_rank(groups.parent) != 0:  # of a group that all see, counted once
         counted.zero_()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from mesh_attention.choose.pack import Pack
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.problem.arguments import flag
+from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
@@ -113,7 +112,7 @@ def shard_batch(
     if check is not None:
         flag("check", check)
     batches = calls.session.batches
-    number = batches.begin()
+    place = batches.begin()
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
     if documents is not None:
         calls.shards(documents)  # refuses what is none
@@ -122,16 +121,16 @@ def shard_batch(
             "shift_labels is True or False: give labels that are targets already as labels, with "
             "shift_labels=False"
         )
-    ahead = _distance(ahead)
-    if ahead is not None and "labels" not in whole.tensors:
-        raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
-    if type(ignore_index) is not int:
-        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
+    if ahead is not None:
+        ahead = number("ahead", ahead)
+        if "labels" not in whole.tensors:
+            raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
+    ignore_index = number("ignore_index", ignore_index, least=None)
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
     handle, shards, rows = _sharing(calls, whole, also)
     contents = whole.contents(shift_labels=shift_labels, ahead=ahead, ignore_index=ignore_index)
-    batch = batches.holds(number, contents)
+    batch = batches.holds(place, contents)
     tensors = {**whole.tensors}
     num_targets = None
     if "labels" in tensors:
@@ -201,16 +200,6 @@ def _sharing(
             made = rows[0] if same else rows
         handle = calls.documents(made, also)
     return handle, calls.cut(handle), rows
-
-
-def _distance(ahead: Any) -> int | None:
-    if ahead is None:
-        return None
-    if isinstance(ahead, bool) or not isinstance(ahead, Integral) or ahead < 1:
-        raise MeshAttentionError(
-            f"ahead={ahead!r}: give how many targets a token has, 1 or more, or leave it out"
-        )
-    return int(ahead)
 
 
 def _roomy(labels: Tensor, ignore_index: int) -> Tensor:

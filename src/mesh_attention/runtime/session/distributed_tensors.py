@@ -91,26 +91,17 @@ def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
     return _held(x), Spread(x.device_mesh, x.placements)
 
 
-def own_copies(ranks: Collection[int], **tensors: Any) -> list[Any]:
+def own_copies(
+    ranks: Collection[int],
+    way_out: str = "x.full_tensor(), or a DTensor that is replicated",
+    /,
+    **tensors: Any,
+) -> list[Any]:
     """Of tensors that must be whole on each rank."""
     for name, x in tensors.items():
         if is_dtensor(x) and not _fits(ranks, x, (), replicated=True):
-            raise _refusal(name, x, "x.full_tensor(), or a DTensor that is replicated")
+            raise _refusal(name, x, way_out)
     return [*map(_held, tensors.values())]
-
-
-def own_weight(ranks: Collection[int], **tensors: Any) -> list[Any]:
-    """Of parameters that must be whole on each rank. Those that ranks with other tokens share are
-    FSDP's: gathered by hand their gradients would be added up by nobody."""
-    for name, x in tensors.items():
-        if is_dtensor(x) and not _meets_only_here(x.device_mesh, tuple(ranks)):
-            raise MeshAttentionError(
-                f"{name} is a DTensor, {_described(x.device_mesh, x.placements)}, as FSDP2 has "
-                "parameters outside of forward: call the loss in the forward of the module that "
-                "fully_shard wraps, where they are whole and their gradients are reduced; without "
-                f"gradients {name}.full_tensor() will do"
-            )
-    return own_copies(ranks, **tensors)
 
 
 def _held(x: Any) -> Any:
