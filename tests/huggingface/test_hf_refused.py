@@ -315,25 +315,3 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
     for told in model_pool.run(wrong_trainers, 2, str(tmp_path)):
         for name, words in wanted.items():
             assert words in told[name], f"{name}: {told[name]}"
-
-
-def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
-    from transformers import (
-        BertConfig,
-        BertForMaskedLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForTokenClassification,
-    )
-
-    from mesh_attention.huggingface.model_checks import shifts_labels
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
-    llama = LlamaConfig(**sizes, num_attention_heads=2)
-    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
-    assert shifts_labels(LlamaForCausalLM(llama))
-    assert shifts_labels(GPT2LMHeadModel(gpt2))
-    assert not shifts_labels(LlamaForTokenClassification(llama))
-    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))
