@@ -47,13 +47,14 @@ class Block(nn.Module):
             x = functional.dropout(self.drop(x), 0.1, True)
         if self.fault == "noise":
             x = x * (torch.rand_like(x) > 0.5)
-        return x
+        return x.cumsum(1) / 10 if self.fault == "running sum" else x
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[..., None, None] / 10 ** torch.linspace(0, 2, x.shape[-1] // 2)
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    turned = [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()]
+    return torch.cat(turned, -1).to(x.dtype)
 
 
 class Model(nn.Module):
@@ -98,8 +99,17 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
     batch = {"input_ids": ids, "labels": labels}
     starts = STARTS if "documents" in fault else (0, TOKENS)
     sizes: Any = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
+    if "own length" in fault:  # of which others are cut too
+        sizes = {"seq_len": TOKENS}
     cp: Any = ContextParallel(causal=True, **sizes)
-    model: Any = DistributedDataParallel(plain_model) if fault != "not reduced" else plain_model
+    model: Any = plain_model.bfloat16() if "bf16" in fault else plain_model
+    if "own length" in fault:
+        cp.shard(ids, 1)
+    if "not reduced" not in fault:
+        model = DistributedDataParallel(model)
+    if fault == "other weights":
+        with torch.no_grad():
+            plain_model.head.weight[rank, rank] += 1
 
     def step(model: Any, whole: dict[str, Tensor]) -> Any:
         if "by hand" in fault:
@@ -112,15 +122,20 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
             ids, labels, positions = part.input_ids, part.labels, part.position_ids
             handle = None if "documents" in fault else part.documents
             attend = lambda *x: cp.attention(*x, documents=handle)  # noqa: E731
+        if fault == "own attention":
+            attend = plain_attention((0, ids.shape[1]))
         if fault in ("positions", "learned positions"):
             positions = torch.arange(ids.shape[1])[None]
         logits = model(ids, positions, attend)
         if fault == "labels twice":
             logits, labels = logits[:, :-1], labels[:, 1:]
             return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if fault == "noise of the step":
+            logits = logits + torch.randn_like(logits)
         reduce: Any = "sum" if fault in ("scaled down", "not reduced") else "ddp"
         mean = cp.cross_entropy(logits.contiguous(), labels.contiguous(), reduce=reduce)
-        return mean.loss * size if fault == "scaled up" else mean
+        scales = {"scaled up": size, "bf16, scaled by 1.1": 1.1}
+        return mean.loss * scales[fault] if fault in scales else mean
 
     def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
@@ -152,7 +167,23 @@ WANTED = {  # before anything is cut calls know less, and after it more, of what
     "positions": ("positions", "blocks.0", "q and k of attention differ and v does not"),
     "learned positions": ("positions", "learned", "counted from 0 on each rank"),
     "contiguous by hand": ("layout", "token", "tokens lie in contiguous shards"),
-    "documents after others": ("documents", "blocks.0", "tokens see those of other documents"),
+    "documents after others": ("error", None, "call attention(..., documents=...)"),
+    "documents, own length": ("documents", "blocks.0", "tokens see those of other documents"),
+    "own attention": (
+        "attention",
+        "blocks.0",
+        "PyTorch's, which sees the tokens of this rank alone",
+    ),
+    "running sum": ("token mixing", "blocks.0", "other numbers after blocks.0.out, though all"),
+    "other weights": (
+        "parameters",
+        "head.weight",
+        "1 parameters of rank 1 are not those of rank 0",
+    ),
+    "noise of the step": ("randomness", "the step", "the step draws random numbers"),
+    "not reduced, to average": ("gradients not reduced", "token.weight", "only their mean is that"),
+    "bf16": ("nothing", None, "ranks compute what one process does"),
+    "bf16, scaled by 1.1": ("gradient scale", "token.weight", "are 1.1"),
     "heads first": ("error", None, "expected (1, 16, 16, 8) = (batch, local_seq, heads, head_dim)"),
     "scaled down": ("gradient scale", "token.weight", "1/2 (one over the ranks) times"),
     "scaled up": ("gradient scale", "token.weight", "2 (the ranks) times"),
@@ -161,7 +192,7 @@ WANTED = {  # before anything is cut calls know less, and after it more, of what
     "dropout": ("nothing", None, "dropout was left out, of blocks.0.drop, blocks.1.drop, blocks.0"),
     "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers"),
     "batches": ("batches", None, "ranks 0 and 1 of the group have different batches: input_ids"),
-    "convolution": ("token mixing", "blocks.0.conv", "the first 2 tokens of stretches on a rank"),
+    "convolution": ("token mixing", "blocks.0.conv", "the first 2 tokens of stretches there"),
 }
 
 

@@ -26,17 +26,21 @@ from mesh_attention.diagnose.causes import (
     of_gradients,
     of_heads,
     of_loss,
+    of_parameters,
     of_randomness,
     sums_of_labels,
 )
 from mesh_attention.diagnose.compare import Activations, ComparedGradients
-from mesh_attention.diagnose.record import Recorder
-from mesh_attention.diagnose.report import Cause, Diagnosis
+from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
+from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
 
 _CLOSE = 1 / 30  # of the tolerance
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # others: 0.05
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_TIMES_ROUNDING = 4  # of one process, by chance
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 
 def doctor(
@@ -63,11 +67,13 @@ def doctor(
                       `ModelContextParallel` has one of its own
     reduce_gradients  reduce_gradients(model), called after backward on ranks, where no framework
                       reduces them
-    tolerance         up to which numbers count as equal, as a part of the largest; by the dtype
+    tolerance         up to which numbers count as equal, as a part of the largest. Without it, by
+                      the lowest precision that is computed in; for bfloat16 and float16 it is four
+                      times what differs on one process whose modules round up and down by chance
 
-    Every process computes the whole batch once, in the memory that this takes, and holds three sets
-    of gradients meanwhile: a few thousand tokens say as much as many. With data-parallel ranks the
-    batch is that of the first.
+    Every process computes the whole batch once (twice in low precision), in the memory that this
+    takes, and holds three sets of gradients meanwhile: a few thousand tokens say as much as many.
+    With data-parallel ranks the batch is that of the first.
     """
     objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
     of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
@@ -98,10 +104,18 @@ def diagnose(
     group = first._calls.session.groups.parent
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
+    parameters = _differing_parameters(model, group)
     with nothing_changed(model) as dropouts:
-        record = Recorder(sizes)
+        record, rough = Recorder(sizes), None
         with on_one_rank(objects):
             whole, failed = _tried(everyone, plain or step, model, batch, record)
+            if (
+                whole is not None
+                and tolerance is None
+                and not record.dtypes.isdisjoint(LOW_PRECISION)
+            ):
+                perturbing = Recorder(sizes, perturbs=True)
+                rough, failed = _tried(everyone, plain or step, model, batch, perturbing)
         if whole is None:
             failure = Cause("error", f"on one process: {failed}")
             return _same_everywhere(everyone, Diagnosis(failure))
@@ -113,37 +127,93 @@ def diagnose(
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
         dtypes = record.dtypes | {p.dtype for p in own.parameters()}
-        limit = tolerance or max(_TOLERANCES.get(x, 0.05) for x in dtypes)
+        least = tolerance or max(_TOLERANCES.get(x, 0.0) for x in dtypes)
+        limits = Limits(least, _rounding(everyone, whole, rough))
         real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == real.shape:
             real = mask.bool().cpu()
         of_ranks = _gathered(group, ours.record.seen)
-        seen = Activations(record.seen, of_ranks, ours.shards, real, limit)
-        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limit)
+        seen = Activations(record.seen, of_ranks, ours.shards, real, limits)
+        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limits)
         loss = _loss(group, ours, whole.value)
-        off = abs(loss - whole.value) / (abs(whole.value) + 1e-30)
+        errors = {"loss": _loss_error(loss, whole.value), **grads.errors}
+        if not any(x is not None and bool(x.any()) for x in whole.grads.values()):
+            notes.append("all gradients of one process are 0: this batch says little")
         cause = None
         # A mistake may change losses by little. What changes nothing at all is none.
-        if max(off, *grads.errors.values(), 0.0) > limit * _CLOSE:
+        if limits.exceeded(errors, _CLOSE):
             where = ours.record.heads_first or record.heads_first
-            cause = of_heads(where) or of_activations(seen, own)
-        elif seen.first is not None:
-            notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
+            cause = of_heads(where) or parameters
+            cause = cause or of_activations(seen, own, ours.record.of_pytorch)
+        else:
+            if seen.first is not None:
+                notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
+            notes += [] if parameters is None else [parameters.words]
         if cause is None:
-            apart = _added_up(own, group, ours, whole, limit) if own is model else None
-            cause = of_gradients(grads, apart, limit, len(of_ranks))
-            if off > limit and (cause is None or cause.kind == "gradients"):
+            apart = _added_up(own, group, ours, whole, limits) if own is model else {}
+            cause = of_gradients(grads, apart, limits, len(of_ranks))
+            if errors["loss"] > limits["loss"] and (cause is None or cause.kind == "gradients"):
                 of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
                 of_labels = sums_of_labels(record.outputs, batch.get("labels"))
-                cause = of_loss(loss, of_targets, of_labels, limit)
+                cause = of_loss(loss, of_targets, of_labels, limits["loss"])
         if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
             if again is not None:
-                cause = of_randomness(ours.record.seen, again.record.seen, limit) or cause
-    errors = {name: float(x.max()) for name, x in seen.errors.items()}
+                cause = _of_seeds(everyone, ours, again, limits) or cause
+    activations = {name: float(x.max()) for name, x in seen.errors.items()}
     cause = cause or Cause("nothing", "ranks compute what one process does")
-    numbers = loss, whole.value, grads.errors, errors, limit
+    numbers = loss, whole.value, grads.errors, activations, limits
     return _same_everywhere(everyone, Diagnosis(cause, *numbers, tuple(notes)))
+
+
+def _rounding(everyone: Any, whole: StepRun, rough: StepRun | None) -> dict[str, float]:
+    """What differs by rounding alone, several times, by name."""
+    if rough is None:
+        return {}
+    nothing = Limits(0.0, {})
+    errors = ComparedGradients.of(everyone, rough.grads, whole.grads, nothing).errors
+    errors["loss"] = _loss_error(rough.value, whole.value)
+    for name, x in whole.record.seen.items():
+        other = rough.record.seen.get(name)
+        if other is not None and other.shape == x.shape:
+            errors[name] = float((other - x).abs().max() / (x.abs().max() + 1e-30))
+    return {name: _TIMES_ROUNDING * error for name, error in errors.items()}
+
+
+def _loss_error(loss: float, whole: float) -> float:
+    return abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
+
+
+def _of_seeds(everyone: Any, ours: StepRun, again: StepRun, limits: Limits) -> Cause | None:
+    """Of two runs on ranks with different seeds."""
+    differ = limits.exceeded(ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors)
+    for name, x in ours.record.seen.items():
+        other = again.record.seen.get(name)
+        if other is not None and float((x - other).abs().max()) > limits[name] * float(
+            x.abs().max()
+        ):
+            differ.append(name)
+    drawn = ours.record.random or next((name.partition(": ")[0] for name in differ), None)
+    return of_randomness(drawn) if differ else None
+
+
+def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
+    """Of ranks that hold the same ones: those of DDP, or of the group. FSDP2 holds parts."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        group = model.process_group
+    sums = {}
+    for name, p in inner(model).named_parameters():
+        if not isinstance(p, DTensor):
+            bits = p.detach().contiguous().view(_BITS[p.element_size()])
+            sums[name] = int(bits.sum(dtype=torch.int64))
+    first, *others = _gathered(group, sums)
+    differing = {
+        rank: [name for name in first if other.get(name) != first[name]]
+        for rank, other in enumerate(others, 1)
+    }
+    ranks = [dist.get_global_rank(group, rank) for rank, names in differing.items() if names]
+    names = dict.fromkeys(name for names in differing.values() for name in names)
+    return of_parameters([*names], ranks) if ranks else None
 
 
 def _tried(
@@ -213,13 +283,16 @@ def _loss(group: Any, ours: StepRun, whole: float) -> float:
 
 
 def _added_up(
-    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limit: float
-) -> ComparedGradients | None:
-    """Those that ranks have apart from each other, as their sum."""
+    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limits: Limits
+) -> dict[str, ComparedGradients]:
+    """Gradients that ranks have apart from each other: their sum and their mean."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
-        return None
+        return {}
     summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
-    return ComparedGradients.of(group, summed, whole.grads, limit)
+    size = dist.get_world_size(group)
+    mean = {name: None if x is None else x / size for name, x in summed.items()}
+    ways = {"sum": summed, "mean": mean}
+    return {n: ComparedGradients.of(group, x, whole.grads, limits) for n, x in ways.items()}

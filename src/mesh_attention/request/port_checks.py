@@ -45,6 +45,19 @@ def refuse_heads_first(
         )
 
 
+def refuse_forgotten_documents(session: Session, plan: Plan, *tensors: Tensor) -> None:
+    """Of a call without any, on tensors of (batch, local_seq, ...)."""
+    cut, layout = session.shardings, plan.shards[0]
+    for slots in (x.shape[1] for x in tensors if x.ndim == 4):
+        if cut.is_packed(slots):
+            raise MeshAttentionError(
+                f"tensors were cut by the documents of {cut.packed[slots]} tokens, and this call "
+                f"takes the {slots} slots of a rank for {layout.num_tokens} tokens in the "
+                f"{layout.kind} layout: {_WITH_DOCUMENTS}, or cut what has none by shard without "
+                "documents"
+            )
+
+
 def refuse_other_shards(
     session: Session, arguments: Mapping[str, Any], plan: Plan, k: Tensor
 ) -> Callable[[], str | None] | None:
@@ -55,10 +68,7 @@ def refuse_other_shards(
     for layout in dict.fromkeys(plan.shards) if plan.num_ranks > 1 else ():
         alike = [x for x in cut.plain if x.slots == layout.slots]
         how, way_out = "", _WITH_DOCUMENTS
-        if not alike and layout.slots in cut.packed:
-            how = f"by the documents of {cut.packed[layout.slots]} tokens"
-            way_out += ", or cut what has none by shard without documents"
-        elif not has_length and alike and not any(_fits(x, layout, arguments, plan) for x in alike):
+        if not has_length and alike and not any(_fits(x, layout, arguments, plan) for x in alike):
             x = alike[-1]
             padding = x.padded_tokens - x.num_tokens
             how = f"from {x.num_tokens} tokens in the {x.kind} layout, with {padding} of padding"
