@@ -249,7 +249,7 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
     def digest(x: Any) -> str:
         if not isinstance(x, Tensor):
             return repr(x)
-        held = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        held = x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
         return f"{x.shape} {blake2b(held).hexdigest()}"
 
     digests = {name: digest(x) for name, x in batch.items()}
