@@ -88,10 +88,23 @@ def plain_attention(starts: tuple[int, ...]) -> Callable[..., Tensor]:
     return attention
 
 
-def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
-    """What doctor is asked, with a mistake in the step on ranks."""
+def made_model(fault: str, rank: int) -> Any:
     torch.manual_seed(0)
-    plain_model = Model(fault)
+    model = Model(fault)
+    if "bf16" in fault:
+        model = model.bfloat16()
+    wrapped = model if "not reduced" in fault else DistributedDataParallel(model)
+    if "frozen" in fault:
+        model.head.weight.requires_grad_(rank == 0)
+    if fault == "other weights":
+        with torch.no_grad():
+            model.head.weight[rank, rank] += 1
+    return wrapped
+
+
+def case(fault: str, rank: int, size: int) -> dict[str, Any]:
+    """What doctor is asked, with a mistake in the step on ranks."""
+    model = made_model(fault, rank)
     chance = torch.Generator().manual_seed(rank if fault == "batches" else 0)
     ids = torch.randint(1, VOCABULARY, (1, TOKENS), generator=chance)
     labels = ids.clone()
@@ -99,17 +112,11 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
     batch = {"input_ids": ids, "labels": labels}
     starts = STARTS if "documents" in fault else (0, TOKENS)
     sizes: Any = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
-    if "own length" in fault:  # of which others are cut too
+    if "own length" in fault:
         sizes = {"seq_len": TOKENS}
     cp: Any = ContextParallel(causal=True, **sizes)
-    model: Any = plain_model.bfloat16() if "bf16" in fault else plain_model
-    if "own length" in fault:
+    if "own length" in fault:  # of which others are cut too
         cp.shard(ids, 1)
-    if "not reduced" not in fault:
-        model = DistributedDataParallel(model)
-    if fault == "other weights":
-        with torch.no_grad():
-            plain_model.head.weight[rank, rank] += 1
 
     def step(model: Any, whole: dict[str, Tensor]) -> Any:
         if "by hand" in fault:
@@ -122,6 +129,8 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
             ids, labels, positions = part.input_ids, part.labels, part.position_ids
             handle = None if "documents" in fault else part.documents
             attend = lambda *x: cp.attention(*x, documents=handle)  # noqa: E731
+        if fault == "other tokens" and rank == 1:
+            ids = ids.roll(1, 1)
         if fault == "own attention":
             attend = plain_attention((0, ids.shape[1]))
         if fault in ("positions", "learned positions"):
@@ -167,19 +176,12 @@ WANTED = {  # before anything is cut calls know less, and after it more, of what
     "positions": ("positions", "blocks.0", "q and k of attention differ and v does not"),
     "learned positions": ("positions", "learned", "counted from 0 on each rank"),
     "contiguous by hand": ("layout", "token", "tokens lie in contiguous shards"),
-    "documents after others": ("error", None, "call attention(..., documents=...)"),
     "documents, own length": ("documents", "blocks.0", "tokens see those of other documents"),
-    "own attention": (
-        "attention",
-        "blocks.0",
-        "PyTorch's, which sees the tokens of this rank alone",
-    ),
-    "running sum": ("token mixing", "blocks.0", "other numbers after blocks.0.out, though all"),
-    "other weights": (
-        "parameters",
-        "head.weight",
-        "1 parameters of rank 1 are not those of rank 0",
-    ),
+    "own attention": ("attention", "blocks.0", "PyTorch's, which sees the tokens of this rank"),
+    "running sum": ("token mixing", "blocks.0", "after blocks.0.out, on ranks [0, 1] of the group"),
+    "other weights": ("parameters", "head.weight", "of rank 1 is not that of rank 0"),
+    "not reduced, frozen on a rank": ("parameters", "head.weight", "freeze or evaluate it on all"),
+    "other tokens": ("batches", "token", "token gives other numbers on ranks [1] of the group"),
     "noise of the step": ("randomness", "the step", "the step draws random numbers"),
     "not reduced, to average": ("gradients not reduced", "token.weight", "only their mean is that"),
     "bf16": ("nothing", None, "ranks compute what one process does"),
@@ -190,9 +192,13 @@ WANTED = {  # before anything is cut calls know less, and after it more, of what
     "not reduced": ("gradients not reduced", "token.weight", "only their sum is that of one"),
     "labels twice": ("labels", None, "labels are shifted twice"),
     "dropout": ("nothing", None, "dropout was left out, of blocks.0.drop, blocks.1.drop, blocks.0"),
-    "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers"),
-    "batches": ("batches", None, "ranks 0 and 1 of the group have different batches: input_ids"),
-    "convolution": ("token mixing", "blocks.0.conv", "the first 2 tokens of stretches there"),
+    "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers or is given some"),
+    "batches": (
+        "batches",
+        None,
+        "batches of ranks [1] of the group are not that of rank 0: input_ids",
+    ),
+    "convolution": ("token mixing", "blocks.0.conv", "other numbers, on ranks [0, 1] of the group"),
 }
 
 
@@ -285,12 +291,14 @@ def changing(rank: int, size: int) -> list[str]:
     answers: list[str] = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
     with pytest.raises(MeshAttentionError, match="step changes parameters"):
         doctor(trains, reduce_gradients=add_up, **asked)
-    answers.append(doctor(lambda *x: step(*x).value.item(), **asked).cause.words)
+    for wrong in (lambda *x: step(*x).value.item(), lambda *x: step(*x).loss.backward()):
+        answers.append(doctor(wrong, **asked).cause.words)
     asked["cp"].close()
     return answers
 
 
 def test_steps_that_train_or_return_no_loss_are_refused(pool: WorkerPool) -> None:
-    for kind, words in pool.run(changing, 2):
+    for kind, words, of_backward in pool.run(changing, 2):
         assert kind == "nothing"
         assert "step returns no loss" in words
+        assert "step calls backward" in of_backward

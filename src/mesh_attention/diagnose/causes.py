@@ -35,7 +35,7 @@ def of_activations(
     name = seen.first
     if name is None or seen.shards is None:
         return None
-    module, is_part, part = name.partition(", call ")[0].partition(": ")
+    module, _, part = name.partition(", call ")[0].partition(": ")
     way = _other_way(seen, name)
     if name == next(iter(seen.errors)) and way not in (None, _COUNTED):
         return Cause(
@@ -62,21 +62,26 @@ def of_activations(
     if attention is not None:
         return _of_attention(seen, name, attention, of_pytorch)
     names = list(seen.errors)
-    before = names[max(0, names.index(name) - 1)].partition(": ")[0]
+    modules = dict(model.named_modules())
+    if name == names[0] or isinstance(modules.get(module), nn.Embedding):
+        return Cause(
+            "batches",
+            f"{module} gives other numbers on ranks {seen.wrong_ranks(name)} of the group, and all "
+            "before are equal: its tokens or positions are not those of the batch, in another "
+            "order or changed after they were cut",
+            module,
+        )
+    before = names[names.index(name) - 1].partition(": ")[0]
     where = module.rpartition(".")[0] or type(model).__name__ if part == "input" else module
-    convolves = not is_part and isinstance(dict(model.named_modules()).get(where), nn.Conv1d)
     after = f" after {before}" if before.startswith(f"{where}.") else ""
-    after += f" and before {module}" if after and part == "input" else ""
-    is_clear = float(seen.errors[name].max()) > 10 * seen.limits[name]  # not the largest alone
-    reach = _behind_edges(seen, seen.wrong_tokens(name)) if is_clear else None
-    if reach is None and not convolves:
-        words = f"gives other numbers{after}, though all before are equal: it mixes tokens outside "
-        words += "of attention (a mean, a recurrence, a router over tokens) or depends on the rank"
-    else:
-        words = f"looks at neighbouring tokens{after}, and at a shard's edge these are on another "
-        words += f"rank: the first {reach} tokens of stretches there are wrong" if reach else "rank"
-        words += ". Give it all tokens (cp.unshard and cp.shard around it), or those before edges"
-    return Cause("token mixing", f"{where} {words}", where)
+    return Cause(
+        "token mixing",
+        f"{where} gives other numbers{after}, on ranks {seen.wrong_ranks(name)} of the group, "
+        "though all before are equal: it mixes tokens outside of attention (a convolution, a mean, "
+        "a recurrence, a router), of which the others are on other ranks, or depends on the rank. "
+        "Give it all tokens: cp.unshard and cp.shard around it",
+        where,
+    )
 
 
 _COUNTED = "counted from 0 on each rank"
@@ -133,42 +138,26 @@ def _of_attention(seen: Activations, name: str, where: str, of_pytorch: str | No
     )
 
 
-def _behind_edges(seen: Activations, wrong: Tensor) -> int | None:
-    """Wrong tokens are the first few of each stretch of tokens on a rank, or the last few: how
-    many; None where others are wrong too."""
-    tokens = wrong.any(0).numpy()
-    for step in (1, -1):
-        reach, longest = 0, 0
-        for positions in seen.positions():
-            inside = positions[positions < len(tokens)][::step]
-            ends = np.flatnonzero(np.diff(inside) != step) + 1
-            for stretch in np.split(inside, ends):
-                at = np.flatnonzero(tokens[stretch])
-                reach = max(reach, int(at[-1]) + 1 if len(at) else 0)
-                longest = max(longest, len(stretch))
-        if 0 < reach <= longest // 2:
-            return reach
-    return None
-
-
-def of_randomness(where: str | None) -> Cause:
+def of_randomness(where: str) -> Cause:
     """Of two runs on ranks with different seeds, which differ."""
     return Cause(
         "randomness",
-        f"{where or 'the step'} draws random numbers (dropout that is not PyTorch's, noise, masked "
-        "tokens), so ranks and one process cannot be equal, and ranks of one seed draw the same "
-        "for other tokens: leave it out to compare, and seed ranks differently to train, or draw "
-        "for whole batches before they are cut",
+        f"{where} draws random numbers or is given some (dropout that is not PyTorch's, noise, "
+        "masked tokens), so ranks and one process cannot be equal, and ranks of one seed draw the "
+        "same for other tokens: leave them out to compare; to train, seed ranks differently, or "
+        "draw for whole batches before they are cut",
         where,
     )
 
 
 def of_parameters(names: list[str], ranks: list[int]) -> Cause:
+    """That differ, or modules that are in another mode."""
     return Cause(
         "parameters",
-        f"{len(names)} parameters of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} are "
-        f"not those of rank 0, first {names[0]}: seed all ranks alike before the model is made, "
-        "load the same checkpoint on all, or let DDP or FSDP2 send those of rank 0",
+        f"{names[0]} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is not that of "
+        f"rank 0, and so are {len(names) - 1} others: seed all ranks alike before the model is "
+        "made, load the same checkpoint on all, or let DDP or FSDP2 send what rank 0 has; train, "
+        "freeze or evaluate it on all ranks",
         names[0],
     )
 
@@ -268,7 +257,7 @@ def of_gradients(
     return Cause(
         "gradients",
         f"the forward pass is right, and gradients of {len(wrong)} of {len(ours.errors)} "
-        f"parameters are not, first {wrong[0]}: look at what is detached, reduced twice or not at "
-        "all on the way back",
+        f"parameters are not, first {wrong[0]}: look at what is detached, clipped before it is "
+        "reduced, reduced twice or not at all on the way back",
         wrong[0],
     )

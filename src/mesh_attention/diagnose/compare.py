@@ -55,6 +55,11 @@ class Activations:
     def wrong_tokens(self, name: str) -> Tensor:
         return self.errors[name] > self.limits[name]
 
+    def wrong_ranks(self, name: str) -> list[int]:
+        wrong = self.wrong_tokens(name).any(0).numpy()
+        of_ranks = enumerate(self.positions())
+        return [rank for rank, at in of_ranks if wrong[at[at < len(wrong)]].any()]
+
     def positions(self) -> list[Positions]:
         """Of the slots of each rank of the group."""
         assert self.shards is not None

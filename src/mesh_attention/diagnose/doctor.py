@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -105,15 +106,15 @@ def diagnose(
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
     parameters = _differing_parameters(model, group)
+    trained = _gathered(everyone, [n for n, p in own.named_parameters() if p.requires_grad])
+    if parameters is not None and any(x != trained[0] for x in trained):
+        return _same_everywhere(everyone, Diagnosis(parameters))  # nothing to compare
     with nothing_changed(model) as dropouts:
         record, rough = Recorder(sizes), None
         with on_one_rank(objects):
             whole, failed = _tried(everyone, plain or step, model, batch, record)
-            if (
-                whole is not None
-                and tolerance is None
-                and not record.dtypes.isdisjoint(LOW_PRECISION)
-            ):
+            dtypes = set().union(*_gathered(everyone, record.dtypes))
+            if whole is not None and tolerance is None and dtypes & {*LOW_PRECISION}:
                 perturbing = Recorder(sizes, perturbs=True)
                 rough, failed = _tried(everyone, plain or step, model, batch, perturbing)
         if whole is None:
@@ -126,7 +127,7 @@ def diagnose(
         left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
-        dtypes = record.dtypes | {p.dtype for p in own.parameters()}
+        dtypes |= {p.dtype for p in own.parameters()}
         least = tolerance or max(_TOLERANCES.get(x, 0.0) for x in dtypes)
         limits = Limits(least, _rounding(everyone, whole, rough))
         real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
@@ -141,25 +142,29 @@ def diagnose(
             notes.append("all gradients of one process are 0: this batch says little")
         cause = None
         # A mistake may change losses by little. What changes nothing at all is none.
-        if limits.exceeded(errors, _CLOSE):
+        is_off = any(_gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
+        if is_off:
             where = ours.record.heads_first or record.heads_first
-            cause = of_heads(where) or parameters
-            cause = cause or of_activations(seen, own, ours.record.of_pytorch)
+            apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
+            of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
+            of_labels = sums_of_labels(record.outputs, batch.get("labels"))
+            again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
+            cause = (
+                (None if again is None else _of_seeds(everyone, ours, again, limits))
+                or of_heads(where)
+                or parameters
+                or of_activations(seen, own, ours.record.of_pytorch)
+                or of_gradients(grads, apart, limits, len(of_ranks))
+            )
+            # Losses are means, and more exact than what they are made of.
+            close = limits["loss"] * (1 if limits.rounding else _CLOSE)
+            limit = limits["loss"] if cause is None else close
+            if errors["loss"] > limit and (cause is None or cause.kind == "gradients"):
+                cause = of_loss(loss, of_targets, of_labels, close)
         else:
             if seen.first is not None:
                 notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
             notes += [] if parameters is None else [parameters.words]
-        if cause is None:
-            apart = _added_up(own, group, ours, whole, limits) if own is model else {}
-            cause = of_gradients(grads, apart, limits, len(of_ranks))
-            if errors["loss"] > limits["loss"] and (cause is None or cause.kind == "gradients"):
-                of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
-                of_labels = sums_of_labels(record.outputs, batch.get("labels"))
-                cause = of_loss(loss, of_targets, of_labels, limits["loss"])
-        if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
-            again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
-            if again is not None:
-                cause = _of_seeds(everyone, ours, again, limits) or cause
     activations = {name: float(x.max()) for name, x in seen.errors.items()}
     cause = cause or Cause("nothing", "ranks compute what one process does")
     numbers = loss, whole.value, grads.errors, activations, limits
@@ -174,46 +179,49 @@ def _rounding(everyone: Any, whole: StepRun, rough: StepRun | None) -> dict[str,
     errors = ComparedGradients.of(everyone, rough.grads, whole.grads, nothing).errors
     errors["loss"] = _loss_error(rough.value, whole.value)
     for name, x in whole.record.seen.items():
-        other = rough.record.seen.get(name)
-        if other is not None and other.shape == x.shape:
-            errors[name] = float((other - x).abs().max() / (x.abs().max() + 1e-30))
+        errors[name] = _error(rough.record.seen.get(name, x), x)
     return {name: _TIMES_ROUNDING * error for name, error in errors.items()}
 
 
 def _loss_error(loss: float, whole: float) -> float:
-    return abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
+    error = abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
+    return error if isfinite(error) else inf
 
 
 def _of_seeds(everyone: Any, ours: StepRun, again: StepRun, limits: Limits) -> Cause | None:
     """Of two runs on ranks with different seeds."""
-    differ = limits.exceeded(ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors)
-    for name, x in ours.record.seen.items():
-        other = again.record.seen.get(name)
-        if other is not None and float((x - other).abs().max()) > limits[name] * float(
-            x.abs().max()
-        ):
-            differ.append(name)
-    drawn = ours.record.random or next((name.partition(": ")[0] for name in differ), None)
-    return of_randomness(drawn) if differ else None
+    errors = ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors
+    seen, other = ours.record.seen, again.record.seen
+    differ = [n for n in seen if n in other and _error(other[n], seen[n]) > limits[n]]
+    where = [name.partition(": ")[0] for name in differ] or ["the step"]
+    return of_randomness(where[0]) if differ or limits.exceeded(errors) else None
+
+
+def _error(x: Tensor, true: Tensor) -> float:
+    return float((x - true).abs().max() / (true.abs().max() + 1e-30))
+
+
+def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Ranks of the group that hold something else than its first rank, and what."""
+    first, *others = _gathered(group, held)
+    names = [[n for n in first | x if x.get(n) != first.get(n)] for x in others]
+    ranks = [rank for rank, of_rank in enumerate(names, 1) if of_rank]
+    return ranks, [*dict.fromkeys(name for of_rank in names for name in of_rank)]
 
 
 def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
     """Of ranks that hold the same ones: those of DDP, or of the group. FSDP2 holds parts."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
-    sums = {}
-    for name, p in inner(model).named_parameters():
+    own, held = inner(model), {}
+    for name, p in own.named_parameters():
+        held[name] = f"requires_grad={p.requires_grad}"
         if not isinstance(p, DTensor):
             bits = p.detach().contiguous().view(_BITS[p.element_size()])
-            sums[name] = int(bits.sum(dtype=torch.int64))
-    first, *others = _gathered(group, sums)
-    differing = {
-        rank: [name for name in first if other.get(name) != first[name]]
-        for rank, other in enumerate(others, 1)
-    }
-    ranks = [dist.get_global_rank(group, rank) for rank, names in differing.items() if names]
-    names = dict.fromkeys(name for names in differing.values() for name in names)
-    return of_parameters([*names], ranks) if ranks else None
+            held[name] += f" {p.dtype} {int(bits.sum(dtype=torch.int64))}"
+    held |= {f"{name or type(m).__name__}.training": m.training for name, m in own.named_modules()}
+    ranks, names = _differing(group, held)
+    return of_parameters(names, [dist.get_global_rank(group, x) for x in ranks]) if ranks else None
 
 
 def _tried(
@@ -249,20 +257,18 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
     def digest(x: Any) -> str:
         if not isinstance(x, Tensor):
             return repr(x)
-        held = x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        held = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"{x.shape} {blake2b(held).hexdigest()}"
 
-    digests = {name: digest(x) for name, x in batch.items()}
-    first, *others = _gathered(cp._calls.session.groups.parent, digests)
-    for rank, other in enumerate(others, 1):
-        names = [name for name in first | other if other.get(name) != first.get(name)]
-        if names:
-            return (
-                f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
-                "ranks of a context-parallel group draw the same batch; samplers count "
-                "data-parallel ranks alone (docs/training.md)"
-            )
-    return None
+    group = cp._calls.session.groups.parent
+    ranks, names = _differing(group, {name: digest(x) for name, x in batch.items()})
+    if not ranks:
+        return None
+    return (
+        f"batches of ranks {ranks} of the group are not that of rank 0: {', '.join(names)} differ. "
+        "All ranks of a context-parallel group draw the same batch; samplers count data-parallel "
+        "ranks alone (docs/training.md)"
+    )
 
 
 def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -292,7 +298,8 @@ def _added_up(
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
-    size = dist.get_world_size(group)
-    mean = {name: None if x is None else x / size for name, x in summed.items()}
-    ways = {"sum": summed, "mean": mean}
-    return {n: ComparedGradients.of(group, x, whole.grads, limits) for n, x in ways.items()}
+    ways = {}
+    for way, divisor in ("sum", 1), ("mean", dist.get_world_size(group)):
+        parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
+        ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
+    return ways

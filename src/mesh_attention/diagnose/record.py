@@ -24,11 +24,6 @@ from mesh_attention.request.operators import attention_op
 
 _NUMBERS = 8  # of a token
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-_RANDOM = {
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"),
-    *("bernoulli", "multinomial", "bernoulli_", "normal_", "uniform_", "exponential_", "random_"),
-    *("alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "gumbel_softmax", "rrelu"),
-}
 
 
 class Recorder(TorchFunctionMode):
@@ -40,34 +35,25 @@ class Recorder(TorchFunctionMode):
     dtypes       of all numbers that functions gave
     heads_first  where attention was called with (batch, heads, tokens, head_dim)
     of_pytorch   where PyTorch's attention was called, which knows no ranks
-    random       where random numbers were drawn
     dropouts     modules whose dropout was left out
     perturbs     numbers of low precision that modules give are rounded up and down by chance: what
                  differs then is what rounding does
     """
 
-    def __init__(
-        self,
-        sizes: tuple[int, int] | None,
-        like: Recorder | None = None,
-        *,
-        perturbs: bool = False,
-    ) -> None:
+    def __init__(self, sizes: Any, like: Recorder | None = None, perturbs: bool = False) -> None:
         super().__init__()
-        self.sizes, self.like = sizes, like
+        self.sizes, self.like, self.is_on = sizes, like, False
         self.seen: dict[str, Tensor] = {}
         self.dims: dict[str, int] = {}
         self.dtypes: set[torch.dtype] = set()
         self.outputs: Tensor | None = None
         self.heads_first: str | None = None
         self.of_pytorch: str | None = None
-        self.random: str | None = None
         self.dropouts: dict[str, None] = {}
-        self._chance: dict[torch.device, torch.Generator] | None = {} if perturbs else None
+        self.perturbs = perturbs
         self._tokens = None if sizes is None else sizes[1]
         self._calls: Counter[str] = Counter()
         self._inside: list[str] = []
-        self.is_on = False
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -75,10 +61,9 @@ class Recorder(TorchFunctionMode):
         hooks: list[Any] = []
         for name, module in model.named_modules():
             name, is_leaf = name or type(module).__name__, not any(module.children())
-            begin, end = partial(self._begin, name, is_leaf), partial(self._end, name, is_leaf)
             hooks += [
-                module.register_forward_pre_hook(begin),
-                module.register_forward_hook(end),
+                module.register_forward_pre_hook(partial(self._begin, name, is_leaf)),
+                module.register_forward_hook(partial(self._end, name, is_leaf)),
             ]
         self.is_on = True
         try:
@@ -89,28 +74,23 @@ class Recorder(TorchFunctionMode):
 
     def _begin(self, name: str, is_leaf: bool, module: nn.Module, inputs: Any) -> None:
         self._inside.append(name)
-        tensor = _numbers_of_tokens(inputs)
-        if tensor is not None and self.is_on and is_leaf:
-            self._keep(f"{name}: input", tensor)
+        if is_leaf:
+            self._keep_first(f"{name}: input", inputs)
 
     def _end(self, name: str, is_leaf: bool, module: nn.Module, inputs: Any, output: Any) -> Any:
         self._inside.pop()
-        tensor = _numbers_of_tokens(output)
-        if tensor is not None and self.is_on:
-            self._keep(name, tensor)
+        tensor = self._keep_first(name, output)
+        if tensor is not None:
             self.outputs = tensor.detach() if tensor.ndim == 3 else self.outputs
-        if self._chance is None or not is_leaf:
-            return None
-        return tree_map_only(Tensor, self._perturbed, output)
+        return tree_map_only(Tensor, _perturbed, output) if self.perturbs and is_leaf else None
 
-    def _perturbed(self, x: Tensor) -> Tensor:
-        assert self._chance is not None
-        if x.dtype not in LOW_PRECISION:
-            return x
-        if x.device not in self._chance:
-            self._chance[x.device] = torch.Generator(x.device).manual_seed(0)
-        steps = torch.randint(-1, 2, x.shape, generator=self._chance[x.device], device=x.device)
-        return x * (1 + steps * torch.finfo(x.dtype).eps).to(x.dtype)
+    def _keep_first(self, name: str, tensors: Any) -> Tensor | None:
+        leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+        tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
+        if tensor is None or not self.is_on:
+            return None
+        self._keep(name, tensor)
+        return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,8 +100,6 @@ class Recorder(TorchFunctionMode):
             if how.get("p", 0.5) and how.get("training", True):
                 self.dropouts[where] = None
                 return how["input"]
-        elif getattr(func, "__name__", "") in _RANDOM:
-            self.random = self.random or where
         out = func(*args, **kwargs)
         if self.is_on and isinstance(out, Tensor) and out.is_floating_point():
             self.dtypes.add(out.dtype)
@@ -161,6 +139,8 @@ class Recorder(TorchFunctionMode):
         return next((dim for dim in dims if x.shape[dim] in lengths), None)
 
 
-def _numbers_of_tokens(tensors: Any) -> Tensor | None:
-    leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
-    return next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
+def _perturbed(x: Tensor) -> Tensor:
+    if x.dtype not in LOW_PRECISION:
+        return x
+    steps = torch.randint(-1, 2, x.shape, device=x.device)
+    return x * (1 + steps * torch.finfo(x.dtype).eps).to(x.dtype)
