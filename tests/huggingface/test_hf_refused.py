@@ -52,6 +52,8 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             told[name] = refusal(lambda: model(**given | more))  # noqa: B023
         told["whole batch"] = refusal(lambda: model(**part))
         ids, documents = part.input_ids, part.documents
+        other = cp.shard_batch(**PLAIN.whole)  # the same tokens again, another batch
+        told["other documents"] = refusal(lambda: model(**given | {"documents": other.documents}))
         told["positional"] = refusal(lambda: model(ids, local, documents=documents))
         told["inside"] = refusal(lambda: model.model(**given))
         told["twice"] = refusal(lambda: ModelContextParallel(model))
@@ -84,6 +86,7 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "head_mask": "head_mask is not supported",
         "of one rank": "head_mask is not supported",
         "whole batch": "labels was given",
+        "other documents": "documents are those of another batch than position_ids",
         "positional": "attention_mask was given",
         "inside": "batch.model_inputs()",
         "twice": "already; close() it",

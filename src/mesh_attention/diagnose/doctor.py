@@ -73,8 +73,8 @@ def doctor(
                       times what differs on one process whose modules round up and down by chance
 
     Every process computes the whole batch once (twice in low precision), in the memory that this
-    takes, and holds three sets of gradients meanwhile: a few thousand tokens say as much as many.
-    With data-parallel ranks the batch is that of the first.
+    takes, and holds three sets of gradients meanwhile (four): a few thousand tokens say as much as
+    many. With data-parallel ranks the batch is that of the first.
     """
     objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
     of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
