@@ -108,10 +108,10 @@ def without_documents(rank: int, world_size: int) -> Told:
         [cp.shard(x, 1, documents=docs) for x in tensors]
         errors.append(apart(sized, sized.attention(*plain), tensors, [0, 48]))
     with ContextParallel(causal=True) as cp:
-        plain, batch = cp.documents([0, 32]), cp.documents([0, 12, 32])
+        single, batch = cp.documents([0, 32]), cp.documents([0, 12, 32])
         ids, own = torch.arange(32)[None], [torch.randn(1, 16, 2, 8) + rank] * 3
         for _ in range(2):  # once more after the failure, when a call is kept
-            cp.shard(ids, 1, documents=plain)
+            cp.shard(ids, 1, documents=single)
             cp.attention(*own)
             cp.attention(*own)
             cp.shard(ids, 1, documents=batch)
