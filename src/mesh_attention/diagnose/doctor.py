@@ -40,7 +40,6 @@ from mesh_attention.errors import MeshAttentionError
 _CLOSE = 1 / 30  # of the tolerance
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _TIMES_ROUNDING = 4  # of one process, by chance
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 
@@ -127,8 +126,8 @@ def diagnose(
         left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
-        dtypes |= {p.dtype for p in own.parameters()}
-        least = tolerance or max(_TOLERANCES.get(x, 0.0) for x in dtypes)
+        dtypes |= {p.dtype for p in own.parameters() if p.is_floating_point()}
+        least = tolerance or max(_TOLERANCES.get(x, 1e-2) for x in dtypes)
         limits = Limits(least, _rounding(everyone, whole, rough))
         real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == real.shape:
@@ -217,8 +216,8 @@ def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
     for name, p in own.named_parameters():
         held[name] = f"requires_grad={p.requires_grad}"
         if not isinstance(p, DTensor):
-            bits = p.detach().contiguous().view(_BITS[p.element_size()])
-            held[name] += f" {p.dtype} {int(bits.sum(dtype=torch.int64))}"
+            content = p.detach().contiguous().flatten().view(torch.uint8)
+            held[name] += f" {p.dtype} {int(content.sum(dtype=torch.int64))}"
     held |= {f"{name or type(m).__name__}.training": m.training for name, m in own.named_modules()}
     ranks, names = _differing(group, held)
     return of_parameters(names, [dist.get_global_rank(group, x) for x in ranks]) if ranks else None
