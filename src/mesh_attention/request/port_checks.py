@@ -18,6 +18,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.session import Session
 
 _MOST_HEADS = 256  # of models
@@ -45,10 +46,11 @@ def refuse_heads_first(
         )
 
 
-def refuse_forgotten_documents(session: Session, plan: Plan, *tensors: Tensor) -> None:
-    """Of a call without any, on tensors of (batch, local_seq, ...)."""
+def refuse_forgotten_documents(session: Session, plan: Plan, q: Any, k: Any) -> None:
+    """Of a call without any, before its shapes are compared with what they should be."""
     cut, layout = session.shardings, plan.shards[0]
-    for slots in (x.shape[1] for x in tensors if x.ndim == 4):
+    is_plain = fault_of_kind(q=q, k=k) is None
+    for slots in [x.shape[1] for x in (q, k) if x.ndim == 4] if is_plain else ():
         if cut.is_packed(slots):
             raise MeshAttentionError(
                 f"tensors were cut by the documents of {cut.packed[slots]} tokens, and this call "
