@@ -138,9 +138,9 @@ def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
         yield
         if done.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
-            plan, words = taken.plan, taken.words
-            both = ((0, plan.problem.q_tokens),) * 2
-            done.shards = Shards(*plan.shards, taken.rank, plan.devices, words, both)
+            plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
+            place = (taken.rank, plan.devices, taken.words)
+            done.shards = Shards(*plan.shards, *place, starts=(starts, starts))
     finally:
         del calls.cut, cp.shard_batch
 
