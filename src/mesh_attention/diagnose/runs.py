@@ -139,8 +139,8 @@ def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
         if done.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
             plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
-            place = (taken.rank, plan.devices, taken.words)
-            done.shards = Shards(*plan.shards, *place, starts=(starts, starts))
+            (queries, keys), both = plan.shards, (starts, starts)
+            done.shards = Shards(queries, keys, taken.rank, plan.devices, taken.words, both)
     finally:
         del calls.cut, cp.shard_batch
 
