@@ -47,13 +47,14 @@ class Block(nn.Module):
             x = functional.dropout(self.drop(x), 0.1, True)
         if self.fault == "noise":
             x = x * (torch.rand_like(x) > 0.5)
-        return x
+        return x.cumsum(1) / 10 if self.fault == "running sum" else x
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[..., None, None] / 10 ** torch.linspace(0, 2, x.shape[-1] // 2)
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    turned = [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()]
+    return torch.cat(turned, -1).to(x.dtype)
 
 
 class Model(nn.Module):
@@ -87,10 +88,23 @@ def plain_attention(starts: tuple[int, ...]) -> Callable[..., Tensor]:
     return attention
 
 
-def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
-    """What doctor is asked, with a mistake in the step on ranks."""
+def made_model(fault: str, rank: int) -> Any:
     torch.manual_seed(0)
-    plain_model = Model(fault)
+    model = Model(fault)
+    if "bf16" in fault:
+        model = model.bfloat16()
+    wrapped = model if "not reduced" in fault else DistributedDataParallel(model)
+    if "frozen" in fault:
+        model.head.weight.requires_grad_(rank == 0)
+    if fault == "other weights":
+        with torch.no_grad():
+            model.head.weight[rank, rank] += 1
+    return wrapped
+
+
+def case(fault: str, rank: int, size: int) -> dict[str, Any]:
+    """What doctor is asked, with a mistake in the step on ranks."""
+    model = made_model(fault, rank)
     chance = torch.Generator().manual_seed(rank if fault == "batches" else 0)
     ids = torch.randint(1, VOCABULARY, (1, TOKENS), generator=chance)
     labels = ids.clone()
@@ -98,8 +112,11 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
     batch = {"input_ids": ids, "labels": labels}
     starts = STARTS if "documents" in fault else (0, TOKENS)
     sizes: Any = {"seq_len": TOKENS, "layout": "zigzag"} if fault == "contiguous by hand" else {}
+    if "own length" in fault:
+        sizes = {"seq_len": TOKENS}
     cp: Any = ContextParallel(causal=True, **sizes)
-    model: Any = DistributedDataParallel(plain_model) if fault != "not reduced" else plain_model
+    if "own length" in fault:  # of which others are cut too
+        cp.shard(ids, 1)
 
     def step(model: Any, whole: dict[str, Tensor]) -> Any:
         if "by hand" in fault:
@@ -112,15 +129,22 @@ def case(fault: str, rank: int, size: int, ways: Any = None) -> dict[str, Any]:
             ids, labels, positions = part.input_ids, part.labels, part.position_ids
             handle = None if "documents" in fault else part.documents
             attend = lambda *x: cp.attention(*x, documents=handle)  # noqa: E731
+        if fault == "other tokens" and rank == 1:
+            ids = ids.roll(1, 1)
+        if fault == "own attention":
+            attend = plain_attention((0, ids.shape[1]))
         if fault in ("positions", "learned positions"):
             positions = torch.arange(ids.shape[1])[None]
         logits = model(ids, positions, attend)
         if fault == "labels twice":
             logits, labels = logits[:, :-1], labels[:, 1:]
             return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if fault == "noise of the step":
+            logits = logits + torch.randn_like(logits)
         reduce: Any = "sum" if fault in ("scaled down", "not reduced") else "ddp"
         mean = cp.cross_entropy(logits.contiguous(), labels.contiguous(), reduce=reduce)
-        return mean.loss * size if fault == "scaled up" else mean
+        scales = {"scaled up": size, "bf16, scaled by 1.1": 1.1}
+        return mean.loss * scales[fault] if fault in scales else mean
 
     def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
         positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])[None]
@@ -152,16 +176,29 @@ WANTED = {  # before anything is cut calls know less, and after it more, of what
     "positions": ("positions", "blocks.0", "q and k of attention differ and v does not"),
     "learned positions": ("positions", "learned", "counted from 0 on each rank"),
     "contiguous by hand": ("layout", "token", "tokens lie in contiguous shards"),
-    "documents after others": ("documents", "blocks.0", "tokens see those of other documents"),
+    "documents, own length": ("documents", "blocks.0", "tokens see those of other documents"),
+    "own attention": ("attention", "blocks.0", "PyTorch's, which sees the tokens of this rank"),
+    "running sum": ("token mixing", "blocks.0", "after blocks.0.out, on ranks [0, 1] of the group"),
+    "other weights": ("parameters", "head.weight", "of rank 1 is not that of rank 0"),
+    "not reduced, frozen on a rank": ("parameters", "head.weight", "freeze or evaluate it on all"),
+    "other tokens": ("batches", "token", "token gives other numbers on ranks [1] of the group"),
+    "noise of the step": ("randomness", "the step", "the step draws random numbers"),
+    "not reduced, to average": ("gradients not reduced", "token.weight", "only their mean is that"),
+    "bf16": ("nothing", None, "ranks compute what one process does"),
+    "bf16, scaled by 1.1": ("gradient scale", "token.weight", "are 1.1"),
     "heads first": ("error", None, "expected (1, 16, 16, 8) = (batch, local_seq, heads, head_dim)"),
     "scaled down": ("gradient scale", "token.weight", "1/2 (one over the ranks) times"),
     "scaled up": ("gradient scale", "token.weight", "2 (the ranks) times"),
     "not reduced": ("gradients not reduced", "token.weight", "only their sum is that of one"),
     "labels twice": ("labels", None, "labels are shifted twice"),
     "dropout": ("nothing", None, "dropout was left out, of blocks.0.drop, blocks.1.drop, blocks.0"),
-    "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers"),
-    "batches": ("batches", None, "ranks 0 and 1 of the group have different batches: input_ids"),
-    "convolution": ("token mixing", "blocks.0.conv", "the first 2 tokens of stretches on a rank"),
+    "noise": ("randomness", "blocks.0", "blocks.0 draws random numbers or is given some"),
+    "batches": (
+        "batches",
+        None,
+        "batches of ranks [1] of the group are not that of rank 0: input_ids",
+    ),
+    "convolution": ("token mixing", "blocks.0.conv", "other numbers, on ranks [0, 1] of the group"),
 }
 
 
@@ -254,12 +291,14 @@ def changing(rank: int, size: int) -> list[str]:
     answers: list[str] = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
     with pytest.raises(MeshAttentionError, match="step changes parameters"):
         doctor(trains, reduce_gradients=add_up, **asked)
-    answers.append(doctor(lambda *x: step(*x).value.item(), **asked).cause.words)
+    for wrong in (lambda *x: step(*x).value.item(), lambda *x: step(*x).loss.backward()):
+        answers.append(doctor(wrong, **asked).cause.words)
     asked["cp"].close()
     return answers
 
 
 def test_steps_that_train_or_return_no_loss_are_refused(pool: WorkerPool) -> None:
-    for kind, words in pool.run(changing, 2):
+    for kind, words, of_backward in pool.run(changing, 2):
         assert kind == "nothing"
         assert "step returns no loss" in words
+        assert "step calls backward" in of_backward

@@ -107,6 +107,15 @@ def without_documents(rank: int, world_size: int) -> Told:
         plain = [sized.shard(x, 1) for x in tensors]  # both kinds in one program
         [cp.shard(x, 1, documents=docs) for x in tensors]
         errors.append(apart(sized, sized.attention(*plain), tensors, [0, 48]))
+    with ContextParallel(causal=True) as cp:
+        single, batch = cp.documents([0, 32]), cp.documents([0, 12, 32])
+        ids, own = torch.arange(32)[None], [torch.randn(1, 16, 2, 8) + rank] * 3
+        for _ in range(2):  # once more after the failure, when a call is kept
+            cp.shard(ids, 1, documents=single)
+            cp.attention(*own)
+            cp.attention(*own)
+            cp.shard(ids, 1, documents=batch)
+            told.append(refusal(lambda: cp.attention(*own)))
     with ContextParallel(causal=False) as cp:  # whose padding is seen
         slots = cp.shard_batch(input_ids=torch.arange(91)[None]).position_ids.shape[1]
         own = [torch.randn(1, slots, 4, 8)] * 3

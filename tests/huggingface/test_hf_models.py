@@ -270,3 +270,25 @@ def test_a_model_compiles_as_one_graph(model_pool: WorkerPool) -> None:
     [(graphs, right, errors_of_rank)] = model_pool.run(in_one_graph, 1)
     assert (graphs, right) == (1, True)
     check([errors_of_rank])
+
+
+def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForTokenClassification,
+    )
+
+    from mesh_attention.huggingface.model_checks import shifts_labels
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
+    llama = LlamaConfig(**sizes, num_attention_heads=2)
+    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
+    assert shifts_labels(LlamaForCausalLM(llama))
+    assert shifts_labels(GPT2LMHeadModel(gpt2))
+    assert not shifts_labels(LlamaForTokenClassification(llama))
+    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))

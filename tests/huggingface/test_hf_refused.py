@@ -52,6 +52,8 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             told[name] = refusal(lambda: model(**given | more))  # noqa: B023
         told["whole batch"] = refusal(lambda: model(**part))
         ids, documents = part.input_ids, part.documents
+        other = cp.shard_batch(**PLAIN.whole)  # the same tokens again, another batch
+        told["other documents"] = refusal(lambda: model(**given | {"documents": other.documents}))
         told["positional"] = refusal(lambda: model(ids, local, documents=documents))
         told["inside"] = refusal(lambda: model.model(**given))
         told["twice"] = refusal(lambda: ModelContextParallel(model))
@@ -84,6 +86,7 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "head_mask": "head_mask is not supported",
         "of one rank": "head_mask is not supported",
         "whole batch": "labels was given",
+        "other documents": "documents are those of another batch than position_ids",
         "positional": "attention_mask was given",
         "inside": "batch.model_inputs()",
         "twice": "already; close() it",
@@ -315,25 +318,3 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
     for told in model_pool.run(wrong_trainers, 2, str(tmp_path)):
         for name, words in wanted.items():
             assert words in told[name], f"{name}: {told[name]}"
-
-
-def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
-    from transformers import (
-        BertConfig,
-        BertForMaskedLM,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForTokenClassification,
-    )
-
-    from mesh_attention.huggingface.model_checks import shifts_labels
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
-    llama = LlamaConfig(**sizes, num_attention_heads=2)
-    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
-    assert shifts_labels(LlamaForCausalLM(llama))
-    assert shifts_labels(GPT2LMHeadModel(gpt2))
-    assert not shifts_labels(LlamaForTokenClassification(llama))
-    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))

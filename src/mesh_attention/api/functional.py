@@ -18,7 +18,11 @@ from mesh_attention.request.arguments import kept_source
 from mesh_attention.request.attend import attention
 from mesh_attention.request.kept_calls import keeps_shards
 from mesh_attention.request.operators import need_grad
-from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
+from mesh_attention.request.port_checks import (
+    refuse_forgotten_documents,
+    refuse_heads_first,
+    refuse_other_shards,
+)
 from mesh_attention.request.sizes import sizes_of, with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_flag,
@@ -107,6 +111,8 @@ def mesh_attention(
         if keeps_shards():
             source = source.of_shards
         plan = source.first.plan
+        if arguments["seq_len"] is None:
+            refuse_forgotten_documents(session, plan, q, k)
         if source.first.keeps_lse:
             calls = calls.for_lse(return_lse, sinks)
         error = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mesh_attention.diagnose.compare import Activations, ComparedGradients
-from mesh_attention.diagnose.report import Cause
+from mesh_attention.diagnose.report import Cause, Limits
 
 
 def of_heads(where: str | None) -> Cause | None:
@@ -28,65 +28,101 @@ def of_heads(where: str | None) -> Cause | None:
     )
 
 
-def of_activations(seen: Activations, model: nn.Module) -> Cause | None:
+def of_activations(
+    seen: Activations, model: nn.Module, of_pytorch: str | None = None
+) -> Cause | None:
+    """`of_pytorch`: where ranks call PyTorch's attention."""
     name = seen.first
     if name is None or seen.shards is None:
         return None
-    where = name.partition(": ")[0].partition(", call ")[0]
+    module, _, part = name.partition(", call ")[0].partition(": ")
     way = _other_way(seen, name)
     if name == next(iter(seen.errors)) and way not in (None, _COUNTED):
         return Cause(
             "layout",
             f"tokens lie in {way} shards, and attention takes them for the "
-            f"{seen.shards.q_layout.kind} layout: they differ from the first module on, {where}; "
+            f"{seen.shards.q_layout.kind} layout: they differ from the first module on, {module}; "
             "cut them by shard or shard_batch of the object, or say layout= or relayout=True to it",
-            where,
+            module,
         )
-    same_v = seen.errors.get(name.replace(": q of", ": v of").replace(": k of", ": v of"))
-    is_rotated = ": q of" in name or ": k of" in name
-    if way == _COUNTED or (is_rotated and same_v is not None and not seen.is_wrong(same_v).any()):
+    k, v = (name.replace(": q of", f": {x} of") for x in "kv")
+    is_rotated = ": q of" in name and seen.is_wrong(k) and not seen.is_wrong(v)
+    if way == _COUNTED or is_rotated:
         what = "positions are counted from 0 on each rank"
         if way != _COUNTED:
             what = "q and k of attention differ and v does not: positions are not those of tokens"
         return Cause(
             "positions",
-            f"{what}, first in {where}. RoPE and position embeddings of a rank need the positions "
+            f"{what}, first in {module}. RoPE and position embeddings of a rank need the positions "
             "of its tokens in the whole: hand batch.position_ids, or cp.positions(), on to the "
             "model",
-            where,
+            module,
         )
-    wrong = seen.is_wrong(seen.errors[name])
-    inside = [x.partition(": ")[0] for x in seen.ranks[0] if ": " in x]
-    if any(x == where or x.startswith(f"{where}.") for x in inside):
-        return _of_attention(seen.shards.starts[0], wrong, where)
-    convolves = any(
-        isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1
-        for x in dict(model.named_modules()).get(where, model).modules()
+    attention = _attention_before(seen, name)
+    if attention is not None:
+        return _of_attention(seen, name, attention, of_pytorch)
+    names = list(seen.errors)
+    modules = dict(model.named_modules())
+    if name == names[0] or isinstance(modules.get(module), nn.Embedding):
+        return Cause(
+            "batches",
+            f"{module} gives other numbers on ranks {seen.wrong_ranks(name)} of the group, and all "
+            "before are equal: its tokens or positions are not those of the batch, in another "
+            "order or changed after they were cut",
+            module,
+        )
+    before = names[names.index(name) - 1].partition(": ")[0]
+    where = module.rpartition(".")[0] or type(model).__name__ if part == "input" else module
+    after = f" after {before}" if before.startswith(f"{where}.") else ""
+    return Cause(
+        "token mixing",
+        f"{where} gives other numbers{after}, on ranks {seen.wrong_ranks(name)} of the group, "
+        "though all before are equal: it mixes tokens outside of attention (a convolution, a mean, "
+        "a recurrence, a router), of which the others are on other ranks, or depends on the rank. "
+        "Give it all tokens: cp.unshard and cp.shard around it",
+        where,
     )
-    reach = _behind_edges(seen, wrong)
-    if reach is None and not convolves:
-        words = "gives other numbers though all before it are equal: it mixes tokens outside of "
-        words += "attention (a mean, a recurrence, a router over tokens) or depends on the rank"
-    else:
-        words = "looks at neighbouring tokens, and at a shard's edge these are on another rank"
-        words += f": the first {reach} tokens of stretches on a rank are wrong" if reach else ""
-        words += ". Give it all tokens (cp.unshard and cp.shard around it), or those before edges"
-    return Cause("token mixing", f"{where} {words}", where)
 
 
 _COUNTED = "counted from 0 on each rank"
+_RESULT = ": result of attention"
 
 
 def _other_way(seen: Activations, name: str) -> str | None:
     for way, positions in seen.other_positions():
         errors = seen.errors_if(name, positions)
-        if errors is not None and not seen.is_wrong(errors).any():
+        if errors is not None and not bool((errors > seen.limits[name]).any()):
             return way
     return None
 
 
-def _of_attention(starts: tuple[int, ...], wrong: Tensor, where: str) -> Cause:
+def _attention_before(seen: Activations, name: str) -> str | None:
+    """The module whose attention made the first tensor that differs: it is that itself, or ranks
+    attend, and one process attends unseen, between it and the last tensor that is equal."""
+    if _RESULT in name:
+        return name.partition(": ")[0]
+    attention = None
+    for other in seen.ranks[0]:
+        if other == name:
+            return attention
+        if _RESULT in other and other not in seen.errors:
+            attention = other.partition(": ")[0]
+        elif other in seen.errors:
+            attention = None
+    return None
+
+
+def _of_attention(seen: Activations, name: str, where: str, of_pytorch: str | None) -> Cause:
+    assert seen.shards is not None
+    starts, wrong = seen.shards.starts[0], seen.wrong_tokens(name)
     inputs = f"attention of {where}: its q, k and v are equal, and its result is not"
+    if of_pytorch == where:
+        return Cause(
+            "attention",
+            f"attention of {where} is PyTorch's, which sees the tokens of this rank alone: call "
+            "attention of the object, or open its context_parallel() around the model",
+            where,
+        )
     if len(starts) > 2 and not bool(wrong[:, : starts[1]].any()):
         return Cause(
             "documents",
@@ -102,40 +138,28 @@ def _of_attention(starts: tuple[int, ...], wrong: Tensor, where: str) -> Cause:
     )
 
 
-def _behind_edges(seen: Activations, wrong: Tensor) -> int | None:
-    """Wrong tokens are the first few of each stretch of tokens on a rank, or the last few: how
-    many; None where others are wrong too."""
-    tokens = wrong.any(0).numpy()
-    for step in (1, -1):
-        reach, longest = 0, 0
-        for positions in seen.positions():
-            inside = positions[positions < len(tokens)][::step]
-            ends = np.flatnonzero(np.diff(inside) != step) + 1
-            for stretch in np.split(inside, ends):
-                at = np.flatnonzero(tokens[stretch])
-                reach = max(reach, int(at[-1]) + 1 if len(at) else 0)
-                longest = max(longest, len(stretch))
-        if 0 < reach <= longest // 2:
-            return reach
-    return None
+def of_randomness(where: str) -> Cause:
+    """Of two runs on ranks with different seeds, which differ."""
+    return Cause(
+        "randomness",
+        f"{where} draws random numbers or is given some (dropout that is not PyTorch's, noise, "
+        "masked tokens), so ranks and one process cannot be equal, and ranks of one seed draw the "
+        "same for other tokens: leave them out to compare; to train, seed ranks differently, or "
+        "draw for whole batches before they are cut",
+        where,
+    )
 
 
-def of_randomness(
-    first: dict[str, Tensor], second: dict[str, Tensor], limit: float
-) -> Cause | None:
-    """Of two runs on ranks with different seeds."""
-    for name, x in first.items():
-        other = second.get(name)
-        if other is not None and float((x - other).abs().max()) > limit * float(x.abs().max()):
-            where = name.partition(": ")[0]
-            return Cause(
-                "randomness",
-                f"{where} draws random numbers (dropout that is not PyTorch's, noise), so ranks "
-                "and one process cannot be equal, and ranks of one seed draw the same for other "
-                "tokens: set it to 0 to compare, and seed ranks differently to train",
-                where,
-            )
-    return None
+def of_parameters(names: list[str], ranks: list[int]) -> Cause:
+    """That differ, or modules that are in another mode."""
+    return Cause(
+        "parameters",
+        f"{names[0]} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is not that of "
+        f"rank 0, and so are {len(names) - 1} others: seed all ranks alike before the model is "
+        "made, load the same checkpoint on all, or let DDP or FSDP2 send what rank 0 has; train, "
+        "freeze or evaluate it on all ranks",
+        names[0],
+    )
 
 
 Sums = dict[int, tuple[float, float]]  # of losses and of targets, by the tokens of a shift
@@ -198,30 +222,34 @@ def of_loss(loss: float, targets: list[Sums], labels: Sums, tol: float) -> Cause
 
 
 def of_gradients(
-    ours: ComparedGradients, apart: ComparedGradients | None, tol: float, size: int
+    ours: ComparedGradients, apart: dict[str, ComparedGradients], limits: Limits, size: int
 ) -> Cause | None:
-    """`apart`: those of ranks, were they added up over them; None where a framework does it."""
-    wrong = [name for name, error in ours.errors.items() if error > tol]
+    """`apart`: their sum and mean over ranks, where no framework takes any."""
+    wrong, tol = limits.exceeded(ours.errors), limits.least
     if not wrong:
         return None
-    if apart is not None and all(error <= tol for error in apart.errors.values()):
+    way = next((way for way, x in apart.items() if not limits.exceeded(x.errors)), None)
+    if way is not None:
         return Cause(
             "gradients not reduced",
-            "each rank has the gradient of its own tokens, and only their sum is that of one "
+            f"each rank has the gradient of its own tokens, and only their {way} is that of one "
             "process: wrap the model by DDP or FSDP2 with reduce='ddp' or 'fsdp', or add up "
             "gradients with reduce='sum' and tell doctor by reduce_gradients=",
             wrong[0],
         )
-    factors = [ours.factors[name] for name in wrong]
-    first = factors[0]
-    if first is not None and all(x is not None and abs(x - first) <= tol * first for x in factors):
+    factors = {name: ours.factors[name] for name in wrong}
+    first = factors[wrong[0]]
+    if first is not None and all(
+        x is not None and abs(x - first) <= limits[name] * first for name, x in factors.items()
+    ):
         named = {size: f"{size} (the ranks)", 1 / size: f"1/{size} (one over the ranks)"}
-        factor = next((w for x, w in named.items() if abs(x - first) <= tol * x), f"{first:.6g}")
+        factor = next((w for x, w in named.items() if abs(x - first) <= tol * x), None)
         ways = "they are added up" if first > 1 else "they are averaged"
+        why = f"{ways}, and the loss is scaled for another way" if factor else "the loss is scaled"
         return Cause(
             "gradient scale",
-            f"gradients of {len(wrong)} of {len(ours.errors)} parameters are {factor} times those "
-            f"of one process, and else right: {ways}, and the loss is scaled for another way. "
+            f"gradients of {len(wrong)} of {len(ours.errors)} parameters are "
+            f"{factor or f'{first:.3g}'} times those of one process, and else right: {why}. "
             "reduce='ddp' or 'fsdp' is for gradients that are averaged over all ranks, 'sum' for "
             "those that are added up, and unshard(..., grad=) for a loss on whole tensors",
             wrong[0],
@@ -229,7 +257,7 @@ def of_gradients(
     return Cause(
         "gradients",
         f"the forward pass is right, and gradients of {len(wrong)} of {len(ours.errors)} "
-        f"parameters are not, first {wrong[0]}: look at what is detached, reduced twice or not at "
-        "all on the way back",
+        f"parameters are not, first {wrong[0]}: look at what is detached, clipped before it is "
+        "reduced, reduced twice or not at all on the way back",
         wrong[0],
     )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mesh_attention.diagnose.report import Limits
 from mesh_attention.request.position_checks import other_ways
 from mesh_attention.runtime.session.sharding import Shards
 
@@ -32,7 +33,7 @@ class Activations:
     ranks: list[dict[str, Tensor]]
     shards: Shards | None
     real: Tensor
-    tolerance: float
+    limits: Limits
 
     @cached_property
     def errors(self) -> dict[str, Tensor]:
@@ -46,10 +47,18 @@ class Activations:
     @property
     def first(self) -> str | None:
         """That differs, in the order in which one process computed them."""
-        return next((n for n, x in self.errors.items() if self.is_wrong(x).any()), None)
+        return next((name for name in self.errors if self.is_wrong(name)), None)
 
-    def is_wrong(self, errors: Tensor) -> Tensor:
-        return errors > self.tolerance
+    def is_wrong(self, name: str) -> bool:
+        return name in self.errors and bool(self.wrong_tokens(name).any())
+
+    def wrong_tokens(self, name: str) -> Tensor:
+        return self.errors[name] > self.limits[name]
+
+    def wrong_ranks(self, name: str) -> list[int]:
+        wrong = self.wrong_tokens(name).any(0).numpy()
+        of_ranks = enumerate(self.positions())
+        return [rank for rank, at in of_ranks if wrong[at[at < len(wrong)]].any()]
 
     def positions(self) -> list[Positions]:
         """Of the slots of each rank of the group."""
@@ -74,9 +83,7 @@ class Activations:
         if len(whole) > 1 and parts[0] is not None and len(parts[0]) == 1:  # one pack of all rows
             whole = whole.flatten(0, 1)[None]
         if self.shards is None or whole.shape[1] != self.shards.q_layout.num_tokens:
-            return (
-                None  # such as positions that are the same for all rows, of which one pack is made
-            )
+            return None  # positions that are the same for all rows, say, of which one pack is made
         real = real if real.shape[1] == whole.shape[1] else real.flatten()[None]
         scale, errors = whole.abs().max() + 1e-30, torch.zeros(whole.shape[:2])
         for x, at in zip(parts, positions, strict=True):
@@ -107,7 +114,7 @@ class ComparedGradients:
         group: dist.ProcessGroup | None,
         ours: dict[str, Tensor | None],
         whole: dict[str, Tensor | None],
-        tolerance: float,
+        limits: Limits,
     ) -> ComparedGradients:
         """Ranks hold parts, or the same: numbers are added up over all of them."""
         pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
@@ -126,7 +133,7 @@ class ComparedGradients:
         for name, (error, own), ratio, (rest,) in zip(pairs, most, ratios, off, strict=True):
             scale = max(own, floor)
             errors[name] = error / scale
-            factors[name] = ratio if rest <= tolerance * scale * max(1, abs(ratio)) else None
+            factors[name] = ratio if rest <= limits[name] * scale * max(1, abs(ratio)) else None
         return ComparedGradients(errors, factors)
 
 

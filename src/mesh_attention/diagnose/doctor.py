@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -26,17 +27,20 @@ from mesh_attention.diagnose.causes import (
     of_gradients,
     of_heads,
     of_loss,
+    of_parameters,
     of_randomness,
     sums_of_labels,
 )
 from mesh_attention.diagnose.compare import Activations, ComparedGradients
-from mesh_attention.diagnose.record import Recorder
-from mesh_attention.diagnose.report import Cause, Diagnosis
+from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
+from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
 
 _CLOSE = 1 / 30  # of the tolerance
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # others: 0.05
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_TIMES_ROUNDING = 4  # of one process, by chance
+_SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 
 def doctor(
@@ -63,11 +67,13 @@ def doctor(
                       `ModelContextParallel` has one of its own
     reduce_gradients  reduce_gradients(model), called after backward on ranks, where no framework
                       reduces them
-    tolerance         up to which numbers count as equal, as a part of the largest; by the dtype
+    tolerance         up to which numbers count as equal, as a part of the largest. Without it, by
+                      the lowest precision that is computed in; for bfloat16 and float16 it is four
+                      times what differs on one process whose modules round up and down by chance
 
-    Every process computes the whole batch once, in the memory that this takes, and holds three sets
-    of gradients meanwhile: a few thousand tokens say as much as many. With data-parallel ranks the
-    batch is that of the first.
+    Every process computes the whole batch once (twice in low precision), in the memory that this
+    takes, and holds three sets of gradients meanwhile (four): a few thousand tokens say as much as
+    many. With data-parallel ranks the batch is that of the first.
     """
     objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
     of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
@@ -98,10 +104,18 @@ def diagnose(
     group = first._calls.session.groups.parent
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
+    parameters = _differing_parameters(model, group)
+    trained = _gathered(everyone, [n for n, p in own.named_parameters() if p.requires_grad])
+    if parameters is not None and any(x != trained[0] for x in trained):
+        return _same_everywhere(everyone, Diagnosis(parameters))  # nothing to compare
     with nothing_changed(model) as dropouts:
-        record = Recorder(sizes)
+        record, rough = Recorder(sizes), None
         with on_one_rank(objects):
             whole, failed = _tried(everyone, plain or step, model, batch, record)
+            dtypes = set().union(*_gathered(everyone, record.dtypes))
+            if whole is not None and tolerance is None and dtypes & {*LOW_PRECISION}:
+                perturbing = Recorder(sizes, perturbs=True)
+                rough, failed = _tried(everyone, plain or step, model, batch, perturbing)
         if whole is None:
             failure = Cause("error", f"on one process: {failed}")
             return _same_everywhere(everyone, Diagnosis(failure))
@@ -112,38 +126,101 @@ def diagnose(
         left_out = dict.fromkeys([*dropouts, *ours.record.dropouts])
         if left_out:
             notes.append(f"dropout was left out, of {', '.join(left_out)}")
-        dtypes = record.dtypes | {p.dtype for p in own.parameters()}
-        limit = tolerance or max(_TOLERANCES.get(x, 0.05) for x in dtypes)
+        dtypes |= {p.dtype for p in own.parameters() if p.is_floating_point()}
+        least = tolerance or max(_TOLERANCES.get(x, 1e-2) for x in dtypes)
+        limits = Limits(least, _rounding(everyone, whole, rough))
         real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == real.shape:
             real = mask.bool().cpu()
         of_ranks = _gathered(group, ours.record.seen)
-        seen = Activations(record.seen, of_ranks, ours.shards, real, limit)
-        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limit)
+        seen = Activations(record.seen, of_ranks, ours.shards, real, limits)
+        grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limits)
         loss = _loss(group, ours, whole.value)
-        off = abs(loss - whole.value) / (abs(whole.value) + 1e-30)
+        errors = {"loss": _loss_error(loss, whole.value), **grads.errors}
+        if not any(x is not None and bool(x.any()) for x in whole.grads.values()):
+            notes.append("all gradients of one process are 0: this batch says little")
         cause = None
         # A mistake may change losses by little. What changes nothing at all is none.
-        if max(off, *grads.errors.values(), 0.0) > limit * _CLOSE:
+        is_off = any(_gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
+        if is_off:
             where = ours.record.heads_first or record.heads_first
-            cause = of_heads(where) or of_activations(seen, own)
-        elif seen.first is not None:
-            notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
-        if cause is None:
-            apart = _added_up(own, group, ours, whole, limit) if own is model else None
-            cause = of_gradients(grads, apart, limit, len(of_ranks))
-            if off > limit and (cause is None or cause.kind == "gradients"):
-                of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
-                of_labels = sums_of_labels(record.outputs, batch.get("labels"))
-                cause = of_loss(loss, of_targets, of_labels, limit)
-        if any(_gathered(everyone, cause is not None and cause.kind != "gradient scale")):
+            apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
+            of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
+            of_labels = sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
-            if again is not None:
-                cause = of_randomness(ours.record.seen, again.record.seen, limit) or cause
-    errors = {name: float(x.max()) for name, x in seen.errors.items()}
+            cause = (
+                (None if again is None else _of_seeds(everyone, ours, again, limits))
+                or of_heads(where)
+                or parameters
+                or of_activations(seen, own, ours.record.of_pytorch)
+                or of_gradients(grads, apart, limits, len(of_ranks))
+            )
+            # Losses are means, and more exact than what they are made of.
+            close = limits["loss"] * (1 if limits.rounding else _CLOSE)
+            limit = limits["loss"] if cause is None else close
+            if errors["loss"] > limit and (cause is None or cause.kind == "gradients"):
+                cause = of_loss(loss, of_targets, of_labels, close)
+        else:
+            if seen.first is not None:
+                notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
+            notes += [] if parameters is None else [parameters.words]
+    activations = {name: float(x.max()) for name, x in seen.errors.items()}
     cause = cause or Cause("nothing", "ranks compute what one process does")
-    numbers = loss, whole.value, grads.errors, errors, limit
+    numbers = loss, whole.value, grads.errors, activations, limits
     return _same_everywhere(everyone, Diagnosis(cause, *numbers, tuple(notes)))
+
+
+def _rounding(everyone: Any, whole: StepRun, rough: StepRun | None) -> dict[str, float]:
+    """What differs by rounding alone, several times, by name."""
+    if rough is None:
+        return {}
+    nothing = Limits(0.0, {})
+    errors = ComparedGradients.of(everyone, rough.grads, whole.grads, nothing).errors
+    errors["loss"] = _loss_error(rough.value, whole.value)
+    for name, x in whole.record.seen.items():
+        errors[name] = _error(rough.record.seen.get(name, x), x)
+    return {name: _TIMES_ROUNDING * error for name, error in errors.items()}
+
+
+def _loss_error(loss: float, whole: float) -> float:
+    error = abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
+    return error if isfinite(error) else inf
+
+
+def _of_seeds(everyone: Any, ours: StepRun, again: StepRun, limits: Limits) -> Cause | None:
+    """Of two runs on ranks with different seeds."""
+    errors = ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors
+    seen, other = ours.record.seen, again.record.seen
+    differ = [n for n in seen if n in other and _error(other[n], seen[n]) > limits[n]]
+    where = [name.partition(": ")[0] for name in differ] or ["the step"]
+    return of_randomness(where[0]) if differ or limits.exceeded(errors) else None
+
+
+def _error(x: Tensor, true: Tensor) -> float:
+    return float((x - true).abs().max() / (true.abs().max() + 1e-30))
+
+
+def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Ranks of the group that hold something else than its first rank, and what."""
+    first, *others = _gathered(group, held)
+    names = [[n for n in first | x if x.get(n) != first.get(n)] for x in others]
+    ranks = [rank for rank, of_rank in enumerate(names, 1) if of_rank]
+    return ranks, [*dict.fromkeys(name for of_rank in names for name in of_rank)]
+
+
+def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
+    """Of ranks that hold the same ones: those of DDP, or of the group. FSDP2 holds parts."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        group = model.process_group
+    own, held = inner(model), {}
+    for name, p in own.named_parameters():
+        held[name] = f"requires_grad={p.requires_grad}"
+        if not isinstance(p, DTensor):
+            content = p.detach().contiguous().flatten().view(torch.uint8)
+            held[name] += f" {p.dtype} {int(content.sum(dtype=torch.int64))}"
+    held |= {f"{name or type(m).__name__}.training": m.training for name, m in own.named_modules()}
+    ranks, names = _differing(group, held)
+    return of_parameters(names, [dist.get_global_rank(group, x) for x in ranks]) if ranks else None
 
 
 def _tried(
@@ -179,20 +256,18 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
     def digest(x: Any) -> str:
         if not isinstance(x, Tensor):
             return repr(x)
-        held = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        held = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"{x.shape} {blake2b(held).hexdigest()}"
 
-    digests = {name: digest(x) for name, x in batch.items()}
-    first, *others = _gathered(cp._calls.session.groups.parent, digests)
-    for rank, other in enumerate(others, 1):
-        names = [name for name in first | other if other.get(name) != first.get(name)]
-        if names:
-            return (
-                f"ranks 0 and {rank} of the group have different batches: {', '.join(names)}. All "
-                "ranks of a context-parallel group draw the same batch; samplers count "
-                "data-parallel ranks alone (docs/training.md)"
-            )
-    return None
+    group = cp._calls.session.groups.parent
+    ranks, names = _differing(group, {name: digest(x) for name, x in batch.items()})
+    if not ranks:
+        return None
+    return (
+        f"batches of ranks {ranks} of the group are not that of rank 0: {', '.join(names)} differ. "
+        "All ranks of a context-parallel group draw the same batch; samplers count data-parallel "
+        "ranks alone (docs/training.md)"
+    )
 
 
 def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -213,13 +288,17 @@ def _loss(group: Any, ours: StepRun, whole: float) -> float:
 
 
 def _added_up(
-    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limit: float
-) -> ComparedGradients | None:
-    """Those that ranks have apart from each other, as their sum."""
+    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limits: Limits
+) -> dict[str, ComparedGradients]:
+    """Gradients that ranks have apart from each other: their sum and their mean."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
-        return None
+        return {}
     summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
-    return ComparedGradients.of(group, summed, whole.grads, limit)
+    ways = {}
+    for way, divisor in ("sum", 1), ("mean", dist.get_world_size(group)):
+        parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
+        ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
+    return ways

@@ -1,7 +1,9 @@
 """What modules and attention compute in a forward pass: a few numbers of every token, by name.
 
 Ranks and one process run the same modules, so what they compute can be compared name by name, in
-the order in which it was computed. Dropout is left out: ranks draw other numbers than one process.
+the order in which it was computed: what enters a module without others inside it, what leaves any
+module, and q, k, v and the result of attention. Dropout is left out: ranks draw other numbers than
+one process.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mesh_attention.request.operators import attention_op
 
 _NUMBERS = 8  # of a token
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Recorder(TorchFunctionMode):
@@ -28,61 +32,80 @@ class Recorder(TorchFunctionMode):
     like         what one process recorded: where tokens are in the tensors of each name
     seen         (rows, tokens, a few numbers) by name, in the order in which they were made
     outputs      the last tensor of a module, which are logits for most models
+    dtypes       of all numbers that functions gave
     heads_first  where attention was called with (batch, heads, tokens, head_dim)
+    of_pytorch   where PyTorch's attention was called, which knows no ranks
     dropouts     modules whose dropout was left out
+    perturbs     numbers of low precision that modules give are rounded up and down by chance: what
+                 differs then is what rounding does
     """
 
-    def __init__(self, sizes: tuple[int, int] | None, like: Recorder | None = None) -> None:
+    def __init__(self, sizes: Any, like: Recorder | None = None, perturbs: bool = False) -> None:
         super().__init__()
-        self.sizes, self.like = sizes, like
+        self.sizes, self.like, self.is_on = sizes, like, False
         self.seen: dict[str, Tensor] = {}
         self.dims: dict[str, int] = {}
         self.dtypes: set[torch.dtype] = set()
         self.outputs: Tensor | None = None
         self.heads_first: str | None = None
+        self.of_pytorch: str | None = None
         self.dropouts: dict[str, None] = {}
+        self.perturbs = perturbs
         self._tokens = None if sizes is None else sizes[1]
         self._calls: Counter[str] = Counter()
         self._inside: list[str] = []
-        self._is_on = False
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Records while it is open; dropout is left out until the mode itself ends."""
+        """Records until `is_on` ends; what a checkpoint computes again is not recorded again."""
         hooks: list[Any] = []
         for name, module in model.named_modules():
-            name = name or type(module).__name__
+            name, is_leaf = name or type(module).__name__, not any(module.children())
             hooks += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                module.register_forward_hook(lambda *x, name=name: self._end(name, x[-1])),
+                module.register_forward_pre_hook(partial(self._begin, name, is_leaf)),
+                module.register_forward_hook(partial(self._end, name, is_leaf)),
             ]
-        self._is_on = True
+        self.is_on = True
         try:
             yield
         finally:
-            self._is_on = False
             for hook in hooks:
                 hook.remove()
 
-    def _end(self, name: str, output: Any) -> None:
+    def _begin(self, name: str, is_leaf: bool, module: nn.Module, inputs: Any) -> None:
+        self._inside.append(name)
+        if is_leaf:
+            self._keep_first(f"{name}: input", inputs)
+
+    def _end(self, name: str, is_leaf: bool, module: nn.Module, inputs: Any, output: Any) -> Any:
         self._inside.pop()
-        leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
-        if tensor is not None and self._is_on:
-            self._keep(name, tensor)
+        tensor = self._keep_first(name, output)
+        if tensor is not None:
             self.outputs = tensor.detach() if tensor.ndim == 3 else self.outputs
+        return tree_map_only(Tensor, _perturbed, output) if self.perturbs and is_leaf else None
+
+    def _keep_first(self, name: str, tensors: Any) -> Tensor | None:
+        leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+        tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
+        if tensor is None or not self.is_on:
+            return None
+        self._keep(name, tensor)
+        return tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        where = self._inside[-1] if self._inside else "the model"
+        where = self._inside[-1] if self._inside else "the step"
         if func is functional.dropout:
             how = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             if how.get("p", 0.5) and how.get("training", True):
                 self.dropouts[where] = None
                 return how["input"]
         out = func(*args, **kwargs)
+        if self.is_on and isinstance(out, Tensor) and out.is_floating_point():
+            self.dtypes.add(out.dtype)
         is_sdpa = func is functional.scaled_dot_product_attention
-        if self._is_on and len(args) >= 3 and (is_sdpa or func is attention_op):
+        self.of_pytorch = self.of_pytorch or (where if is_sdpa else None)
+        if self.is_on and len(args) >= 3 and (is_sdpa or func is attention_op):
             tensors = (*args[:3], out if is_sdpa else out[0])
             for name, x in zip(("q", "k", "v", "result"), tensors, strict=True):
                 x = x.detach().transpose(1, 2) if is_sdpa else x.detach()
@@ -99,7 +122,6 @@ class Recorder(TorchFunctionMode):
         if dim is None:
             return
         self.dims[name] = dim
-        self.dtypes.add(x.dtype)
         rows = x.detach()[None] if dim == 0 else x.detach().movedim(dim, 1)
         self._tokens = self._tokens or rows.shape[1]
         rows = rows.flatten(2) if rows.ndim > 2 else rows[..., None]
@@ -115,3 +137,10 @@ class Recorder(TorchFunctionMode):
         lengths = self.sizes[1], self.sizes[0] * self.sizes[1]
         dims = (1, 0, x.ndim - 1) if x.ndim == 2 else (1, x.ndim - 1)
         return next((dim for dim in dims if x.shape[dim] in lengths), None)
+
+
+def _perturbed(x: Tensor) -> Tensor:
+    if x.dtype not in LOW_PRECISION:
+        return x
+    steps = torch.randint(-1, 2, x.shape, device=x.device)
+    return x * (1 + steps * torch.finfo(x.dtype).eps).to(x.dtype)

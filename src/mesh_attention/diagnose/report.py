@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Kind = Literal[
-    "nothing", "error", "batches", "layout", "heads first", "positions", "documents", "attention",
-    "token mixing", "randomness", "labels", "loss", "gradient scale", "gradients not reduced",
-    "gradients",
+    "nothing", "error", "batches", "parameters", "layout", "heads first", "positions", "documents",
+    "attention", "token mixing", "randomness", "labels", "loss", "gradient scale",
+    "gradients not reduced", "gradients",
 ]  # fmt: skip
 
 
@@ -23,6 +23,21 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Up to which numbers count as equal, as a part of the largest: `least`, and by name where the
+    rounding of one process alone is more."""
+
+    least: float
+    rounding: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return max(self.least, self.rounding.get(name, 0.0))
+
+    def exceeded(self, errors: dict[str, float], part: float = 1.0) -> list[str]:
+        return [name for name, error in errors.items() if error > self[name] * part]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """The same on all ranks.
 
@@ -30,7 +45,7 @@ class Diagnosis:
     loss         of the batch on ranks; `whole_loss`: on one process; None where a step failed
     gradients    of each parameter, how far it is from that of one process, as a part of the largest
     activations  of each module and each attention, in the order in which they are computed
-    tolerance    up to which numbers count as equal
+    limits       up to which numbers count as equal
     notes        what was done so that numbers can be compared
     """
 
@@ -39,7 +54,7 @@ class Diagnosis:
     whole_loss: float | None = None
     gradients: dict[str, float] | None = None
     activations: dict[str, float] | None = None
-    tolerance: float = 0.0
+    limits: Limits = Limits(0.0, {})
     notes: tuple[str, ...] = ()
 
     @property
@@ -55,10 +70,10 @@ class Diagnosis:
             lines.append(f"loss: {self.loss:.7g} on ranks, {self.whole_loss:.7g} on one process")
         for name, errors in ("gradients", self.gradients), ("activations", self.activations):
             if errors:
-                worst = max(errors, key=lambda x: errors[x])
-                wrong = sum(error > self.tolerance for error in errors.values())
+                worst = max(errors, key=lambda x: errors[x] / self.limits[x])
+                wrong = len(self.limits.exceeded(errors))
                 lines.append(
-                    f"{name}: {wrong} of {len(errors)} differ by more than {self.tolerance:g}, "
-                    f"at most {worst} by {errors[worst]:.2g}"
+                    f"{name}: {wrong} of {len(errors)} differ, most of all {worst} by "
+                    f"{errors[worst]:.2g}, where up to {self.limits[worst]:.2g} counts as equal"
                 )
         return "\n".join([*lines, *self.notes])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 
 from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.diagnose.record import Recorder
@@ -66,13 +67,17 @@ def run(
     own = inner(model)
     for parameter in own.parameters():
         parameter.grad = None
-    torch.manual_seed(seed)
+    for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+        set_seed(seed)
     with ExitStack() as held:
         held.enter_context(torch.compiler.set_stance("force_eager"))
         held.enter_context(_averaging(own) if cp is None else _watched(cp, done))
         held.enter_context(record)
-        with record.of(own):
-            result = step(model, batch)
+        held.enter_context(record.of(own))
+        result = step(model, batch)
+        record.is_on = False
+        if any(p.grad is not None for p in own.parameters()):
+            raise MeshAttentionError("step calls backward: leave that out, doctor does it")
         loss = result.loss if isinstance(result, TokenMean) else result
         value = result.value if isinstance(result, TokenMean) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -134,8 +139,7 @@ def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
         if done.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
             plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
-            both = (starts, starts)
-            queries, keys = plan.shards
+            (queries, keys), both = plan.shards, (starts, starts)
             done.shards = Shards(queries, keys, taken.rank, plan.devices, taken.words, both)
     finally:
         del calls.cut, cp.shard_batch
@@ -181,7 +185,7 @@ def nothing_changed(model: nn.Module) -> Iterator[list[str]]:
     versions = [_version(p) for p, _ in grads]
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    drops = {n: m for n, m in own.named_modules() if isinstance(m, nn.Dropout) and m.training}
+    drops = {n: m for n, m in own.named_modules() if isinstance(m, _DropoutNd) and m.training}
     for module in drops.values():
         module.training = False
     try:

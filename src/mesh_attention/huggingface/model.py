@@ -252,13 +252,11 @@ class _Door:
                 "position_ids were not given to the model, which would count this rank's tokens "
                 "from 0: call it as model(**batch.model_inputs())"
             )
-        position_ids, is_compiled = arguments["position_ids"], is_dynamo_compiling()
-        if isinstance(documents, Documents) and not (is_compiled or hasattr(position_ids, MARK)):
-            # Not those of shard_batch, so the host waits for them. All ranks raise what is wrong.
-            wrong = fault_of_positions(documents.shards, "q", position_ids, documents.position_ids)
-            nothing: Any = None
-            if wrong is not None:
-                self._cp.attend_layer((nothing, nothing, nothing), wrong, LayerMask(), None)
+        position_ids = arguments["position_ids"]
+        if isinstance(documents, Documents) and not is_dynamo_compiling():
+            wrong, tensors = _fault_of_batch(documents, position_ids), (None, None, None)
+            if wrong is not None:  # all ranks raise it
+                self._cp.attend_layer(tensors, wrong, LayerMask(), None)  # type: ignore[arg-type]
         return args, kwargs | {"documents": ModelBatch(self._cp, documents, position_ids)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Door:
@@ -269,6 +267,18 @@ class _Door:
             "a model on ranks holds a process group and cannot be pickled; save its state_dict, or "
             "close() the ModelContextParallel first"
         )
+
+
+def _fault_of_batch(documents: Documents, position_ids: Tensor) -> MeshAttentionError | None:
+    mark, batch = getattr(position_ids, MARK, None), documents.plans.batch
+    if mark is None:  # not of shard_batch, so the host waits for them
+        return fault_of_positions(documents.shards, "q", position_ids, documents.position_ids)
+    if batch is None or mark == (batch.number, batch.contents):
+        return None
+    return MeshAttentionError(
+        "documents are those of another batch than position_ids: call the model as "
+        "model(**batch.model_inputs()), with all of one batch"
+    )
 
 
 _AT_THE_DOOR = {

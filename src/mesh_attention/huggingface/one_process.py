@@ -12,6 +12,7 @@ from functools import update_wrapper
 from typing import Any, Protocol
 from warnings import warn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -112,7 +113,8 @@ def _compare(cp: OneProcess, model: nn.Module, batch: Mapping[str, Any]) -> None
     def output(inputs: dict[str, Any]) -> Tensor:
         outputs = model(**inputs, **how)
         out: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
-        return out.float().square().mean(-1)
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return out.to(wide).square().mean(-1)
 
     def step(model: Any, whole: dict[str, Tensor]) -> TokenMean:
         part = cp.shard_batch(**whole)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,25 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from mesh_attention.diagnose.doctor import doctor
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.diagnose.runs import inner
-from mesh_attention.errors import MeshAttentionError
 
 
-def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, Any]) -> Diagnosis:
-    if trainer._generates_whole:
-        raise MeshAttentionError(
-            f"trainer.doctor(): {type(trainer).__name__} generates what it is trained on; call "
-            "mesh_attention.doctor with a step of yours"
-        )
-    if whole is None:
-        with torch.random.fork_rng(devices=[]):
-            whole = next(iter(trainer.get_train_dataloader()))
+def doctor_of(trainer: Any, whole: Any, options: dict[str, Any]) -> Diagnosis:
     model: nn.Module = trainer.model_wrapped
     is_wrapped = inner(model) is not model or isinstance(model, FSDPModule)
 
     def whole_step(model: Any, whole: Any) -> Tensor:
         """Of a Trainer that makes losses of whole batches."""
-        with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, trainer._prepare_inputs({**whole}))
+        inputs = {**whole} if trainer._generates_whole else trainer._prepare_inputs({**whole})
+        with trainer.compute_loss_context_manager(), trainer._on_batch():
+            loss: Tensor = trainer.compute_loss(model, inputs)
         return loss
 
     def plain_step(model: Any, whole: Any) -> Tensor:
@@ -57,7 +51,41 @@ def doctor_of(trainer: Any, whole: Mapping[str, Any] | None, options: dict[str, 
 
     steps = (whole_step, plain_step) if trainer._is_whole else (step, plain)
     how = {"plain": steps[1], "reduce_gradients": None if is_wrapped else _average, **options}
-    return doctor(steps[0], whole, model, trainer.cp, **how)
+    with _logs_as_before(trainer):
+        if whole is None:
+            with torch.random.fork_rng(devices=[]):
+                whole = next(iter(trainer.get_train_dataloader()))
+        if trainer._generates_whole and not isinstance(whole, Mapping):
+            whole = _generated(trainer, whole)
+        return doctor(steps[0], whole, model, trainer.cp, **how)
+
+
+def _generated(trainer: Any, prompts: Any) -> dict[str, Any]:
+    """Completions of the first prompts, scored; with the names that say where tokens are."""
+    cuda = [trainer.args.device.index] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), trainer._on_batch():
+        batch = trainer._generate_and_score_completions(prompts)
+    rows = trainer.args.per_device_train_batch_size
+    batch = {n: x[:rows] if isinstance(x, Tensor) and x.ndim else x for n, x in batch.items()}
+    for name, part in ("input_ids", "ids"), ("attention_mask", "mask"):
+        batch[name] = torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1)
+    return batch
+
+
+_OF_LOGS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics", "_pending_extra_logs")
+
+
+@contextmanager
+def _logs_as_before(trainer: Any) -> Iterator[None]:
+    """Losses of TRL write down what is logged with the next step, and ask for its size."""
+    before = {name: deepcopy(x) for name, x in vars(trainer).items() if name in _OF_LOGS}
+    num_tokens = trainer.state.num_input_tokens_seen
+    try:
+        with patch.object(trainer, "current_gradient_accumulation_steps", 1, create=True):
+            yield
+    finally:
+        vars(trainer).update(before)
+        trainer.state.num_input_tokens_seen = num_tokens
 
 
 def _average(model: nn.Module) -> None:

@@ -80,8 +80,10 @@ def attend(
         out, lse = attention(prepared, needs_grad, label, (q, k, v), sinks, number)
         return spread.whole(out), spread.whole(lse, 1)
     needs_grad = key[0]
+    # Without documents a call is checked again when others were cut meanwhile.
+    forgets = documents is None and any(map(calls.session.shardings.is_packed, q.shape[1:2]))
     known = calls.warm if documents is None else documents.plans.warm
-    warm = known.get((calls.name, key))
+    warm = None if forgets else known.get((calls.name, key))
     if warm is not None and warm.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
         calls.latest, calls.batch = warm.latest, warm.batch

@@ -25,7 +25,11 @@ from mesh_attention.request.arguments import (
     read_arguments,
 )
 from mesh_attention.request.auto import AutoChoice, how_calls_choose
-from mesh_attention.request.port_checks import refuse_heads_first, refuse_other_shards
+from mesh_attention.request.port_checks import (
+    refuse_forgotten_documents,
+    refuse_heads_first,
+    refuse_other_shards,
+)
 from mesh_attention.request.sizes import (
     SIZES,
     USUAL_TOKENS,
@@ -159,6 +163,8 @@ class ObjectCalls:
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
             plan = source.first.plan
+            if documents is None and not in_backward:
+                refuse_forgotten_documents(self.session, plan, q, k)
             fault = (
                 fault
                 or fault_of_tensors(plan, q, k, v)
@@ -269,9 +275,9 @@ class ObjectCalls:
         shards, cut = self.shards(documents), self.session.shardings
         for layout in (shards.q_layout, shards.kv_layout):
             if shards.of_batch and max(map(len, shards.starts)) > 2:
-                cut.packed.keep(layout.slots, layout.num_tokens)
+                cut.keep_packed(layout)
             else:
-                cut.plain.keep(layout, shards.of_batch)
+                cut.keep_plain(layout, shards.of_batch)
             cut.latest = layout.num_tokens
         return shards
 

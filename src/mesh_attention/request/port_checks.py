@@ -18,6 +18,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.session import Session
 
 _MOST_HEADS = 256  # of models
@@ -45,6 +46,20 @@ def refuse_heads_first(
         )
 
 
+def refuse_forgotten_documents(session: Session, plan: Plan, q: Any, k: Any) -> None:
+    """Of a call without any, before its shapes are compared with what they should be."""
+    cut, layout = session.shardings, plan.shards[0]
+    is_plain = fault_of_kind(q=q, k=k) is None
+    for slots in [x.shape[1] for x in (q, k) if x.ndim == 4] if is_plain else ():
+        if cut.is_packed(slots):
+            raise MeshAttentionError(
+                f"tensors were cut by the documents of {cut.packed[slots]} tokens, and this call "
+                f"takes the {slots} slots of a rank for {layout.num_tokens} tokens in the "
+                f"{layout.kind} layout: {_WITH_DOCUMENTS}, or cut what has none by shard without "
+                "documents"
+            )
+
+
 def refuse_other_shards(
     session: Session, arguments: Mapping[str, Any], plan: Plan, k: Tensor
 ) -> Callable[[], str | None] | None:
@@ -55,10 +70,7 @@ def refuse_other_shards(
     for layout in dict.fromkeys(plan.shards) if plan.num_ranks > 1 else ():
         alike = [x for x in cut.plain if x.slots == layout.slots]
         how, way_out = "", _WITH_DOCUMENTS
-        if not alike and layout.slots in cut.packed:
-            how = f"by the documents of {cut.packed[layout.slots]} tokens"
-            way_out += ", or cut what has none by shard without documents"
-        elif not has_length and alike and not any(_fits(x, layout, arguments, plan) for x in alike):
+        if not has_length and alike and not any(_fits(x, layout, arguments, plan) for x in alike):
             x = alike[-1]
             padding = x.padded_tokens - x.num_tokens
             how = f"from {x.num_tokens} tokens in the {x.kind} layout, with {padding} of padding"
