@@ -13,6 +13,7 @@ from plan_cases import random_layouts, random_sizes
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.methods.parts import lower as lower_module
 from mesh_attention.plan.methods.parts.blocks import RowList, rectangles
 from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
 from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
@@ -62,9 +63,11 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
     assert kinds == set(CallKind)
 
 
-def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> None:
+def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = Random(4)
-    told = 0
+    tasks = []
     for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 60)
         mask = random_mask(rng, q_tokens, kv_tokens)
@@ -72,10 +75,12 @@ def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> No
         q, k = (random_task_side(rng, layout) for layout in layouts)
         queries = Queries.of(RowList.of(layouts[0], q), mask.rows(q_tokens, kv_tokens))
         keys = RowList.of(layouts[1], k)
-        calls = lower(queries, keys)
-        assert calls == lower(replace(queries, few=None), keys), (mask, layouts, q, k)
-        told += bool(queries.few and len(calls) > 1)
-    assert told > 300
+        tasks.append((queries, keys, lower(queries, keys)))
+    by_picture = [queries.pieces.picture(keys.blocks) for queries, keys, _ in tasks]
+    assert sum(picture is not None for picture in by_picture) > 300
+    monkeypatch.setattr(lower_module, "_FEW_PAIRS", 0)
+    for queries, keys, calls in tasks:
+        assert calls == lower(replace(queries, all=(0, 0)), keys), (queries, keys)
 
 
 def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_limit() -> None:
@@ -183,11 +188,11 @@ def test_token_stripes_are_one_call_and_not_looked_at_block_by_block(
     def unwanted(*_: object) -> None:
         raise AssertionError("looked at every pair of blocks")
 
-    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower._lower_blocks", unwanted)
+    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower._calls", unwanted)
     problem = Problem(2048 * 4, 2, 8, mask=Mask(causal=True))
     plan = make_plan(problem, 4, method="ring", layout="striped")
-    for one in plan.passes:
-        for program in one.programs:
+    for pass_ in plan.passes:
+        for program in pass_.programs:
             for op in program.operations:
                 if isinstance(op, Attend | AttendBackward):
                     assert [call.kind for call in op.calls] == [CallKind.RANGE]
