@@ -30,7 +30,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.problem.runs import Run
 from mesh_attention.plan.read import draw
-from mesh_attention.plan.read.compare_schedulers import compare_schedulers, task_graph
+from mesh_attention.plan.read.compare import compare_schedulers, task_graph
 from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
 from mesh_attention.plan.schedule.greedy import greedy
 from support.listed import stretches_for

@@ -74,9 +74,6 @@ def test_intervals_are_disjoint_in_order_and_only_a_single_one_is_empty() -> Non
         rows = random_slices(rng, *sizes).rows(*sizes)
         check_intervals(rows)
         lo, hi = rows.bounds(np.arange(sizes[0]))
-        if rows.ordered:
-            assert (np.diff(lo) >= 0).all()
-            assert (np.diff(hi) >= 0).all()
         seen = dense_mask_of(rows)
         keys = np.arange(sizes[1])
         assert not (seen & ((keys < lo[:, None]) | (keys >= hi[:, None]))).any()
@@ -177,7 +174,7 @@ def with_calls(plan: Plan, *calls: Call) -> Plan:
             (((0, 6), (0, 6), "inverse_causal"), ((6, 6), (0, 0), "full")),
             [(CallKind.RANGE, 0, 6, 0, 6)],
             [(CallKind.CAUSAL, 0, 6, 0, 6)],
-            "contains pairs that the mask hides",
+            "does not lie on the mask's edge",
         ),
         (
             (((0, 6), (0, 6), "causal"), ((0, 1), (3, 6), "full")),
@@ -279,7 +276,6 @@ def test_frames_see_themselves_whole_and_those_before_them() -> None:
     assert picture(Mask.block_causal(5, 2), 5) == ["##...", "##...", "####.", "####.", "#####"]
     few = Mask.block_causal(5, 2, frames_seen=2)
     assert picture(few, 5) == ["##...", "##...", "####.", "####.", "..###"]
-    assert few.rows(5, 5).ordered  # so it is planned as fast as a window
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
@@ -21,7 +22,6 @@ from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
-from mesh_attention.runtime.transport.local import AloneTransport
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 

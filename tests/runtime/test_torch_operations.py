@@ -13,7 +13,6 @@ from torch import Tensor
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import torch_operations
 from mesh_attention.runtime.transport.interface import Transfers
-from mesh_attention.runtime.transport.messages import messages
 from mesh_attention.runtime.transport.torch_operations import (
     Copies,
     Exchange,
@@ -21,6 +20,7 @@ from mesh_attention.runtime.transport.torch_operations import (
     PointToPoint,
     Reduce,
     Works,
+    messages,
 )
 
 GROUP: Any = None

@@ -3,8 +3,8 @@
 Masks become this, and lowering, counting, proving and the masks of kernels read it. Queries are cut
 into segments. On a segment a query sees a few intervals of keys, disjoint and in order, and both
 ends of an interval are lines of slope 0 or 1: everything downstream works on intervals and never on
-single tokens. Most masks have one interval a query, and bounds that never fall as `q` grows
-(`ordered`): then the first and the last query bound all between them.
+single tokens. Most masks have one interval a query. On a segment bounds never fall as `q` grows, so
+the first and the last query bound all between them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RowRanges:
     """Segments, and vectorised bounds of what a query sees; `edges` are their starts and stops."""
 
     __slots__ = (
-        "_hull", "_layers", "_starts", "edges", "kv_tokens", "most_intervals", "ordered",
-        "q_tokens", "segments",
+        "_hull", "_layers", "_starts", "edges", "kv_tokens", "most_intervals", "q_tokens",
+        "segments",
     )  # fmt: skip
 
     def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
@@ -68,7 +68,6 @@ class RowRanges:
         self._hull = self._layers[0]
         if self.most_intervals > 1:
             self._hull = _columns([_hull(s.intervals) for s in segments])
-        self.ordered = self.most_intervals == 1 and self._never_fall()
 
     def bounds(self, q: Array) -> tuple[Array, Array]:
         """`lo` and `hi` of each query position. A query sees nothing outside, and everything inside
@@ -134,15 +133,6 @@ class RowRanges:
         lo, lo_slope, hi, hi_slope = (line[at] for line in lines)
         real = q < self.q_tokens
         return np.where(real, lo + lo_slope * q, 0), np.where(real, hi + hi_slope * q, 0)
-
-    def _never_fall(self) -> bool:
-        """Slopes are 0 or 1, so it is enough to compare neighbouring segments."""
-        lo, lo_slope, hi, hi_slope = self._hull
-        before, after = self._starts[1:] - 1, self._starts[1:]
-        return all(
-            bool((base[:-1] + slope[:-1] * before <= base[1:] + slope[1:] * after).all())
-            for base, slope in ((lo, lo_slope), (hi, hi_slope))
-        )
 
 
 def _columns(lines: Sequence[Interval]) -> tuple[Array, ...]:

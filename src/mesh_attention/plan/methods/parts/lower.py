@@ -54,31 +54,26 @@ class Queries:
     list: RowList
     rows: RowRanges
     some: tuple[int, int] = (0, 0)  # no query sees a key outside
-    all: tuple[int, int] = (0, 0)  # all queries see these, as far as that is known at once
     pieces: SegmentPieces | None = None
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
         last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
-        seen_by_all = (0, 0)
-        if rows.ordered and last == q.last:
-            lo, hi = rows.bounds(np.array([q.first, last], dtype=np.int64))
-            seen_by_all = int(lo[1]), int(hi[0])
         pieces = SegmentPieces.of(q.blocks, rows) if q.blocks else None
-        return Queries(q, rows, rows.hull(q.first, last + 1), seen_by_all, pieces)
+        return Queries(q, rows, rows.hull(q.first, last + 1), pieces)
 
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     """Calls for the task, with rows counted inside the two lists; empty if nothing is visible."""
     if q.list.first >= q.rows.q_tokens or k.first >= q.some[1] or k.last < q.some[0]:
         return ()
-    if q.all[0] <= k.first and k.last < q.all[1]:
-        return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
-    whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
+    rows = 0, q.list.num_rows, 0, k.num_rows
     if q.pieces is None or not k.blocks or len(q.pieces.blocks) * len(k.blocks) > MAX_PAIRS:
-        return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
+        pairs = int(visible_pairs(q.list.runs, k.runs, q.rows).sum())
+        kind = CallKind.FULL if pairs == q.list.num_rows * k.num_rows else CallKind.RANGE
+        return (Call(kind, *rows),) if pairs else ()
     calls = _calls(q.pieces, k, q.rows)
-    return (whole,) if calls is None or len(calls) > MAX_CALLS else calls
+    return (Call(CallKind.RANGE, *rows),) if calls is None or len(calls) > MAX_CALLS else calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
