@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -209,7 +209,11 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
     then. In the paper's steps a computation stands beside one reduction only, and the other
     reductions come when all is computed."""
     needs = graph.needs()
-    gathers = [at for at, step in enumerate(schedule.steps) if _is_gather(step, needs)]
+    gathers = [
+        at
+        for at, step in enumerate(schedule.steps)
+        if step.communication is not None and not needs[step.communication]
+    ]
     first = gathers[-1] if gathers else 0
     waiting = [
         task
@@ -233,10 +237,6 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
             done.add(compute)
     steps += [(task, []) for task in waiting]
     return Schedule(tuple(Step(task, tuple(computes)) for task, computes in steps))
-
-
-def _is_gather(step: Step, needs: Mapping[Task, Sequence[Task]]) -> bool:
-    return step.communication is not None and not needs[step.communication]
 
 
 def _parts(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:

@@ -40,7 +40,8 @@ class Faults:
         self._me = groups.global_rank_of_self
         seconds = groups.timeout(None).total_seconds()
         self._store = JobStore(f"{groups.lasting_name}/faults", default_store(), seconds)
-        self._store.set(f"process/{self._me}", json.dumps(_this_process()))
+        process = [this_host(), os.getpid(), _start_of(os.getpid())]
+        self._store.set(f"process/{self._me}", json.dumps(process))
         self._store.allow(0.0)
         self._compared = 0
 
@@ -54,16 +55,11 @@ class Faults:
             return as_words(self._store.compare_set(_CAUSE, "", cause))
         return as_words(cause.encode())
 
-    def known_cause(self) -> str | None:
-        cause = self._store.there([_CAUSE])
-        return as_words(cause[_CAUSE]) if cause else None
-
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
         with suppress(LostStoreError):
-            cause = self.known_cause()
-            if cause is not None:
-                return cause
+            for cause in self._store.there([_CAUSE]).values():
+                return as_words(cause)
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
             return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
         return None
@@ -149,10 +145,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _verb(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def _this_process() -> list[object]:
-    return [this_host(), os.getpid(), _start_of(os.getpid())]
 
 
 def _start_of(process: int) -> str:

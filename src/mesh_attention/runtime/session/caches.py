@@ -6,7 +6,6 @@ What ranks have agreed on must be the same on each of them, also after one of th
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import count
@@ -14,12 +13,10 @@ from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.problem.layout import Layout
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 T = TypeVar("T")
-_NUM_SHARDINGS = 64
 
 
 class LruCache(OrderedDict[Key, Value]):
@@ -41,23 +38,6 @@ class LruCache(OrderedDict[Key, Value]):
         if len(self) > self._limit:
             self.popitem(last=False)
         return value
-
-
-class Shardings(threading.local):
-    """What a thread has cut on a process group: calls are held against it
-    (`request/port_checks.py`). Other threads, as those of loaders, may be batches ahead.
-
-    plain    layouts of what was cut as one document, and whether a batch said its length
-    packed   tokens of what was cut by several documents, by the slots of a rank
-    """
-
-    def __init__(self) -> None:
-        self.plain: LruCache[Layout, bool] = LruCache(_NUM_SHARDINGS)
-        self.packed: LruCache[int, int] = LruCache(_NUM_SHARDINGS)
-        self.latest = 0  # tokens of what was cut last
-
-    def has_slots(self, slots: int) -> bool:
-        return slots in self.packed or any(layout.slots == slots for layout in self.plain)
 
 
 class Agreed(Protocol):

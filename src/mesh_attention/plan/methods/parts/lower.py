@@ -32,7 +32,7 @@ from mesh_attention.plan.methods.parts.blocks import (
 )
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
-from mesh_attention.plan.problem.runs import visible_pairs
+from mesh_attention.plan.problem.runs import num_visible
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
@@ -67,13 +67,14 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     """Calls for the task, with rows counted inside the two lists; empty if nothing is visible."""
     if q.list.first >= q.rows.q_tokens or k.first >= q.some[1] or k.last < q.some[0]:
         return ()
-    rows = 0, q.list.num_rows, 0, k.num_rows
-    if q.pieces is None or not k.blocks or len(q.pieces.blocks) * len(k.blocks) > MAX_PAIRS:
-        pairs = int(visible_pairs(q.list.runs, k.runs, q.rows).sum())
+    rows, calls = (0, q.list.num_rows, 0, k.num_rows), None
+    if q.pieces is not None and k.blocks and len(q.list.blocks) * len(k.blocks) <= MAX_PAIRS:
+        calls = _calls(q.pieces, k, q.rows)
+    if calls is None:
+        pairs = num_visible(q.list.runs, k.runs, q.rows)
         kind = CallKind.FULL if pairs == q.list.num_rows * k.num_rows else CallKind.RANGE
         return (Call(kind, *rows),) if pairs else ()
-    calls = _calls(q.pieces, k, q.rows)
-    return (Call(CallKind.RANGE, *rows),) if calls is None or len(calls) > MAX_CALLS else calls
+    return (Call(CallKind.RANGE, *rows),) if len(calls) > MAX_CALLS else calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
