@@ -37,7 +37,7 @@ from mesh_attention.request.call_arguments import (
     with_same_bits,
 )
 from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.caches import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.transports import TransportName

@@ -25,12 +25,7 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
-from mesh_attention.runtime.agreement.identity import (
-    BATCH_NUMBER,
-    OF_ONE_KIND,
-    ORDER,
-    Statement,
-)
+from mesh_attention.runtime.agreement.identity import BATCH_NUMBER, OF_ONE_KIND, ORDER, Statement
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import JobStore, as_number, as_words
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
-from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.modes import outside_inference_mode
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import Session

@@ -25,17 +25,16 @@ from torch.distributed.distributed_c10d import Store
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, ReduceScatter
-from mesh_attention.runtime.transport.connections import (
+from mesh_attention.runtime.transport.job_store import JobStore, PatientStore
+from mesh_attention.runtime.transport.make_group import (
+    ON_OUR_OWN,
     OpenSocket,
     connections_since,
+    make_group,
     open_sockets,
     shut_down,
+    with_all,
 )
-from mesh_attention.runtime.transport.job_store import (
-    JobStore,
-    PatientStore,
-)
-from mesh_attention.runtime.transport.make_group import ON_OUR_OWN, make_group, with_all
 
 _ABORT_SECONDS = 2.0
 _LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflow at some centuries
