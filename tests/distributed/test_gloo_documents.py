@@ -192,7 +192,8 @@ def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool
         for seed, (starts, docs) in enumerate(
             cp.prefetch(batches, lambda starts: torch.tensor(starts))
         ):
-            ready.append(len(docs.calls()))
+            sources = docs.plans._sources.values()
+            ready.append(sum(len(source.calls.values()) for source in sources))
             whole = tensors(starts, seed)
             q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
             leaves = [x.requires_grad_() for x in (q, k, v)]

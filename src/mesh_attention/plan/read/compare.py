@@ -164,11 +164,7 @@ def compare_schedulers(plan: Plan, pass_: Pass) -> ScheduleComparison:
     best = search(graph)
     own = event_makespan(graph, pass_.schedule)
     return ScheduleComparison(
-        own,
-        best.greedy_makespan,
-        min(best.makespan, own),
-        best.lower_bound,
-        best.proven_optimal,
+        own, best.greedy_makespan, min(best.makespan, own), best.lower_bound, best.proven_optimal
     )
 
 

@@ -201,10 +201,7 @@ def _sides(problem: Problem, num_ranks: int, *, once: bool) -> tuple[_Side, _Sid
     # and Q, K and V come once more, unless they were kept.
     of_query, of_key = (qk + v, qk + v) if once else (2 * qk + v, 2 * (qk + v))
     q_rows, k_rows = group * problem.q_tokens, problem.keys
-    return (
-        _Side(of_query, q_rows, q_rows / num_ranks),
-        _Side(of_key, k_rows, k_rows / num_ranks),
-    )
+    return (_Side(of_query, q_rows, q_rows / num_ranks), _Side(of_key, k_rows, k_rows / num_ranks))
 
 
 def _price(queries: _Side, keys: _Side, work: float) -> float:

@@ -236,9 +236,7 @@ def nvtx_span(op: Operation) -> AbstractContextManager[None]:
     return span
 
 
-def run_to_end(
-    execution: Generator[None, None, dict[str, Tensor]],
-) -> dict[str, Tensor]:
+def run_to_end(execution: Generator[None, None, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Run an execution whose transport never makes it wait for its own process."""
     while True:
         try:

@@ -177,7 +177,7 @@ def make_executor(
         program, summary = pass_.programs[at], CallSummary()
     calls = [c for op in program.operations if isinstance(op, Attention) for c in op.calls]
     choices: dict[MaskKind, Choice] = {}
-    for kind in sorted({MaskKind(call.kind) for call in calls}):
+    for kind in sorted({call.kind for call in calls}):
         choice = offered[kind]
         if isinstance(choice, KernelRefusedError):
             raise choice
