@@ -75,8 +75,8 @@ def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives(
         queries = Queries.of(RowList.of(layouts[0], q), mask.rows(q_tokens, kv_tokens))
         keys = RowList.of(layouts[1], k)
         tasks.append((queries, keys, lower(queries, keys)))
-    by_picture = [queries.pieces.picture(keys.blocks) for queries, keys, _ in tasks]
-    assert sum(picture is not None for picture in by_picture) > 300
+    pieces = [(queries.pieces, keys) for queries, keys, _ in tasks]
+    assert sum(own is not None and own.picture(k.blocks) is not None for own, k in pieces) > 300
     monkeypatch.setattr(lower_module, "_FEW_PAIRS", 0)
     for queries, keys, calls in tasks:
         assert calls == lower(queries, keys), (queries, keys)

@@ -4,10 +4,8 @@ Methods make the graph, `plan/schedule/` orders it, and plans carry the schedule
 set of communication tasks (gathers, and reductions that need computed results) and compute tasks (a
 Q chunk against a KV chunk). Each has its own cost: under a causal mask no two chunks need cost the
 same (algorithm, section 5, "unequal costs"). A schedule prints one step a line and parses back.
-
-Slices of the heads need the same tasks, so their schedules follow each other. A slice is gathered
-while the slice before it computes, and reduced while the slice after it computes. So only the first
-gather and the last reduction have nothing to hide behind, and both are as small as a slice.
+Slices of the heads need the same tasks, so their schedules follow each other (`chunks.py` in
+`plan/methods/parts/` says why).
 """
 
 from __future__ import annotations
