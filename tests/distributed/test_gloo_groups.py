@@ -93,8 +93,8 @@ def two_at_once(rank: int, world_size: int, rows: Case, columns: Case) -> tuple[
     with context(rows, mesh["inner"]) as inner, context(columns, mesh["outer"]) as outer:
         attend(inner, rows)
         second = attend(outer, columns)
-        inner.traffic["forward"].starts.clear()
-        inner.traffic["backward"].starts.clear()
+        inner.traffic["forward"].reset()
+        inner.traffic["backward"].reset()
         return attend(inner, rows), second
 
 

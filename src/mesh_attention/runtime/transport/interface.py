@@ -129,6 +129,9 @@ class Counters:
 
     starts: dict[Started, int] = field(default_factory=lambda: defaultdict(int))
 
+    def reset(self) -> None:
+        self.starts.clear()
+
     @property
     def by_operation(self) -> dict[str, Traffic]:
         totals: dict[str, Traffic] = defaultdict(Traffic)
