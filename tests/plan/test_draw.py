@@ -76,7 +76,7 @@ def test_under_a_causal_mask_exactly_the_visible_cells_are_computed(layout: Layo
         for one in plan.passes:
             found = computed_cells(plan, one).ranks
             for i, j in product(range(9), range(9)):
-                lo, hi = plan.problem.rows.bounds(queries[i])
+                (lo,), (hi,) = plan.problem.rows.intervals(queries[i])
                 seen = (keys[j] >= lo[:, None]) & (keys[j] < hi[:, None])
                 assert found[i, j] == (tile[i, j] if seen.any() else -1)
 

@@ -58,14 +58,19 @@ class Queries:
 
     @staticmethod
     def of(q: RowList, rows: RowRanges) -> Queries:
-        last = min(q.last, rows.q_tokens - 1)  # padding sees nothing
-        pieces = SegmentPieces.of(q.blocks, rows) if q.blocks else None
-        return Queries(q, rows, rows.hull(q.first, last + 1), pieces)
+        if not q.blocks:
+            return Queries(q, rows, (0, rows.kv_tokens))
+        pieces = SegmentPieces.of(q.blocks, rows)
+        sees = pieces.lo_first < pieces.hi_last
+        if not sees.any():
+            return Queries(q, rows)
+        some = int(pieces.lo_first[sees].min()), int(pieces.hi_last[sees].max())
+        return Queries(q, rows, some, pieces)
 
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     """Calls for the task, with rows counted inside the two lists; empty if nothing is visible."""
-    if q.list.first >= q.rows.q_tokens or k.first >= q.some[1] or k.last < q.some[0]:
+    if k.first >= q.some[1] or k.last < q.some[0]:
         return ()
     rows, calls = (0, q.list.num_rows, 0, k.num_rows), None
     if q.pieces is not None and k.blocks and len(q.list.blocks) * len(k.blocks) <= MAX_PAIRS:
@@ -97,9 +102,6 @@ class SegmentPieces:
     def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
         indices = {at for block in blocks for at in rows.segments_between(*block)}
         return _pieces([rows.segments[at] for at in sorted(indices)], blocks, (), rows)
-
-    def cut(self, cuts: Iterable[int], rows: RowRanges) -> SegmentPieces:
-        return _pieces(self.near, self.blocks, cuts, rows)
 
     def picture(self, keys: BlockList) -> bytes | None:
         """For each (piece, key block) 1 if all is visible and 0 if nothing is, row by row; None
@@ -148,7 +150,7 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
     if len(q.near) > _MOST_SEGMENTS:
         return None
     q_cuts, k_cuts = _cuts(q, keys, rows)
-    q = q.cut(q_cuts, rows)
+    q = _pieces(q.near, q.blocks, q_cuts, rows)
     starts, stops, first_rows = _cut(keys, k_cuts)
     if len(q.starts) * len(starts) > MAX_PAIRS:
         return None
