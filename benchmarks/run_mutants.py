@@ -33,10 +33,10 @@ from script import host, provenance, save, script_parser
 from touched import PACKAGE, InOrder, Statement, Touch, recorded, start
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {
-    "plan": ("plan", "methods"),
-    "cost": ("cluster",),
-    "machine": ("cluster",),
+FOLDERS = {  # `package` has the examples in docstrings
+    "plan": ("plan", "methods", "package"),
+    "cost": ("cluster", "package"),
+    "machine": ("cluster", "package"),
     "runtime": ("runtime", "distributed"),
 }
 SURVIVED = ("survived", "not reached")

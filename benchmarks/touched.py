@@ -183,9 +183,9 @@ def recorded(
         statements = mark_statements(each, files)
     (work / "touched").mkdir(exist_ok=True)
     outputs = {
-        f"tests/{folder}/{path.name}": work / "touched" / f"{folder}-{path.stem}.json"
+        str(path.relative_to(tree)): work / "touched" / f"{folder}-{path.stem}.json"
         for folder in folders
-        for path in sorted((tree / "tests" / folder).glob("test_*.py"))
+        for path in sorted((tree / "tests" / folder).rglob("test_*.py"))
     }
     jobs = {
         name: path

@@ -7,13 +7,13 @@ import importlib
 import inspect
 import pkgutil
 
-from mesh_attention import choose, cost
+from mesh_attention import choose, cost, machine
 
 
 def test_every_dataclass_of_clusters_is_frozen() -> None:
     found = {
         name: one.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        for package in (cost, choose)
+        for package in (machine, cost, choose)
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
         for name, one in inspect.getmembers(importlib.import_module(info.name), inspect.isclass)
         if one.__module__ == info.name and dataclasses.is_dataclass(one)
@@ -22,4 +22,4 @@ def test_every_dataclass_of_clusters_is_frozen() -> None:
         "RankTimes",
         "Tuning",
     ]  # fill up
-    assert len(found) > 10
+    assert len(found) > 20

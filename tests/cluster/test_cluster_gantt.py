@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import builtins
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from simulated_cases import timeline_of
 
-from mesh_attention.cost.gantt import _label, draw_gantt
+from mesh_attention.cost.gantt import _label, _title, check_gantt, draw_gantt
 from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
@@ -43,8 +44,26 @@ def test_a_name_stands_in_the_middle_of_its_bar_where_there_is_room_for_it() -> 
     assert len(axis.texts) == 1
 
 
+def test_the_title_has_the_ranks_and_the_milliseconds() -> None:
+    timeline: Any = SimpleNamespace(
+        plan=SimpleNamespace(method="ring", num_ranks=8),
+        pass_=SimpleNamespace(direction=Direction.FORWARD),
+        cluster=SimpleNamespace(name="small"),
+        runtime_seconds=0.004,
+        mfu_percent=50.0,
+        open_communication_seconds=0.00125,
+        waiting_for_ranks_seconds=0.0005,
+    )
+    for shown, ranks in ((2, "ranks 0 to 1 of 8"), (8, "all ranks")):
+        assert _title(timeline, shown) == (
+            f"ring forward on small, {ranks}: 4.000 ms, MFU 50.0 %, exposed communication 1.250 "
+            "ms, waiting for other ranks 0.500 ms"
+        )
+
+
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     timeline = timeline_of("ring")
+    check_gantt("chart.png", 1)
     with pytest.raises(MeshAttentionError, match=r"written as \.png or \.svg"):
         draw_gantt([timeline], tmp_path / "chart.pdf")
     with pytest.raises(MeshAttentionError, match="at least 1 rank"):

@@ -10,7 +10,7 @@ import pytest
 from simulated_cases import timeline_of
 
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.trace import trace_of
+from mesh_attention.cost.trace import _TICKS, _ticks, trace_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
@@ -29,6 +29,10 @@ def slices(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]
 
 def both(method: str, ranks: int = 8) -> list[Timeline]:
     return [timeline_of(method, ranks, direction=direction) for direction in Direction]
+
+
+def test_a_second_is_a_million_microseconds() -> None:
+    assert _ticks(3.0) == 3_000_000 * _TICKS
 
 
 @pytest.mark.parametrize("method", METHODS)

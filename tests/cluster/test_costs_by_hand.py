@@ -11,7 +11,7 @@ from simulated_cases import compiled_rank, timed_calls
 
 from mesh_attention import Mask
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.cost import Cluster
+from mesh_attention.cost import Cluster, load_cluster
 from mesh_attention.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
 from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.machine.rates import costs_of
@@ -22,7 +22,7 @@ from mesh_attention.machine.transfer_time import (
     ring_seconds,
 )
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.language.program import Merge
+from mesh_attention.plan.language.program import Attention, Call, CallKind, Merge
 from mesh_attention.plan.problem.problem import Problem
 
 MICRO = 1e-6
@@ -128,6 +128,29 @@ def test_parts_of_a_call_that_was_split_are_calls_of_their_own() -> None:
         for rows in (640, 640, 768)
     ]
     assert found == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_both_parts_of_a_call_whose_end_leaves_sms_last_a_whole_number_of_rounds() -> None:
+    """Eight heads of 50 and of 14 tiles on 132 SMs; others fill half of the fourth round."""
+    plan = make_plan(Problem(4 * 64 * 128, 8, 128), 4, method="ring")
+    program, costs = compiled_rank(plan, load_cluster("hgx-h200"), Direction.FORWARD)
+    table = program.buffer_table()
+    op = next(op for op in program.operations if isinstance(op, Attention))
+
+    def rounds(at: int, *left: int, middle: int = 50 * 128) -> float | None:
+        first, rest = (
+            Call(CallKind.FULL, start, stop, 0, 64 * 128, "flash_attn3", leave_sms)
+            for start, stop, leave_sms in ((0, 50 * 128, left[0]), (middle, 64 * 128, left[1]))
+        )
+        return costs._rounds(replace(op, calls=(first, rest)), table, at)
+
+    first = 400 / 132
+    assert rounds(0, 0, 16) == pytest.approx(first)
+    assert rounds(1, 0, 16) == pytest.approx((4 + 512 / 132) / 2 - first)
+    # Two calls, and no parts of one.
+    assert rounds(0, 0, 0) is None
+    assert rounds(1, 16, 16) is None
+    assert rounds(1, 0, 16, middle=51 * 128) is None
 
 
 def gather(ranks: tuple[int, ...], where: Cluster) -> float:

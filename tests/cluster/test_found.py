@@ -90,6 +90,10 @@ def test_nodes_and_links_are_those_of_the_machine() -> None:
 def test_the_kernel_tells_speeds_and_the_driver_names(tmp_path: Path) -> None:
     assert nic_gbits(tmp_path) == ()
     assert gpu_of_driver(tmp_path) is None
+    for speed, gbits in (("0", ()), ("1", (0.001,))):
+        (own := tmp_path / speed / "net" / "eth0" / "device").mkdir(parents=True)
+        own.with_name("speed").write_text(speed)
+        assert nic_gbits(tmp_path / speed) == gbits
     for device, speed in (("eth0", "25000"), ("eth1", "100000"), ("eth2", "-1"), ("lo", "x")):
         (tmp_path / "net" / device / "device").mkdir(parents=True)
         (tmp_path / "net" / device / "speed").write_text(f"{speed}\n")

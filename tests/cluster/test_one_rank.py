@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from simulated_cases import problem_of
 
 from mesh_attention.cost import load_cluster, simulate
-from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.estimate import _LinkSharing, estimate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.plan.language.plan import Direction
@@ -61,3 +63,20 @@ def test_alone_there_is_nothing_to_wait_for() -> None:
     exact = simulate(plan, PAPER).runtime_seconds
     assert seen.seconds == pytest.approx(exact)
     assert seen.least_seconds == pytest.approx(exact)
+
+
+def test_a_flow_between_the_same_places_of_two_nodes_is_one_of_as_many_as_a_node_has_ranks() -> (
+    None
+):
+    """Four ranks a node, which sends one flow at a time: the others of its group send too where
+    every member sends to its own place in the next node, and none where the last sends to the
+    first."""
+    rate = PAPER.network.peer.gb_per_second
+    network = replace(PAPER.network, nics=4, peer_node_gb_per_second=rate)
+    cluster = replace(PAPER, node=replace(PAPER.node, ranks=4), network=network)
+    group = tuple(range(8))
+    compiled: Any = SimpleNamespace(
+        plan=SimpleNamespace(devices=group), pass_=SimpleNamespace(groups={"all": group})
+    )
+    sharing = _LinkSharing(cluster, compiled)
+    assert [sharing.flow(group, 3, ends) for ends in ((3, 7), (3, 4))] == [4.0, 1.0]

@@ -17,6 +17,7 @@ from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.timeline import Stream
 from mesh_attention.machine.cluster import Disturbance
 from mesh_attention.machine.rates import Costs
+from mesh_attention.machine.tables import ClusterError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import SendRecv
 from mesh_attention.plan.methods.table import METHODS
@@ -112,27 +113,34 @@ def test_flows_between_the_same_two_ranks_take_turns_where_a_pair_has_room_for_o
         assert timeline.runtime_seconds == pytest.approx(hop + 1.0)
 
 
-def test_flows_out_of_a_node_divide_what_it_can_send() -> None:
-    """Two ranks a node and USP of degree two: both ranks of a node send to the next node."""
+@pytest.mark.parametrize(("nics", "node", "hop"), [(2, 4, 4.0), (2, 1, 8.0), (1, 4, 8.0)])
+def test_flows_out_of_a_node_divide_what_it_and_its_nics_can_send(
+    nics: int, node: int, hop: float
+) -> None:
+    """Two ranks a node and USP of degree two: both ranks of a node send to the next node. A NIC has
+    room for one of these flows, the node for so many."""
     base = undisturbed()
-    network = replace(base.network, peer_node_gb_per_second=base.network.peer.gb_per_second)
-    narrow = replace(base, node=replace(base.node, ranks=2))
+    rate = base.network.peer.gb_per_second
+    network = replace(
+        base.network,
+        nics=nics,
+        peer_node_gb_per_second=node * rate,
+        collective=replace(base.network.collective, gb_per_second=rate),
+    )
+    cluster = replace(base, node=replace(base.node, ranks=2), network=network)
     problem = Problem(q_tokens=384, num_heads=2, head_dim=8)
     plan = make_plan(problem, 6, method="usp", ulysses=2, ranks_per_node=2, directions=FORWARD)
-    costs = FixedCosts(lambda _: 1.0, flow=4.0)
-    wide = simulate(
-        plan,
-        replace(
-            narrow,
-            network=replace(
-                network, nics=2, peer_node_gb_per_second=4 * network.peer.gb_per_second
-            ),
-        ),
-        costs=costs,
-    )
-    shared = simulate(plan, replace(narrow, network=replace(network, nics=2)), costs=costs)
-    assert wide.runtime_seconds == pytest.approx(4.0 * 2 + 1.0)
-    assert shared.runtime_seconds == pytest.approx(8.0 * 2 + 1.0)
+    timeline = simulate(plan, cluster, costs=FixedCosts(lambda _: 1.0, flow=4.0))
+    assert timeline.runtime_seconds == pytest.approx(hop * 2 + 1.0)
+
+
+def test_of_ranks_that_wait_in_vain_four_are_named() -> None:
+    """Rank 0 of a ring does nothing: no other comes to its end."""
+    plan = ring(6)
+    idle = replace(plan.forward.programs[0], operations=())
+    broken = replace(plan.forward, programs=(idle, *plan.forward.programs[1:]))
+    with pytest.raises(ClusterError, match=r"^ranks \[1, 2, 3, 4\] deadlock; `verify` says why$"):
+        simulate(replace(plan, passes=(broken,)), undisturbed(), costs=FixedCosts(lambda _: 1.0))
 
 
 @pytest.mark.parametrize(("nics", "seconds"), [(1, 8.0), (2, 4.0)])

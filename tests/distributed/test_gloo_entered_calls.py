@@ -45,13 +45,13 @@ def interrupted(place: str) -> Any:
     return mock.patch(f"mesh_attention.{place}", interrupt)
 
 
-def after_the_comparison() -> Any:
+def after_the_comparison(kind: type[BaseException] = KeyboardInterrupt) -> Any:
     """Others go on, and send."""
     begin = User.begin
 
     def begin_and_end(*given: Any, **named: Any) -> None:
         begin(*given, **named)
-        raise KeyboardInterrupt("enough")
+        raise kind("enough")
 
     return mock.patch.object(User, "begin", begin_and_end)
 
@@ -143,10 +143,13 @@ CASES: dict[str, tuple[str, Case]] = {
         "KeyboardInterrupt",
         lambda c, odd: inside(after_the_comparison(), c.attend, odd),
     ),
-    "loss after": ("KeyboardInterrupt", lambda c, odd: inside(after_the_comparison(), c.loss, odd)),
+    "loss after": (
+        "LookupError",
+        lambda c, odd: inside(after_the_comparison(LookupError), c.loss, odd),
+    ),
     "unshard after": (
-        "KeyboardInterrupt",
-        lambda c, odd: inside(after_the_comparison(), c.unshard, odd),
+        "LookupError",
+        lambda c, odd: inside(after_the_comparison(LookupError), c.unshard, odd),
     ),
     "backward after": (
         "KeyboardInterrupt",

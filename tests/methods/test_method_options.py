@@ -147,3 +147,9 @@ def test_a_method_without_the_option_refuses_it(capsys: pytest.CaptureFixture[st
         make_plan(PROBLEM, 4, method="ring", laps=3)
     assert main(["plan", "--method", "ring", "--ranks", "4", "--tokens", "64", "--laps", "3"]) == 2
     assert "method ring has no option --laps; its options: --layout" in capsys.readouterr().err
+
+
+def test_every_setting_lists_the_options_of_all_its_bases() -> None:
+    """As a dataclass of its own; otherwise it has those of its first base."""
+    for method in METHODS.values():
+        assert "__dataclass_fields__" in vars(method.setting), method.name

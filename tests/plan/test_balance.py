@@ -92,6 +92,14 @@ def test_documents_shorter_than_a_shard_mostly_stay_at_home() -> None:
             assert len(short) - len(kept) <= most
 
 
+def test_documents_that_make_ranks_even_within_the_slack_are_not_cut() -> None:
+    """Nearly alike, so that no two ranks get the same; and of all lengths, of which the last two of
+    a rank are chosen to make it even."""
+    for lengths, ranks in ((range(1000, 1016), 4), (range(100, 400), 6)):
+        pack = (0, *np.cumsum(lengths).tolist())
+        assert len(whole(pack, balanced_stretches(pack, ranks, [CAUSAL]))) == len(lengths)
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_any_pack_has_every_token_on_one_rank_and_even_tokens(part: int) -> None:
     rng = Random(part)

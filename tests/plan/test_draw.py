@@ -86,6 +86,8 @@ def test_whole_tasks_show_the_tiles_that_a_mask_leaves_half_empty() -> None:
     spanned = computed_cells(plan, plan.forward, whole_tasks=True).ranks
     assert spanned[0].tolist() == [0, 0, 0, -1, -1, -1, -1, -1, -1]
     assert computed_cells(plan, plan.forward).ranks[0].tolist() == [0] + [-1] * 8
+    first_row = draw_assignment(plan, plan.forward).splitlines()[1]
+    assert first_row.split() == ["Q", "0", "0", *"." * 8]
 
 
 def test_a_task_that_is_gone_shows_as_a_visible_cell_of_nobody() -> None:
@@ -160,12 +162,14 @@ def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> No
             assert greedy(task_graph(plan, one, usual_costs())) == one.schedule
 
 
-@pytest.mark.parametrize("rotation", [True, False])
+@pytest.mark.parametrize(
+    ("tile", "rotation"), [((2, 3), True), ((2, 3), False), ((1, 6), True), ((6, 1), True)]
+)
 def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
-    rotation: bool, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int], rotation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their seconds, on the mean of all ranks, and what they wait for. Without rotation ranks
-    receive unequally much."""
+    receive unequally much; tiles of one row or column gather nothing on that side."""
     ordered: list[TaskGraph] = []
 
     def watched(graph: TaskGraph, *, gamma: float) -> Schedule:
@@ -173,7 +177,7 @@ def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
         return greedy(graph, gamma=gamma)
 
     monkeypatch.setattr(tile_tasks, "greedy", watched)
-    plan = plan_for(6, tile=(2, 3), chunks=(3, 2), rotation=rotation)
+    plan = plan_for(6, tile=tile, chunks=(3, 2), rotation=rotation)
     for one, expected in zip(plan.passes, ordered, strict=True):
         found = task_graph(plan, one, usual_costs())
         for mine, theirs in (

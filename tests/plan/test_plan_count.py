@@ -8,6 +8,7 @@ import pytest
 
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward
+from mesh_attention.plan.language.traffic import Traffic
 from mesh_attention.plan.methods.box_methods import RingSetting, plan_ring
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -80,3 +81,9 @@ def test_every_number_of_the_report_of_a_ring_of_four_on_two_nodes_is_as_counted
     assert forward["kernel_calls_per_rank"] == {"mean": 4, "max": 4}
     assert forward["units_total"] == 24
     assert isinstance(forward["inter_node_bytes_per_rank"]["mean"], float)
+
+
+def test_what_an_operation_moves_is_all_of_it_tokens_in_a_ring() -> None:
+    plan = plan_ring(Problem(64, 2, 8), 4, RingSetting(), (Direction.FORWARD,))
+    for rank in count(plan)[Direction.FORWARD].ranks:
+        assert rank.total == rank.by_operation["SendRecv"] == Traffic(3072, 3072, 3072)

@@ -112,6 +112,10 @@ def test_a_task_that_the_mask_shows_whole_is_one_full_call() -> None:
     assert calls_of(Mask(causal=True), (layout, layout), high, low) == (
         Call(CallKind.FULL, 0, 4, 0, 4),
     )
+    stripes = Layout(LayoutKind.STRIPED, 2 * 257, 2)  # too many to look at each
+    assert calls_of(Mask(), (stripes, stripes), ((0, 257),), ((0, 257),)) == (
+        Call(CallKind.FULL, 0, 257, 0, 257),
+    )
 
 
 def test_a_contiguous_causal_task_is_one_square_on_the_diagonal_and_one_rectangle_below() -> None:

@@ -84,6 +84,10 @@ def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program
                 assert peak_buffer_bytes(program, plan.problem) == peak_by_definition(plan, program)
 
 
+def test_a_program_without_a_workspace_holds_nothing() -> None:
+    assert peak_buffer_bytes(Program(0, (), ()), Problem(64, 4, 8)) == 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_share_an_answer_have_the_peak_that_each_has_by_definition(method: str) -> None:
     """45 tokens on 4 ranks leave padding, so ranks differ in their kernel calls."""

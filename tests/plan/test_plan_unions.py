@@ -29,7 +29,7 @@ from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.mask_slices import SliceKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.row_ranges import Interval, RowRanges, Segment, joined
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 from mesh_attention.plan.read.verify import verify
 from support.random_masks import random_slices
@@ -333,3 +333,21 @@ def test_unions_are_equal_hashed_pickled_described_and_printed() -> None:
     assert digest(again) == digest(plan)
     less = make_plan(Problem(6, 2, 4, mask=Mask(slices=slices[1:])), 2, method="mesh")
     assert digest(less) != digest(plan)
+
+
+def test_a_node_of_a_tree_that_follows_its_parent_is_one_stretch_with_it() -> None:
+    """After a prompt of 2 tokens a turn of 3, and another of 4 that goes on with 5."""
+    assert Mask.tree([None, 0, 0, 2], [2, 3, 4, 5]).slices == (
+        ((0, 2), (0, 2), SliceKind.CAUSAL),
+        ((2, 5), (0, 5), SliceKind.CAUSAL),
+        ((5, 9), (0, 2), SliceKind.FULL),
+        ((5, 9), (5, 9), SliceKind.CAUSAL),
+        ((9, 14), (0, 2), SliceKind.FULL),
+        ((9, 14), (5, 14), SliceKind.CAUSAL),
+    )
+
+
+def test_neighbours_that_see_the_same_intervals_are_one_segment() -> None:
+    seen = Interval(0, 0, 2, 0), Interval(4, 0, 6, 0)
+    segments = [Segment(0, 3, seen), Segment(3, 5, seen), Segment(5, 6, seen[:1])]
+    assert joined(segments) == (Segment(0, 5, seen), segments[2])

@@ -12,6 +12,7 @@ from mesh_attention.api.report import Reports
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
@@ -55,6 +56,18 @@ def test_a_node_has_as_many_ranks_of_each_unit_of_a_patch(
         # Units that gather from each other hold the same heads here.
         heads = [{rank % degree for rank in inside if rank // degree == u} for u in range(ranks)]
         assert len({frozenset(one) for one in heads if one}) == 1
+
+
+def test_as_many_units_in_a_node_as_fit_are_tried_where_a_unit_fills_the_node() -> None:
+    """Four ranks a node: of four units of four ranks one rank each, and of two units of eight two
+    ranks each. Units of two ranks lie in order, which has two of them in a node."""
+    assert METHODS["usp"].candidates(Problem(1024, 8, 4), 16, 4) == [
+        {"ulysses": 2},
+        {"ulysses": 4},
+        {"ulysses": 4, "units_per_node": 4},
+        {"ulysses": 8},
+        {"ulysses": 8, "units_per_node": 2},
+    ]
 
 
 @pytest.mark.parametrize("method", ["mesh-usp", "usp", "double-ring"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -123,6 +124,34 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
         one._nccl = nccl
         assert one._compare(call, None, stream)
     assert log == ["device", "host", "host", "host"]
+
+
+def test_an_error_breaks_a_call_off_once_ranks_have_compared_it() -> None:
+    """Before that nothing has moved, and all learn of it where they agree on the call."""
+    log: list[str] = []
+    made = session(broken=False, log=log)
+    made.process, made.groups.ranks = os.getpid(), (0, 1)
+    made.calls = SimpleNamespace(agree=lambda *_: log.append("agreed"))
+    made.guard = of_call = object.__new__(Guard)
+    of_call.place, of_call._alone, of_call._cause = 0, False, None
+    of_call._compare = lambda *_: True  # type: ignore[method-assign]
+    of_call.break_off = lambda _: log.append("broken off")  # type: ignore[assignment,method-assign]
+    for is_compared in (False, True):
+        of_call.enter()
+        if is_compared:
+            of_call.begin(Identity(AgreedKind({}), "forward", 0), None, None)
+        made.tell_of(LookupError("no memory"), CallOptions())
+    assert log == ["agreed", "broken off"]
+
+
+def test_calls_that_differ_are_broken_off_though_no_rank_says_how() -> None:
+    causes: list[str] = []
+    made: Any = object.__new__(Guard)
+    made._break_off = causes.append
+    for said in ("rank 1 differs", ""):
+        made._difference = lambda place, identity, said=said: said
+        made._find_difference(1, Identity(AgreedKind({}), "forward", 0))
+    assert causes == ["rank 1 differs", "the ranks are at different calls"]
 
 
 def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.compute import _forward
 from mesh_attention.runtime.execute.steps import must_follow
+from mesh_attention.runtime.transport.distributed import DistributedTransport, _Known
 
 
 class Noted:
@@ -89,6 +92,44 @@ def test_what_both_streams_need_lets_the_stream_of_the_next_call_go_first(
     there = ["wait", f"passed on {next_one}", f"{last} waits for passed"]
     assert log == [f"on {next_one}", *there, f"on {last}"]
     assert streams._stream.name == last
+
+
+def test_calls_take_turns_on_both_streams_and_each_turn_marks_the_end_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    streams = streams_without_a_gpu()
+    streams._main = streams._stream = Noted("main", log)
+    streams._side, streams._turn = Noted("side", log), 0
+    streams._ends = [Noted("even", log), Noted("odd", log)]
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(f"on {stream.name}"))
+    for _ in range(3):
+        streams.turn()
+    to_side, back = ["even on main", "on side"], ["odd on side", "on main"]
+    assert log == [*to_side, *back, *to_side]
+
+
+@pytest.mark.parametrize("on_stream", [True, False])
+def test_a_transfer_begins_on_its_stream_after_what_it_reads_was_computed(
+    on_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    transport: Any = object.__new__(DistributedTransport)
+    transport._host_driven = False
+    transport._stream = Noted("transfers", log) if on_stream else None
+
+    def begin(what: str, ready: object) -> Any:
+        log.append(f"begin {what}")
+        return SimpleNamespace(wait=lambda: log.append("wait"))
+
+    transport._begin = begin
+    event: Any = Noted("done", log) if on_stream else None
+    bind: Any = None
+    known = _Known("KV-0", bind, event, ("SendRecv", SimpleNamespace()))  # type: ignore[arg-type]
+    transport._start(known, [], False, (Noted("rows", log),))
+    before, after = ["transfers waits for rows"], ["wait", "done on transfers"]
+    assert log == (before * on_stream + ["begin KV-0"] + after * on_stream)
 
 
 def test_attention_joins_what_was_computed_right_before_it() -> None:

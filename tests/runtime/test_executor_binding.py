@@ -6,6 +6,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import Block
+from mesh_attention.kernels import Block, MaskKind, Request
+from mesh_attention.machine.rates import usual_links
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
@@ -21,7 +24,7 @@ from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 
@@ -50,6 +53,14 @@ def inputs(plan: Plan, one: Pass) -> dict[str, Tensor]:
             given[buffer.name] = torch.empty(shape)
             receive(buffer, given[buffer.name])
     return given
+
+
+def test_on_a_cpu_transfers_have_no_stream_whatever_is_asked_for() -> None:
+    transport: Any = SimpleNamespace(own_stream=True, shows_workspace=False)
+    request = Request(Direction.FORWARD, "cpu", None, torch.float32, 8, 8, 1, 1, MaskKind.FULL)
+    for two_streams in (None, True):
+        target = target_here(request, {}, CALL_SHAPE, transport, usual_links(), two_streams)
+        assert not target.own_stream
 
 
 @pytest.fixture(params=list(Direction))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesh_attention.kernels import Causal, Full, RowRange
 from mesh_attention.kernels.range_blocks import range_blocks
+from mesh_attention.runtime.device import PassMemory
 from mesh_attention.runtime.execute.memory import mask_bytes
 
 CPU = torch.device("cpu")
@@ -18,6 +19,10 @@ CPU = torch.device("cpu")
 def mask(rows: int) -> RowRange:
     row = torch.arange(rows)
     return RowRange(torch.zeros_like(row), row + 1, row)
+
+
+def test_a_pass_takes_all_kinds_of_memory_together() -> None:
+    assert PassMemory(1, 2, 4, 7).total_bytes == 14
 
 
 def test_tables_of_a_mask_are_counted_once() -> None:

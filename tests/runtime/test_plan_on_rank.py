@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mesh_attention import Problem, make_plan
 from mesh_attention.errors import PlanError
+from mesh_attention.runtime.session.documents import BatchPlans
 from mesh_attention.runtime.session.rank_plan import RankPlan
 
 PLAN = make_plan(Problem(64, 4, 8), 4, method="mesh")
@@ -25,3 +28,17 @@ def test_a_rank_is_where_the_plan_puts_its_device() -> None:
     assert [RankPlan.on(turned, place, 4).rank for place in range(4)] == [1, 3, 0, 2]
     with pytest.raises(PlanError, match="are not the ranks of the group"):
         RankPlan.on(replace(PLAN, devices=(0, 1, 2, 4)), 0, 4)
+
+
+def test_a_batch_keeps_the_plans_of_a_layer_until_the_session_is_released() -> None:
+    session: Any = SimpleNamespace(
+        groups=SimpleNamespace(releases=0), source_of_batch=lambda question: [question]
+    )
+    pack: Any = SimpleNamespace(question=lambda layer: SimpleNamespace(of_shards="shards"))
+    plans: Any = BatchPlans(session, pack)
+    layer = "layer"
+    first = plans.source(session, layer, True)
+    assert plans.source(session, layer, True) is first
+    assert plans.source(session, layer, False) == ["shards"]
+    session.groups.releases = 1
+    assert plans.source(session, layer, True) is not first

@@ -13,6 +13,7 @@ from torch import Tensor
 from mesh_attention import MeshAttentionError
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.runtime.agreement.batch_identity import _sample
 from mesh_attention.train.sharded_batch import _refuse_local_length
 from mesh_attention.train.whole_batch import WholeBatch
 
@@ -55,6 +56,11 @@ def test_whole_numbers_are_compared_and_others_on_demand() -> None:
     assert changed(True, floating)
     assert changed(True, IDS)
     assert not changed(False, IDS)
+
+
+def test_of_a_call_without_a_batch_whole_numbers_at_hand_are_compared() -> None:
+    assert _sample(IDS) == _sample(IDS.clone()) != _sample(IDS + 1)
+    assert [_sample(x) for x in (IDS.float(), IDS.to("meta"), IDS[:, :0])] == [""] * 3
 
 
 def test_shapes_and_types_are_compared_always() -> None:

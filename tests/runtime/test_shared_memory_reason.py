@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from mesh_attention import Problem, make_plan
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport import shared_memory
+from mesh_attention.runtime.transport.copies import Copies, Steps
 from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short, _Rounds
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock
 
@@ -67,3 +71,35 @@ def test_a_block_that_is_connected_forgets_what_its_store_was_told() -> None:
     block._store = store
     block.connected()
     assert told == ["forget"]
+
+
+def test_memory_is_that_of_the_own_node_and_begins_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "default_store", HashStore)
+    groups: Any = SimpleNamespace(
+        global_rank_of_self=12, name="g", global_rank=lambda plan, rank: 10 + rank
+    )
+    plan = make_plan(Problem(64, 4, 8), 4, method="ring", ranks_per_node=2)
+    transports, rank_plan = Transports(groups), SimpleNamespace(plan=plan, rank=2)
+    memory = transports.memory(rank_plan, timedelta(seconds=5))  # type: ignore[arg-type]
+    assert memory._node == (12, 13)
+    # NaN in it is for tests.
+    assert not memory.workspace.poisons
+    assert not transports.workspace.poisons
+
+
+def test_a_sum_in_higher_precision_is_rounded_into_its_place_wherever_that_lies() -> None:
+    """The place is in a large block, which lies behind all small tensors."""
+    tensors = {
+        "part": torch.tensor([1.0, 2.0]).bfloat16(),
+        "sum": torch.empty(1 << 25, dtype=torch.bfloat16),
+    }
+    own = ((Piece("part", 0, 2), Piece("sum", 0, 2)),)
+    copies = Copies(
+        Steps((), (), (), own, adds=True), lambda piece: tensors[piece.buffer][:2], {}, 0
+    )
+    tensors["sum"][:2] = 0
+    copies.keep()
+    copies.finish()
+    assert tensors["sum"][:2].tolist() == [1.0, 2.0]

@@ -93,9 +93,24 @@ def test_an_operation_goes_by_memory_where_all_its_ranks_share_it() -> None:
     assert way(AllToAll(Task("EX"), "across", (), ()), 0, 1) == "network"
     for to_member, from_member, expected in ((1, 1, "memory"), (2, 2, "network"), (1, 2, "both")):
         shift = SendRecv(Task("KV"), "across", to_member, pieces, from_member, pieces)
-        if expected != "both":
-            assert way(shift, 0, 1) == expected
+        assert way(shift, 0, 1) == expected
     assert way(SendRecv(Task("KV"), "across", 1, pieces, 2, pieces), 0, 1, 4) == "memory"
+
+
+@pytest.mark.parametrize(("to_member", "from_member"), [(1, 2), (2, 1)])
+def test_the_half_of_a_shift_that_leaves_the_node_goes_by_the_network_and_first(
+    to_member: int, from_member: int
+) -> None:
+    log: list[tuple[str, SendRecv]] = []
+    transport: Any = near(0, 1)
+    transport._far.prepare = lambda op, view, counted: lambda after: log.append(("network", op))
+    transport._begin = lambda op, view, after: log.append(("memory", op))
+    pieces = (Piece("x", 0, 1),)
+    shift = SendRecv(Task("KV"), "across", to_member, pieces, from_member, pieces)
+    transport._way(shift, None)(())
+    sends, receives = replace(shift, receives=()), replace(shift, sends=())
+    near_half, far_half = (sends, receives) if to_member == 1 else (receives, sends)
+    assert log == [("network", far_half), ("memory", near_half)]
 
 
 def test_what_a_rank_shows_is_all_that_it_sends_also_after_a_piece_that_goes_to_several() -> None:

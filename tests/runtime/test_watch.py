@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -109,3 +110,14 @@ def test_what_is_spoilt_already_is_left_alone(owner: Owner) -> None:
     owner.watch._thread.join(SOON)
     assert not owner.watch._thread.is_alive()
     assert (owner.differences, owner.faults) == ([], [])
+
+
+def test_a_thread_without_calls_to_watch_sleeps(owner: Owner) -> None:
+    owner.comparison.status[1] = 1
+    owner.watch.begin(CALLS[1], 1, LIMIT)
+    limit = time.monotonic() + SOON
+    while owner.watch._awake.is_set() and time.monotonic() < limit:
+        time.sleep(0.001)
+    for _ in range(10):
+        time.sleep(0.005)
+        assert not owner.watch._awake.is_set()

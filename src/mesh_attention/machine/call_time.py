@@ -119,6 +119,8 @@ def sms_left(tiles: int, sms: int, asked: int) -> int:
 
     >>> sms_left(512, 132, 16)  # 104 programs of five tiles or less, as 116 would be
     28
+    >>> sms_left(515, 132, 16), sms_left(0, 132, 16)  # 103 would do, and none: pairs all the same
+    (28, 130)
     """
     programs = sms - asked
     if programs < 2:

@@ -109,6 +109,9 @@ def test_what_is_split_computes_the_same() -> None:
 def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin() -> None:
     *beside, _ = calls_of(compiled(ring(256 * K), links(gb_per_second=1)))
     assert {leaves(calls) for calls in beside} == {(True,)}
+    # A ring of two: the second attention waits for the only transfer.
+    two = make_plan(Problem(128 * K, 8, 128), 2, method="ring")
+    assert [*map(leaves, calls_of(compiled(two, links(gb_per_second=1))))] == [(True,), (False,)]
 
 
 def rounds_by_hand(first: int, leaving: int, sms: int) -> int:

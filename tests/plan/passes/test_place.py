@@ -43,6 +43,15 @@ def test_one_rank_writes_its_results_where_the_caller_takes_them() -> None:
     assert num_merges(backward) == 1  # delta
 
 
+def test_chunks_of_queries_are_each_written_to_their_own_rows_of_the_caller() -> None:
+    case = Case(1, 40, 40, dtype=torch.bfloat16, options={"chunks": (2, 1)})
+    _, forward = fused(case, 0, Direction.FORWARD)
+    attentions = [op for op in forward.operations if isinstance(op, Attend)]
+    written = [(op.out.buffer, op.out.start, op.out.stop) for op in attentions]
+    assert written == [("out", 0, 20), ("out", 20, 40)]
+    assert num_merges(forward) == 0
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 def test_what_travels_is_written_in_the_precision_in_which_it_travels(direction: Direction) -> None:
     case = Case(

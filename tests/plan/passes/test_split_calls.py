@@ -72,3 +72,11 @@ def test_calls_stay_whole_where_nothing_has_to_wait_for_their_end() -> None:
     for target in (triton, replace(CUDNN, own_stream=False), replace(CUDNN, two_streams=False)):
         found = compile_pass(plan, plan.forward, target).programs[0]
         assert calls_of(found) == calls_of(plan.forward.programs[0])
+
+
+def test_an_exchange_on_either_side_makes_two_calls_of_one() -> None:
+    plan = make_plan(Problem(1 << 16, 16, 128), 8, method="ulysses", head_slices=(1, 1))
+    for calls in calls_of(compile_pass(plan, plan.forward, CUDNN).programs[0]):
+        assert calls == tuple(
+            Call(CallKind.FULL, start, start + (1 << 15), 0, 1 << 16) for start in (0, 1 << 15)
+        )

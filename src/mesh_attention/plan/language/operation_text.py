@@ -27,7 +27,11 @@ _CALL_TEXT = re.compile(r"(\w+)\((\d+):(\d+),(\d+):(\d+)\)(?:@([^\s+()@-]+)(?:-(
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """What an error shows of a text that may be long."""
+    """What an error shows of a text that may be long.
+
+    >>> shortened("as long", 7), shortened("too long", 7)
+    ('as long', 'too ...')
+    """
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -198,8 +198,8 @@ def _find(waits: set[int], uses: Uses, area: Area) -> None:
 def together(pieces: Sequence[Piece]) -> list[Area]:
     """Pieces as areas, joined where they touch: an exchange among many ranks has many pieces.
 
-    >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6) for h in (0, 1)])
-    [('q', (0, 2), 0, 8)]
+    >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6, 8) for h in (0, 1)])
+    [('q', (0, 2), 0, 10)]
     """
     if len(pieces) < _MANY:
         return [(piece.buffer, piece.heads, piece.start, piece.stop) for piece in pieces]

@@ -222,7 +222,7 @@ def _row_ranges(mask: Mask, q_tokens: int, kv_tokens: int) -> RowRanges:
 def _document_segments(
     q: tuple[int, int], k: tuple[int, int], lows: list[Line], highs: list[Line], floor: list[Line]
 ) -> list[Segment]:
-    lines = lows + highs + floor + [(k[0], 0), (k[1], 0)]
+    lines = lows + highs + floor
     flat = {base for base, slope in lines if slope == 0}
     steep = {base for base, slope in lines if slope == 1}
     # Two lines can only swap places where a flat one meets a steep one: c = base + q.
@@ -237,9 +237,9 @@ def _document_segments(
         hi = min(highs, key=key)
         if floor:
             hi = max([hi, *floor], key=key)
-        # Rows that see nothing keep an empty interval inside the document, so bounds never fall.
+        # Rows that see nothing, which end before the first key, keep an empty interval there, so
+        # that bounds never fall.
         if key(hi)[0] <= key(lo)[0] and key(hi)[1] <= key(lo)[1]:
-            edge = (k[0], 0) if key(hi)[1] <= k[0] else (k[1], 0)
-            lo = hi = edge
+            lo = hi = (k[0], 0)
         segments.append(Segment(start, stop, (Interval(*lo, *hi),)))
     return segments

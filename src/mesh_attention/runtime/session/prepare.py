@@ -45,7 +45,7 @@ from mesh_attention.runtime.transport.interface import Transport
 _LOG = logging.getLogger("mesh_attention")
 
 
-def _target(
+def target_here(
     request: Request,
     kernels: Mapping[MaskKind, Kernel],
     call_shape: CallShape,
@@ -170,7 +170,9 @@ def make_executor(
     # Also for kinds of mask that no call of the program has.
     offered = {k: _choose(replace(request, mask=k), kernel, deterministic) for k in MaskKind}
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
-    target = _target(request, kernels, call_shape, transport, links or usual_links(), two_streams)
+    target = target_here(
+        request, kernels, call_shape, transport, links or usual_links(), two_streams
+    )
     if plan.target is None:
         program, summary = PassCompiler(plan, pass_, target).compiled(at)
     else:

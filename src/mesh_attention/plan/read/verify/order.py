@@ -70,7 +70,11 @@ _Rectangle = tuple[int, int, int, int]  # rows, then heads
 
 
 def _without(rectangle: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
-    """What is left of a rectangle without the other: up to four rectangles."""
+    """What is left of a rectangle without the other: up to four rectangles.
+
+    >>> _without((0, 9, 0, 4), (2, 5, 1, 4))
+    [(0, 2, 0, 4), (5, 9, 0, 4), (2, 5, 0, 1)]
+    """
     top, bottom, left, right = rectangle
     a, b = max(top, other[0]), min(bottom, other[1])
     c, d = max(left, other[2]), min(right, other[3])
