@@ -37,9 +37,9 @@ def calls_of(mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans) -> 
     return lower(queries, RowList.of(layouts[1], k))
 
 
-def overlap(one: Call, other: Call) -> bool:
-    apart_q = one.q_stop <= other.q_start or other.q_stop <= one.q_start
-    apart_k = one.k_stop <= other.k_start or other.k_stop <= one.k_start
+def overlap(call: Call, other: Call) -> bool:
+    apart_q = call.q_stop <= other.q_start or other.q_stop <= call.q_start
+    apart_k = call.k_stop <= other.k_start or other.k_stop <= call.k_start
     return not (apart_q or apart_k)
 
 
@@ -52,9 +52,9 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         q, k = (random_task_side(rng, layout) for layout in layouts)
         calls = calls_of(mask, layouts, q, k)
-        at_q, at_k = (one.positions_of(spans) for one, spans in zip(layouts, (q, k), strict=True))
+        at_q, at_k = (x.positions_of(spans) for x, spans in zip(layouts, (q, k), strict=True))
         pairs = padded_to(
-            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+            dense_mask(mask, q_tokens, kv_tokens), *(layout.padded_tokens for layout in layouts)
         )
         computed = pairs_of_calls(calls, at_q, at_k, mask.rows(q_tokens, kv_tokens))
         assert (computed == pairs[np.ix_(at_q, at_k)]).all(), (mask, layouts, q, k, calls)
@@ -90,8 +90,8 @@ def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_lim
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         calls = calls_of(mask, layouts, *(random_task_side(rng, layout) for layout in layouts))
         assert len(calls) <= MAX_CALLS
-        for i, one in enumerate(calls):
-            assert not any(overlap(one, other) for other in calls[:i])
+        for i, call in enumerate(calls):
+            assert not any(overlap(call, other) for other in calls[:i])
 
 
 def test_a_task_without_visible_pairs_has_no_calls() -> None:
