@@ -63,7 +63,7 @@ def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -
 
     def both() -> None:
         begin()
-        watch.settle(results, place)
+        watch.comparison.settle(results, place)
 
     return {
         "one addition": lambda: number.add_(1),
@@ -72,7 +72,7 @@ def parts_of(comparison: DeviceComparison, watch: Watch, device: torch.device) -
         "event recorded": event.record,
         "event waited for": lambda: current_stream(device).wait_event(event),
         "begin": begin,
-        "settle": lambda: watch.settle(results, place),
+        "settle": lambda: watch.comparison.settle(results, place),
         "both": both,
     }
 

@@ -14,6 +14,7 @@ by a tenth on an H200. The shipped facts were measured so. The last line has all
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 
@@ -22,13 +23,31 @@ import torch.distributed as dist
 from script import host, provenance, save, script_parser
 
 from mesh_attention.kernels.registry import choose, kernel_names
-from mesh_attention.measure.curve_fit import pass_section
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.measure.curve_fit import Point, add_table, comment, pass_notes
 from mesh_attention.measure.kernel_rates import MARGIN, KernelMeter, Sizes, pass_rates, request
 from mesh_attention.measure.profile import Effort
 from mesh_attention.measure.ranks import ranks_of_group
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
 from mesh_attention.runtime.transport.interface import Start
+
+
+def pass_section(
+    name: str,
+    direction: Direction,
+    rates: PassRates,
+    points: Mapping[CallKind, Sequence[Point]],
+    *,
+    source: str,
+    done_at: str,
+) -> str:
+    """The sections of a cluster's file about one pass of a kernel. `source` says where it was
+    measured."""
+    lines: list[str] = []
+    table = {"kernels": {name: {direction.value: asdict(rates)}}}
+    add_table(lines, table, (), pass_notes(name, direction, rates, points, done_at))
+    return "\n".join([comment(source), *lines])
 
 
 @cache

@@ -16,7 +16,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.plan.read.kept import recalled
+from mesh_attention.plan.read.count import recalled
 from mesh_attention.request.operators import rows_first
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
 from mesh_attention.runtime.device import Workspace

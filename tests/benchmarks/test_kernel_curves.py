@@ -11,10 +11,11 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from kernel_curves import pass_section
 
 from mesh_attention.machine.kernel_facts import KernelRate, PassRates
 from mesh_attention.machine.load import read_cluster
-from mesh_attention.measure.curve_fit import Point, curve_tflops, fit, pass_section
+from mesh_attention.measure.curve_fit import Point, curve_tflops, fit
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
 

@@ -187,12 +187,13 @@ def test_the_latest_call_of_each_pass_is_told_of_with_documents_or_without(
 
 def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool]:
     batches = [[0, 7, 64], [0, 40, 64], [0, 64], [0, 1, 90]]
-    errors, ready = [], []
+    errors, ready = list[float](), list[int]()
     with make() as cp:
         for seed, (starts, docs) in enumerate(
             cp.prefetch(batches, lambda starts: torch.tensor(starts))
         ):
-            ready.append(len(docs.calls()))
+            kept = [source.calls for source in docs.plans._sources.values()]
+            ready.append(sum(len(calls.values()) for calls in kept if calls is not None))
             whole = tensors(starts, seed)
             q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
             leaves = [x.requires_grad_() for x in (q, k, v)]

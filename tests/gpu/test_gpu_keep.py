@@ -10,7 +10,7 @@ import torch
 
 from mesh_attention import Mask
 from mesh_attention.plan.methods.parts.keep import Keep
-from mesh_attention.plan.read.kept import kept_bytes
+from mesh_attention.plan.read.count import kept_bytes
 from support.cases import Case
 from support.gloo_case import context
 from support.gpu_case import SECONDS, check

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, make_plan
@@ -18,7 +19,7 @@ from mesh_attention.runtime.device import Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.prepared_call import CapturedCall
-from mesh_attention.runtime.transport.local import AloneTransport, LocalWorld
+from mesh_attention.runtime.transport.local import LocalWorld
 from mesh_attention.testing import _in_turns
 
 pytestmark = pytest.mark.gpu

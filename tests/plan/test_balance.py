@@ -170,7 +170,7 @@ def test_pairs_before_a_row_are_those_of_the_rows_of_the_mask() -> None:
     rng = Random(5)
     for _ in range(300):
         mask, length = random_layer(rng), rng.randint(1, 30)
-        lo, hi = mask.rows(length, length).bounds(np.arange(length))
+        (lo,), (hi,) = mask.rows(length, length).intervals(np.arange(length))
         for row in range(length + 1):
             assert pairs_before(mask, row, length) == (hi - lo)[:row].sum(), (mask, row, length)
 

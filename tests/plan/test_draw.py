@@ -30,7 +30,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.problem.runs import Run
 from mesh_attention.plan.read import draw
-from mesh_attention.plan.read.compare_schedulers import compare_schedulers, task_graph
+from mesh_attention.plan.read.compare import compare_schedulers, task_graph
 from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
 from mesh_attention.plan.schedule.greedy import greedy
 from support.listed import stretches_for
@@ -76,7 +76,7 @@ def test_under_a_causal_mask_exactly_the_visible_cells_are_computed(layout: Layo
         for one in plan.passes:
             found = computed_cells(plan, one).ranks
             for i, j in product(range(9), range(9)):
-                lo, hi = plan.problem.rows.bounds(queries[i])
+                (lo,), (hi,) = plan.problem.rows.intervals(queries[i])
                 seen = (keys[j] >= lo[:, None]) & (keys[j] < hi[:, None])
                 assert found[i, j] == (tile[i, j] if seen.any() else -1)
 

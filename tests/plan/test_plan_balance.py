@@ -56,7 +56,7 @@ def work(plan: Plan, program: Program) -> int:
             k = plan.kv_layout.positions_of(op.k.spans(table[op.k.buffer]))
             for call in op.calls:
                 keys = np.sort(k[call.k_start : call.k_stop])
-                lo, hi = plan.problem.rows.bounds(q[call.q_start : call.q_stop])
+                (lo,), (hi,) = plan.problem.rows.intervals(q[call.q_start : call.q_stop])
                 total += int((np.searchsorted(keys, hi) - np.searchsorted(keys, lo)).sum())
     return total
 

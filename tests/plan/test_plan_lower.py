@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -13,6 +12,7 @@ from plan_cases import random_layouts, random_sizes
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
+from mesh_attention.plan.methods.parts import lower as lower_module
 from mesh_attention.plan.methods.parts.blocks import RowList, rectangles
 from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
 from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
@@ -37,9 +37,9 @@ def calls_of(mask: Mask, layouts: tuple[Layout, Layout], q: Spans, k: Spans) -> 
     return lower(queries, RowList.of(layouts[1], k))
 
 
-def overlap(one: Call, other: Call) -> bool:
-    apart_q = one.q_stop <= other.q_start or other.q_stop <= one.q_start
-    apart_k = one.k_stop <= other.k_start or other.k_stop <= one.k_start
+def overlap(call: Call, other: Call) -> bool:
+    apart_q = call.q_stop <= other.q_start or other.q_stop <= call.q_start
+    apart_k = call.k_stop <= other.k_start or other.k_stop <= call.k_start
     return not (apart_q or apart_k)
 
 
@@ -52,9 +52,9 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         q, k = (random_task_side(rng, layout) for layout in layouts)
         calls = calls_of(mask, layouts, q, k)
-        at_q, at_k = (one.positions_of(spans) for one, spans in zip(layouts, (q, k), strict=True))
+        at_q, at_k = (x.positions_of(spans) for x, spans in zip(layouts, (q, k), strict=True))
         pairs = padded_to(
-            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+            dense_mask(mask, q_tokens, kv_tokens), *(layout.padded_tokens for layout in layouts)
         )
         computed = pairs_of_calls(calls, at_q, at_k, mask.rows(q_tokens, kv_tokens))
         assert (computed == pairs[np.ix_(at_q, at_k)]).all(), (mask, layouts, q, k, calls)
@@ -62,9 +62,11 @@ def test_calls_compute_every_visible_pair_once_and_no_other_for_thousands_of_tas
     assert kinds == set(CallKind)
 
 
-def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> None:
+def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = Random(4)
-    told = 0
+    tasks = []
     for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 60)
         mask = random_mask(rng, q_tokens, kv_tokens)
@@ -72,10 +74,12 @@ def test_cells_told_by_comparison_give_the_calls_that_a_close_look_gives() -> No
         q, k = (random_task_side(rng, layout) for layout in layouts)
         queries = Queries.of(RowList.of(layouts[0], q), mask.rows(q_tokens, kv_tokens))
         keys = RowList.of(layouts[1], k)
-        calls = lower(queries, keys)
-        assert calls == lower(replace(queries, few=None), keys), (mask, layouts, q, k)
-        told += bool(queries.few and len(calls) > 1)
-    assert told > 300
+        tasks.append((queries, keys, lower(queries, keys)))
+    pieces = [(queries.pieces, keys) for queries, keys, _ in tasks]
+    assert sum(own is not None and own.picture(k.blocks) is not None for own, k in pieces) > 300
+    monkeypatch.setattr(lower_module, "_FEW_PAIRS", 0)
+    for queries, keys, calls in tasks:
+        assert calls == lower(queries, keys), (queries, keys)
 
 
 def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_limit() -> None:
@@ -86,8 +90,8 @@ def test_the_rectangles_of_a_task_are_disjoint_and_no_task_has_more_than_the_lim
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         calls = calls_of(mask, layouts, *(random_task_side(rng, layout) for layout in layouts))
         assert len(calls) <= MAX_CALLS
-        for i, one in enumerate(calls):
-            assert not any(overlap(one, other) for other in calls[:i])
+        for i, call in enumerate(calls):
+            assert not any(overlap(call, other) for other in calls[:i])
 
 
 def test_a_task_without_visible_pairs_has_no_calls() -> None:
@@ -187,11 +191,11 @@ def test_token_stripes_are_one_call_and_not_looked_at_block_by_block(
     def unwanted(*_: object) -> None:
         raise AssertionError("looked at every pair of blocks")
 
-    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower._lower_blocks", unwanted)
+    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower._calls", unwanted)
     problem = Problem(2048 * 4, 2, 8, mask=Mask(causal=True))
     plan = make_plan(problem, 4, method="ring", layout="striped")
-    for one in plan.passes:
-        for program in one.programs:
+    for pass_ in plan.passes:
+        for program in pass_.programs:
             for op in program.operations:
                 if isinstance(op, Attend | AttendBackward):
                     assert [call.kind for call in op.calls] == [CallKind.RANGE]

@@ -21,7 +21,7 @@ def test_bounds_agree_with_the_definition_for_thousands_of_random_masks() -> Non
     for _ in range(4000):
         q_tokens, kv_tokens = random_sizes(rng, 24)
         mask = random_mask(rng, q_tokens, kv_tokens)
-        lo, hi = mask.rows(q_tokens, kv_tokens).bounds(np.arange(q_tokens))
+        (lo,), (hi,) = mask.rows(q_tokens, kv_tokens).intervals(np.arange(q_tokens))
         keys = np.arange(kv_tokens)
         shown = (keys >= lo[:, None]) & (keys < hi[:, None])
         assert (shown == dense_mask(mask, q_tokens, kv_tokens)).all(), (mask, q_tokens, kv_tokens)
@@ -32,7 +32,7 @@ def test_bounds_never_fall() -> None:
     for _ in range(2000):
         q_tokens, kv_tokens = random_sizes(rng, 40)
         mask = random_mask(rng, q_tokens, kv_tokens)
-        lo, hi = mask.rows(q_tokens, kv_tokens).bounds(np.arange(q_tokens))
+        (lo,), (hi,) = mask.rows(q_tokens, kv_tokens).intervals(np.arange(q_tokens))
         assert (np.diff(lo) >= 0).all(), mask
         assert (np.diff(hi) >= 0).all(), mask
 
@@ -43,7 +43,7 @@ def test_segments_divide_the_queries_and_each_bound_is_one_line_on_a_segment() -
         q_tokens, kv_tokens = random_sizes(rng, 40)
         rows = random_mask(rng, q_tokens, kv_tokens).rows(q_tokens, kv_tokens)
         assert [q for s in rows.segments for q in range(s.start, s.stop)] == list(range(q_tokens))
-        lo, hi = rows.bounds(np.arange(q_tokens))
+        (lo,), (hi,) = rows.intervals(np.arange(q_tokens))
         for q in range(q_tokens):
             s = rows.segment_at(q)
             assert s.start <= q < s.stop
@@ -56,15 +56,15 @@ def test_positions_past_the_end_see_nothing() -> None:
     for _ in range(300):
         q_tokens, kv_tokens = random_sizes(rng, 24)
         rows = random_mask(rng, q_tokens, kv_tokens).rows(q_tokens, kv_tokens)
-        lo, hi = rows.bounds(np.arange(q_tokens, q_tokens + 5))
+        (lo,), (hi,) = rows.intervals(np.arange(q_tokens, q_tokens + 5))
         assert (lo == hi).all()
 
 
 def test_a_causal_mask_is_aligned_at_the_end_when_keys_and_queries_differ_in_number() -> None:
     more_keys = Mask(causal=True).rows(2, 5)
-    assert [x.tolist() for x in more_keys.bounds(np.arange(2))] == [[0, 0], [4, 5]]
+    assert [x.tolist() for x in more_keys.intervals(np.arange(2))] == [[[0, 0]], [[4, 5]]]
     more_queries = Mask(causal=True).rows(5, 2)
-    lo, hi = more_queries.bounds(np.arange(5))
+    (lo,), (hi,) = more_queries.intervals(np.arange(5))
     assert (hi - lo).tolist() == [0, 0, 0, 1, 2]
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mesh_attention.runtime.transport.connections import (
+from mesh_attention.runtime.transport.make_group import (
     connections_since,
     open_sockets,
     shut_down,

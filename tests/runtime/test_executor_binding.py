@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import Block
-from mesh_attention.kernels.determinism import Determinism
+from mesh_attention.kernels import Block, MaskKind, Request
 from mesh_attention.machine.rates import usual_links
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
@@ -24,8 +24,7 @@ from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import ComputeOperations, Work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.session.prepare import KernelsAtHand, make_executor, target_here
-from mesh_attention.runtime.transport.local import AloneTransport
+from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 
@@ -40,58 +39,53 @@ def receive(buffer: Buffer, tensor: Tensor) -> None:
 def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pass]:
     problem = Problem(64, 2, 8, element_bytes=4, mask=Mask(causal=True))
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
-    one = plan.direction(direction)
-    transport = AloneTransport(one.programs[0], receive)
-    executor = make_executor(plan, one, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
-    return executor, plan, one
+    pass_ = plan.direction(direction)
+    transport = AloneTransport(pass_.programs[0], receive)
+    executor = make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
+    return executor, plan, pass_
 
 
-def inputs(plan: Plan, one: Pass) -> dict[str, Tensor]:
-    given = {}
-    for buffer in one.programs[0].buffers:
+def inputs(plan: Plan, pass_: Pass) -> dict[str, Tensor]:
+    tensors = {}
+    for buffer in pass_.programs[0].buffers:
         if buffer.role.is_filled:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
-            given[buffer.name] = torch.empty(shape)
-            receive(buffer, given[buffer.name])
-    return given
+            tensors[buffer.name] = torch.empty(shape)
+            receive(buffer, tensors[buffer.name])
+    return tensors
 
 
 def test_on_a_cpu_transfers_have_no_stream_whatever_is_asked_for() -> None:
     transport: Any = SimpleNamespace(own_stream=True, shows_workspace=False)
+    request = Request(Direction.FORWARD, "cpu", None, torch.float32, 8, 8, 1, 1, MaskKind.FULL)
     for two_streams in (None, True):
-        target = target_here(
-            *(KernelsAtHand({}), Direction.FORWARD, CALL_SHAPE, transport, usual_links()),
-            softcap=False,
-            deterministic=Determinism.ANY,
-            lse_gradient=False,
-            two_streams=two_streams,
-        )
+        target = target_here(request, {}, CALL_SHAPE, transport, usual_links(), two_streams)
         assert not target.own_stream
 
 
 @pytest.fixture(params=list(Direction))
 def direction(request: pytest.FixtureRequest) -> Direction:
-    found: Direction = request.param
-    return found
+    direction: Direction = request.param
+    return direction
 
 
 def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor, plan, one = make(direction, Workspace(poison=True))
-    given = inputs(plan, one)
-    first = run_to_end(executor.run(given))
+    executor, plan, pass_ = make(direction, Workspace(poison=True))
+    tensors = inputs(plan, pass_)
+    first = run_to_end(executor.run(tensors))
     bound: list[Operation] = []
     bind = ComputeOperations.bind
-    operations = one.programs[0].operations
+    operations = pass_.programs[0].operations
 
     def watched(self: ComputeOperations, at: int, views: Views) -> Work:
         bound.append(operations[at])
         return bind(self, at, views)
 
     monkeypatch.setattr(ComputeOperations, "bind", watched)
-    second = run_to_end(executor.run(given))
-    table = one.programs[0].buffer_table()
+    second = run_to_end(executor.run(tensors))
+    table = pass_.programs[0].buffer_table()
     for op in bound:
         assert isinstance(op, Merge), op  # attention works on gathered buffers
         touched = {table[piece.buffer].role for piece in (*op.inputs, *op.outputs)}
@@ -103,30 +97,30 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
 
 def test_a_workspace_that_grows_is_bound_again(direction: Direction) -> None:
     workspace = Workspace(poison=True)
-    executor, plan, one = make(direction, workspace)
-    given = inputs(plan, one)
-    first = run_to_end(executor.run(given))
+    executor, plan, pass_ = make(direction, workspace)
+    tensors = inputs(plan, pass_)
+    first = run_to_end(executor.run(tensors))
     old = weakref.ref(workspace.take(0, CALL_SHAPE.device).memory)
     workspace.take(2 * executor.workspace_bytes, CALL_SHAPE.device)
     assert old() is None  # although the executor had views of it
-    second = run_to_end(executor.run(given))
+    second = run_to_end(executor.run(tensors))
     for name, x in first.items():
         assert torch.equal(x, second[name])
 
 
 def test_the_callers_tensors_are_let_go(direction: Direction) -> None:
-    executor, plan, one = make(direction, Workspace())
-    given = inputs(plan, one)
-    result = run_to_end(executor.run(given))
-    watched = [weakref.ref(x) for x in (*given.values(), *result.values())]
-    del given, result
+    executor, plan, pass_ = make(direction, Workspace())
+    tensors = inputs(plan, pass_)
+    result = run_to_end(executor.run(tensors))
+    watched = [weakref.ref(x) for x in (*tensors.values(), *result.values())]
+    del tensors, result
     assert [x for x in watched if x() is not None] == []
 
 
 def test_a_workspace_keeps_nothing_of_an_executor_that_is_gone(direction: Direction) -> None:
     workspace = Workspace()
-    executor, plan, one = make(direction, workspace)
-    run_to_end(executor.run(inputs(plan, one)))
+    executor, plan, pass_ = make(direction, workspace)
+    run_to_end(executor.run(inputs(plan, pass_)))
     block = workspace.take(0, CALL_SHAPE.device)
     assert len(block.bound) == 1
     del executor
@@ -135,7 +129,7 @@ def test_a_workspace_keeps_nothing_of_an_executor_that_is_gone(direction: Direct
 
 
 def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
-    _, plan, one = make(direction, Workspace())
+    _, plan, pass_ = make(direction, Workspace())
     seen: list[str] = []
 
     @contextmanager
@@ -143,33 +137,33 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
         seen.append(op.name)
         yield
 
-    transport = AloneTransport(one.programs[0], receive)
+    transport = AloneTransport(pass_.programs[0], receive)
     traced = make_executor(
-        plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3, trace=span
+        plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3, trace=span
     )
-    run_to_end(traced.run(inputs(plan, one)))
-    operations = one.programs[0].operations
+    run_to_end(traced.run(inputs(plan, pass_)))
+    operations = pass_.programs[0].operations
     assert seen == [op.name for op in operations if not isinstance(op, Free)]
 
 
 def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
     problem = Problem(64, 4, 8, element_bytes=4, mask=Mask(causal=True, window=(9, 0)))
     plan = make_plan(problem, 2, method="seen", head_slices=(2, 2))
-    one, asked = plan.forward, []
+    pass_, asked = plan.forward, []
 
     class Asked:
         def prepare(self, direction: Direction, block: Block) -> None:
             asked.append((block.mask, block.q.shape[1:3], block.k.shape[1:3]))
 
-    transport = AloneTransport(one.programs[0], receive)
-    executor = make_executor(plan, one, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
+    transport = AloneTransport(pass_.programs[0], receive)
+    executor = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
     executor._kernels = dict.fromkeys(executor._kernels, Asked())  # type: ignore[arg-type]
     executor.prepare_kernels()
     assert len(executor._compute.masks) == 2  # slices of heads
     calls = [
         (mask, (call.q_stop - call.q_start, 2), (call.k_stop - call.k_start, 2))
         for at, masks in executor._compute.masks.items()
-        for call, mask in zip(one.programs[0].operations[at].calls, masks, strict=True)  # type: ignore[union-attr]
+        for call, mask in zip(pass_.programs[0].operations[at].calls, masks, strict=True)  # type: ignore[union-attr]
     ]
     assert asked == list(dict.fromkeys(calls))
     assert len(calls) >= 2 * len(asked)

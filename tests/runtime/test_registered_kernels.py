@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError, Plan, register_kernel
@@ -33,7 +34,6 @@ from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session import prepare
 from mesh_attention.runtime.session.prepare import make_executor
-from mesh_attention.runtime.transport.local import AloneTransport
 from mesh_attention.testing import run_local
 from support.cases import Case
 from support.reference import NAMES, attention, errors, tolerance

@@ -13,7 +13,6 @@ from torch import Tensor
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import torch_operations
 from mesh_attention.runtime.transport.interface import Transfers
-from mesh_attention.runtime.transport.messages import messages
 from mesh_attention.runtime.transport.torch_operations import (
     Copies,
     Exchange,
@@ -21,6 +20,7 @@ from mesh_attention.runtime.transport.torch_operations import (
     PointToPoint,
     Reduce,
     Works,
+    messages,
 )
 
 GROUP: Any = None
@@ -103,8 +103,8 @@ def test_the_new_name_of_a_collective_is_used_where_torch_has_it(
     monkeypatch.setattr(dist, old, lambda *_, **__: old)
     if not there:
         monkeypatch.delattr(dist, new)
-    found = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
-    assert found == (new if there else old)
+    made = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
+    assert made == (new if there else old)
 
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +131,14 @@ def test_heads_for_several_ranks_are_one_copy_and_travel_as_before() -> None:
     pieces = [Piece("q", 0, rows, (2 * m, 2 * m + 2)) for m in range(size)]
     landing = [Piece("whole", rows * m, rows * m + rows) for m in range(size)]
     moved = Transfers(tuple((p,) for p in pieces), tuple((p,) for p in landing))
-    found = messages(moved, member)
-    assert found.own == ((pieces[member], landing[member]),)
-    sent = [message for message in found.between if message.sent]
+    made = messages(moved, member)
+    assert made.own == ((pieces[member], landing[member]),)
+    sent = [message for message in made.between if message.sent]
     assert [message.members for message in sent] == [(0, 1, 2), (4, 5, 6, 7)]
     q = torch.arange(rows * 16.0).view(rows, 1, 16, 1)
     for message in sent:
         tensor = message.tensor(lambda piece: q[:, :, slice(*(piece.heads or ()))])
         for part, other in zip(tensor, message.members, strict=True):
             assert torch.equal(part, q[:, :, 2 * other : 2 * other + 2])
-    received = [message for message in found.between if not message.sent]
+    received = [message for message in made.between if not message.sent]
     assert [message.members for message in received] == [(m,) for m in range(size) if m != member]

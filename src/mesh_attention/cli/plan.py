@@ -25,7 +25,7 @@ from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.text import digest, plan_lines, program_lines
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.read.compare_schedulers import ScheduleComparison, compare_schedulers
+from mesh_attention.plan.read.compare import ScheduleComparison, compare_schedulers
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.draw import draw_steps, draw_summary
 

@@ -18,8 +18,7 @@ from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare
-from mesh_attention.plan.read.count import count
-from mesh_attention.plan.read.kept import KeptBytes, kept_bytes
+from mesh_attention.plan.read.count import KeptBytes, count, kept_bytes
 
 
 def run(args: argparse.Namespace) -> int:

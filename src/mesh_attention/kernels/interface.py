@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.rows import accumulator_dtype
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import CallKind
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,8 @@ class BackwardInputs(NamedTuple):
     delta: Tensor | None
 
 
-class MaskKind(StrEnum):
-    FULL = "full"
-    CAUSAL = "causal"
-    RANGE = "range"
-
-
+MaskKind = CallKind  # calls of plans and blocks of kernels have the same
 _KINDS = {Full: MaskKind.FULL, Causal: MaskKind.CAUSAL, RowRange: MaskKind.RANGE}
-
-
 _SEEN = {
     MaskKind.FULL: "no mask",
     MaskKind.CAUSAL: "a causal mask",

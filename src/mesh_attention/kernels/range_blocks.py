@@ -22,9 +22,6 @@ from mesh_attention.kernels.visibility import block_states, check_mask
 
 _NEVER = 2**31 - 1  # a position that no key has
 
-# Of a table: number of the block; where its runs begin that are seen whole, and how many blocks
-# they have; the same of runs to be masked.
-TABLE_COLUMNS = 5
 # A kernel looks for the next run after each block, also after the last.
 _RUNS_PAST_THE_END = 4
 
@@ -37,8 +34,10 @@ class RangeBlocks(NamedTuple):
     hi: Tensor  # as lo
     key_position: Tensor  # (keys in whole blocks,)
     runs: Tensor  # [first, last + 1) of each run of blocks, one after another
-    by_query: Tensor  # (blocks of queries, TABLE_COLUMNS), those with the most work first
-    by_key: Tensor  # (blocks of keys, TABLE_COLUMNS)
+    # Five columns: number of the block; where its runs begin that are seen whole, and how many
+    # blocks they have; the same of runs to be masked. Those with the most work come first.
+    by_query: Tensor
+    by_key: Tensor
 
 
 def listed_intervals(mask: BlockMask) -> int:

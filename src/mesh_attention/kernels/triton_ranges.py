@@ -19,12 +19,7 @@ from mesh_attention.kernels.interface import (
     BlockSize,
     Request,
 )
-from mesh_attention.kernels.launches import (
-    InnerTensor,
-    KernelLaunch,
-    KernelTile,
-    padded,
-)
+from mesh_attention.kernels.launches import InnerTensor, KernelLaunch, KernelTile, padded
 from mesh_attention.kernels.range_blocks import RangeBlocks, listed_intervals, range_blocks
 from mesh_attention.kernels.ready_made import load, why_not_on_ampere
 from mesh_attention.plan.language.plan import Direction

@@ -59,8 +59,8 @@ class Costs:
     flops_per_second: float
     latency_seconds: float
 
-    def communication_seconds(self, num_bytes: float, num_operations: int = 1) -> float:
-        return num_operations * self.latency_seconds + num_bytes / self.bytes_per_second
+    def communication_seconds(self, num_bytes: float) -> float:
+        return self.latency_seconds + num_bytes / self.bytes_per_second
 
     def compute_seconds(self, flops: float) -> float:
         return flops / self.flops_per_second

@@ -62,16 +62,13 @@ def _read_table(
     needed = [name for name, kind in kinds.items() if NoneType not in get_args(kind)]
     if missing := [name for name in needed if name not in value]:
         raise ClusterError(f"{where} lacks {missing[0]!r}; its fields: {', '.join(kinds)}")
+    # A field that may be left out (X | None) is an X.
+    types = {n: get_args(k)[0] if NoneType in get_args(k) else k for n, k in kinds.items()}
     return {
-        name: _read(_type_of(kind), value[name], source, (*path, name))
-        for name, kind in kinds.items()
+        name: _read(kind, value[name], source, (*path, name))
+        for name, kind in types.items()
         if name in value
     }
-
-
-def _type_of(kind: Any) -> Any:
-    """Of a field that may be left out (X | None): X."""
-    return get_args(kind)[0] if NoneType in get_args(kind) else kind
 
 
 def _why_not(kind: type, value: Any, name: str) -> str | None:

@@ -116,56 +116,39 @@ def pass_notes(
     return notes
 
 
-def pass_section(
-    name: str,
-    direction: Direction,
-    rates: PassRates,
-    points: Mapping[CallKind, Sequence[Point]],
-    *,
-    source: str,
-    done_at: str,
-) -> str:
-    """The sections of a cluster's file about one pass of a kernel. `source` says where it was
-    measured."""
-    lines: list[str] = []
-    table = {"kernels": {name: {direction.value: asdict(rates)}}}
-    _add_table(lines, table, (), pass_notes(name, direction, rates, points, done_at))
-    return "\n".join([_comment(source), *lines])
-
-
 def cluster_text(cluster: Cluster, notes: Notes, head: Sequence[str]) -> str:
     """The file of a cluster. `notes` by place in the file ("node.peer.gb_per_second"): a text
     beside a number, or lines above it or at the beginning of a section. `head` are the first lines.
     """
-    lines = [_comment(line) for line in head]
-    _add_table(lines, asdict(cluster), (), notes)
+    lines = [comment(line) for line in head]
+    add_table(lines, asdict(cluster), (), notes)
     return "\n".join(lines) + "\n"
 
 
-def _add_table(
+def add_table(
     lines: list[str], table: Mapping[str, Any], path: tuple[str, ...], notes: Notes
 ) -> None:
     values = {name: x for name, x in table.items() if x is not None and not isinstance(x, dict)}
     if path and (values or not table):
         lines += ["", f"[{'.'.join(map(_key, path))}]"]
         above = notes.get(".".join(path), ())
-        lines += [_comment(line) for line in ([above] if isinstance(above, str) else above)]
+        lines += [comment(line) for line in ([above] if isinstance(above, str) else above)]
     for name, value in values.items():
         note = notes.get(".".join((*path, name)), "")
         if not isinstance(note, str):
-            lines += map(_comment, note)
+            lines += map(comment, note)
             note = "" if not note else "fitted to the lines above"
         written = json.dumps(value, ensure_ascii=False)
-        lines.append(f"{_key(name)} = {written}" + (f"  {_comment(note)}" if note else ""))
+        lines.append(f"{_key(name)} = {written}" + (f"  {comment(note)}" if note else ""))
     for name, value in table.items():
         if isinstance(value, dict):
-            _add_table(lines, value, (*path, name), notes)
+            add_table(lines, value, (*path, name), notes)
 
 
 def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
-def _comment(text: str) -> str:
+def comment(text: str) -> str:
     shown = "".join(c if c.isprintable() else " " for c in text)
     return f"# {shown[: MOST_COLUMNS // 2]}".rstrip()

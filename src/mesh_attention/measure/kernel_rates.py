@@ -22,7 +22,6 @@ from mesh_attention.kernels import (
     Full,
     Kernel,
     KernelRefusedError,
-    MaskKind,
     Request,
 )
 from mesh_attention.kernels.registry import choose, choose_rows
@@ -117,7 +116,7 @@ def request(ranks: Ranks, sizes: Sizes, direction: Direction, kind: CallKind) ->
     capability = torch.cuda.get_device_capability(ranks.device) if ranks.is_cuda else None
     where = (ranks.device.type, capability, sizes.dtype)
     D, H = sizes.head_dim, sizes.heads
-    return Request(direction, *where, D, D, H, H, MaskKind(kind))
+    return Request(direction, *where, D, D, H, H, kind)
 
 
 class Curve(NamedTuple):

@@ -12,13 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mesh_attention.machine.cluster import (
-    CollectiveLink,
-    ManyPeersLink,
-    Network,
-    Node,
-    PeerLink,
-)
+from mesh_attention.machine.cluster import CollectiveLink, ManyPeersLink, Network, Node, PeerLink
 from mesh_attention.measure.curve_fit import fit_terms, short
 from mesh_attention.measure.ranks import Ranks
 from mesh_attention.measure.transfers import Begin, TimedTransfers, done

@@ -154,11 +154,7 @@ class _Output:
 
 
 def _output(
-    ranks: Ranks,
-    problem: Problem,
-    cluster: Cluster,
-    options: Mapping[str, Any],
-    output: Path | str,
+    ranks: Ranks, problem: Problem, cluster: Cluster, options: Mapping[str, Any], output: Path | str
 ) -> _Output:
     """Refuses now what could not be written later."""
     asked = wanted(problem, ranks.size, options)

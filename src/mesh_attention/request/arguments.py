@@ -29,10 +29,15 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
-from mesh_attention.request.call_arguments import CALL_ARGUMENTS, call_options
-from mesh_attention.request.same_bits import check_same_bits, wants_same_bits, with_same_bits
+from mesh_attention.request.call_arguments import (
+    CALL_ARGUMENTS,
+    call_options,
+    check_same_bits,
+    wants_same_bits,
+    with_same_bits,
+)
 from mesh_attention.request.tensor_checks import UNSUPPORTED, fault_of_unsupported
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.caches import PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.transports import TransportName

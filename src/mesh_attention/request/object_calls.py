@@ -39,13 +39,8 @@ from mesh_attention.request.sizes import (
     usual_sizes,
     with_lengths,
 )
-from mesh_attention.request.tensor_checks import (
-    fault_of_causal,
-    fault_of_sinks,
-    fault_of_tensors,
-)
-from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.request.tensor_checks import fault_of_causal, fault_of_sinks, fault_of_tensors
+from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.prepared_call import PreparedCall

@@ -173,9 +173,6 @@ class Workspace:
         self._adopted: set[torch.device] = set()
         self.poisons = poison
 
-    def poisons_buffers(self, device: torch.device) -> bool:
-        return self.poisons and device.type == "cpu"
-
     def take(self, num_bytes: int, device: torch.device) -> WorkspaceBlock:
         block = self._blocks.get(device)
         if block is None or block.memory.numel() < num_bytes:

@@ -14,7 +14,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.read.kept import kept_bytes
+from mesh_attention.plan.read.count import kept_bytes
 
 
 class LayerAttention(NamedTuple):

@@ -31,13 +31,9 @@ def tile_offsets(row_stride: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def load_tile(
-    pointers: tl.tensor,
-    rows: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-) -> tl.tensor:
+    pointers: tl.tensor, rows: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK_ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Zeros past the width, and, if they are checked, in place of other rows than these: those
     past the end, and padding, which may hold anything."""
     row = rows[:, None]
@@ -55,19 +51,11 @@ def load_tile(
 
 @triton.jit
 def load_rows(
-    source: tl.tensor,
-    described: tl.tensor,
-    batch: tl.tensor,
-    start: tl.tensor,
-    head: tl.tensor,
-    row_stride: tl.tensor,
-    rows: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
+    source: tl.tensor, described: tl.tensor,
+    batch: tl.tensor, start: tl.tensor, head: tl.tensor, row_stride: tl.tensor, rows: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK_ROWS: tl.constexpr,
     DESCRIBED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """From a pointer to the first row of a head, or, where every row is wanted and there is one, by
     the descriptor of the whole tensor (B, S, H, D): the hardware then loads the tile by itself."""
     if DESCRIBED and not CHECK_ROWS:
@@ -82,13 +70,9 @@ def load_rows(
 
 @triton.jit
 def store_tile(
-    pointers: tl.tensor,
-    value: tl.tensor,
-    rows_left: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    pointers: tl.tensor, value: tl.tensor, rows_left: tl.tensor,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.arange(0, ROWS)[:, None] < rows_left
     value = value.to(pointers.dtype.element_ty)
     if WIDTH < COLUMNS:
@@ -123,13 +107,10 @@ def whole_blocks(length: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def row_bounds(
-    bound: tl.tensor,
-    interval: tl.tensor,
-    start: tl.tensor,
+    bound: tl.tensor, interval: tl.tensor, start: tl.tensor,
     num_queries: tl.tensor,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Where an interval of each of some rows begins or ends."""
     bound += interval * whole_blocks(num_queries, BLOCK) + start
     return tl.load(bound + tl.arange(0, ROWS))

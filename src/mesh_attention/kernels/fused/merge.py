@@ -14,17 +14,10 @@ from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place
 
 @triton.jit
 def merge_into_kernel(
-    acc: tl.tensor,
-    acc_lse: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    WIDTH: tl.constexpr,
-    FRESH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    acc: tl.tensor, acc_lse: tl.tensor, out: tl.tensor, lse: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor,
+    WIDTH: tl.constexpr, FRESH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     acc_lse += place(row, sizes, strides[1])
     acc += place(row, sizes, strides[0])[:, None] + column
@@ -47,14 +40,9 @@ def merge_into_kernel(
 
 @triton.jit
 def _join(
-    value: tl.tensor,
-    best: tl.tensor,
-    weight: tl.tensor,
-    part: tl.tensor,
-    part_lse: tl.tensor,
-    inside: tl.tensor,
-    cells: tl.tensor,
-) -> tl.tensor:
+    value: tl.tensor, best: tl.tensor, weight: tl.tensor, part: tl.tensor, part_lse: tl.tensor,
+    inside: tl.tensor, cells: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """One more partial result into the running (sum of weighted values, largest lse, weight)."""
     new = tl.load(part_lse, inside, other=-float("inf"))
     top = tl.maximum(best, new)
@@ -68,14 +56,9 @@ def _join(
 
 @triton.jit
 def _finish(
-    value: tl.tensor,
-    best: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    inside: tl.tensor,
-    cells: tl.tensor,
-) -> None:
+    value: tl.tensor, best: tl.tensor, weight: tl.tensor, out: tl.tensor, lse: tl.tensor,
+    inside: tl.tensor, cells: tl.tensor,
+) -> None:  # fmt: skip
     seen = weight > 0
     value = value / tl.where(seen, weight, 1.0)[:, None]
     tl.store(out, value.to(out.dtype.element_ty), cells)
@@ -84,19 +67,11 @@ def _finish(
 
 @triton.jit
 def merge_stacked_kernel(
-    parts: tl.tensor,
-    lses: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    count: tl.tensor,
-    part_step: tl.tensor,
+    parts: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, part_step: tl.tensor,
     lse_step: tl.tensor,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     """Partial results that lie in memory at equal distances, any number of them."""
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     parts += place(row, sizes, strides[0])[:, None] + column
@@ -115,17 +90,10 @@ def merge_stacked_kernel(
 
 @triton.jit
 def merge_loose_kernel(
-    parts: tl.tensor,
-    lses: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    parts: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     """Partial results anywhere in memory and of any dtypes; `parts` and `lses` are tuples."""
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     at = place(row, sizes, strides[0])[:, None] + column
@@ -144,14 +112,10 @@ def merge_loose_kernel(
 
 @triton.jit
 def merge_lse_kernel(
-    parts: tl.tensor,
-    target: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    count: tl.tensor,
-    step: tl.tensor,
+    parts: tl.tensor, target: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, step: tl.tensor,
     ROWS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """The log-sum-exp of the whole, in one pass over those of its parts, which lie in memory at
     equal distances, any number of them."""
     row, inside = own_rows(sizes, ROWS)
@@ -172,16 +136,10 @@ def merge_lse_kernel(
 
 @triton.jit
 def sum_stacked_kernel(
-    parts: tl.tensor,
-    target: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    count: tl.tensor,
-    step: tl.tensor,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    parts: tl.tensor, target: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, step: tl.tensor,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     """Copies that lie in memory at equal distances, any number of them."""
     row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     parts += place(row, sizes, strides[0])[:, None] + column
@@ -195,15 +153,10 @@ def sum_stacked_kernel(
 
 @triton.jit
 def sum_loose_kernel(
-    parts: tl.tensor,
-    target: tl.tensor,
-    strides: tl.tensor,
-    sizes: tl.tensor,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    parts: tl.tensor, target: tl.tensor,
+    strides: tl.tensor, sizes: tl.tensor,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     """Copies anywhere in memory, of any dtypes and strides; the target may be one of them."""
     row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

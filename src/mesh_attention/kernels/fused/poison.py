@@ -64,17 +64,10 @@ def _first_launch(
 
 @triton.jit(do_not_specialize=["place", "size_a", "size_b", "size_c"])
 def poison_kernel(
-    pair: tl.tensor,
-    status: tl.tensor,
-    place: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    size_a: tl.tensor,
-    size_b: tl.tensor,
-    size_c: tl.tensor,
+    pair: tl.tensor, status: tl.tensor, place: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor,
+    size_a: tl.tensor, size_b: tl.tensor, size_c: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     first = tl.load(status, volatile=True)
     differ = tl.load(pair) + tl.load(pair + 1) != 0
     if differ | (first != 0):

@@ -9,7 +9,7 @@ Ranks in a plan are *logical*: logical rank g owns partition g. `devices[g]` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -51,9 +51,6 @@ class OnDemand(Sequence[T]):
         if made is None:
             made = self._made[index] = self._make(range(len(self))[index])
         return made
-
-    def __iter__(self) -> Iterator[T]:
-        return (self[at] for at in range(len(self)))
 
 
 class Programs(OnDemand[Program]):

@@ -4,17 +4,15 @@ Methods make the graph, `plan/schedule/` orders it, and plans carry the schedule
 set of communication tasks (gathers, and reductions that need computed results) and compute tasks (a
 Q chunk against a KV chunk). Each has its own cost: under a causal mask no two chunks need cost the
 same (algorithm, section 5, "unequal costs"). A schedule prints one step a line and parses back.
-
-Slices of the heads need the same tasks, so their schedules follow each other. A slice is gathered
-while the slice before it computes, and reduced while the slice after it computes. So only the first
-gather and the last reduction have nothing to hide behind, and both are as small as a slice.
+Slices of the heads need the same tasks, so their schedules follow each other (`chunks.py` in
+`plan/methods/parts/` says why).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -209,7 +207,11 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
     then. In the paper's steps a computation stands beside one reduction only, and the other
     reductions come when all is computed."""
     needs = graph.needs()
-    gathers = [at for at, step in enumerate(schedule.steps) if _is_gather(step, needs)]
+    gathers = [
+        at
+        for at, step in enumerate(schedule.steps)
+        if step.communication is not None and not needs[step.communication]
+    ]
     first = gathers[-1] if gathers else 0
     waiting = [
         task
@@ -233,10 +235,6 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
             done.add(compute)
     steps += [(task, []) for task in waiting]
     return Schedule(tuple(Step(task, tuple(computes)) for task, computes in steps))
-
-
-def _is_gather(step: Step, needs: Mapping[Task, Sequence[Task]]) -> bool:
-    return step.communication is not None and not needs[step.communication]
 
 
 def _parts(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:

@@ -23,16 +23,9 @@ from typing import Any
 from mesh_attention.errors import PlanTextError
 from mesh_attention.machine.target import read_target
 from mesh_attention.plan.language.buffers import Buffer, Kind, Precision, Role
-from mesh_attention.plan.language.operation_text import (
-    operation_text,
-    parse_operation,
-    shortened,
-)
+from mesh_attention.plan.language.operation_text import operation_text, parse_operation, shortened
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
-from mesh_attention.plan.language.program import (
-    Operation,
-    Program,
-)
+from mesh_attention.plan.language.program import Operation, Program
 from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, read_stretches

@@ -27,6 +27,7 @@ from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_plan import TilePlanner, cut_of, is_cut
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
@@ -144,7 +145,8 @@ def _check_cap(box: Box) -> None:
 def _check_exchange(box: Box, planner: TilePlanner) -> None:
     """Refuses options that do not suit the way in which tokens are exchanged."""
     at_once = box.ulysses == 1 or planner.shards is not None
-    if box.even_chunks and (at_once or not planner.is_zigzag):
+    zigzag = all(layout.kind is LayoutKind.ZIGZAG for layout in planner.layouts)
+    if box.even_chunks and (at_once or not zigzag):
         raise PlanError(
             "even_chunks=True is for a zigzag that ranks exchange for heads: it needs "
             "layout=zigzag and 'ulysses' of 2 or more, without relayout=True"

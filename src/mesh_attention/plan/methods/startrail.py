@@ -254,7 +254,9 @@ def plan_startrail(
     problem: Problem, num_ranks: int, setting: StarTrailSetting, directions: tuple[Direction, ...]
 ) -> Plan:
     sizes = team_sizes(num_ranks)
-    team = setting.team if setting.team is not None else _best_team(num_ranks)
+    team = setting.team
+    if team is None:  # the fewest bytes forward by the formula of algorithm.md, section 8
+        team = min(sizes, key=lambda c: (4 * c - 4) / num_ranks + 2 / c)
     if team not in sizes:
         raise PlanError(
             f"team={team}: its square must divide {num_ranks} ranks; "
@@ -272,8 +274,3 @@ def plan_startrail(
         return with_exchanges([builder])
 
     return planner.plan(map(build, directions))
-
-
-def _best_team(num_ranks: int) -> int:
-    """The fewest bytes forward by the formula of algorithm.md, section 8."""
-    return min(team_sizes(num_ranks), key=lambda c: (4 * c - 4) / num_ranks + 2 / c)

@@ -1,4 +1,4 @@
-"""Place the buffers of a program, without the copies and row sums that need not be made.
+"""Place the buffers of a program, and leave out what need not be made: copies, row sums and lse.
 
 `compile.py` calls `placed`; it changes one program and looks at no other rank.
 
@@ -13,6 +13,10 @@ early only where nothing else lies meanwhile.
 Row sums: where queries travel, `delta = rowsum(out * grad_out)` travels in place of `out`. Rows
 that stay, and that only one backward attention reads, do not need delta: kernels that want `out`
 have it, and kernels that want sums make them.
+
+`without_lse`: a forward program that keeps lse for the backward pass hands it out for nothing but
+the caller. Transports look at the programs of other ranks too, so all of them are compiled from a
+plan without its exchange.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ from functools import lru_cache
 from itertools import combinations
 
 from mesh_attention.machine.target import Target
-from mesh_attention.plan.language.buffers import Buffer, Piece, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
+from mesh_attention.plan.language.plan import Direction, Pass, Plan, Programs
 from mesh_attention.plan.language.program import (
+    AllToAll,
     Attend,
     AttendBackward,
     Free,
@@ -239,3 +245,40 @@ def _readers(program: Program, writer: int, buffer: str) -> dict[int, tuple[Atte
             return {}
         readers[at] = op, op.delta
     return readers
+
+
+def without_lse(plan: Plan) -> Plan:
+    """The plan whose forward programs do not hand out lse, where they keep it."""
+
+    def of_pass(pass_: Pass) -> Pass:
+        if pass_.direction is not Direction.FORWARD:
+            return pass_
+        made = pass_.programs
+        return replace(pass_, programs=Programs(len(made), lambda at: _without_lse(made[at])))
+
+    return replace(plan, passes=tuple(map(of_pass, plan.passes)))
+
+
+def _without_lse(program: Program) -> Program:
+    """The program without its output `lse`; as it is where no lse is kept, or where lse reaches its
+    owner otherwise than by an exchange."""
+    table = program.buffer_table()
+    of_lse = {name for name, buffer in table.items() if buffer.kind is Kind.LSE}
+    handed_out = {name for name in of_lse if table[name].role is Role.OUTPUT}
+    if all(table[name].role is not Role.KEPT for name in of_lse):
+        return program
+
+    def others(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces if piece.buffer not in of_lse)
+
+    operations: list[Operation] = []
+    for op in program.operations:
+        if handed_out.isdisjoint(op.written):
+            operations.append(op)
+            continue
+        if not isinstance(op, AllToAll):
+            return program
+        sends, receives = (tuple(map(others, side)) for side in (op.sends, op.receives))
+        operations.append(replace(op, sends=sends, receives=receives))
+    buffers = tuple(buffer for buffer in program.buffers if buffer.name not in handed_out)
+    return replace(program, buffers=buffers, operations=tuple(operations))

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from mesh_attention.machine.call_time import (
-    CallSize,
-    HeadSizes,
-    kernel_seconds,
-    memory_seconds,
-)
+from mesh_attention.machine.call_time import CallSize, HeadSizes, kernel_seconds, memory_seconds
 from mesh_attention.machine.cluster import Links
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import Target

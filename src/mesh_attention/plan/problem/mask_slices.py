@@ -122,7 +122,7 @@ def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
         intervals = {p.interval for p in active}
         for a, b in pairwise(_crossings(intervals, start, stop)):
             segments.append(Segment(a, b, _union(intervals, a, b)))
-    return _ordered_if_possible(joined(segments))
+    return joined(segments)
 
 
 def _crossings(intervals: set[Interval], start: int, stop: int) -> list[int]:
@@ -156,22 +156,6 @@ def _union(intervals: set[Interval], start: int, stop: int) -> tuple[Interval, .
             united[-1] = Interval(before.lo, before.lo_slope, interval.hi, interval.hi_slope)
             hi0, hi1 = end0, end1
     return tuple(united)
-
-
-def _ordered_if_possible(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Queries that see nothing get an empty interval between their neighbours', so that bounds do
-    not fall there; unless some query has several intervals, whose bounds fall anyway."""
-    if any(len(s.intervals) > 1 for s in segments):
-        return segments
-    ordered: list[Segment] = []
-    edge = 0
-    for s in segments:
-        if s.intervals:
-            edge = s.intervals[0].at(s.stop - 1)[1]
-        ordered.append(
-            s if s.intervals else Segment(s.start, s.stop, (Interval(edge, 0, edge, 0),))
-        )
-    return tuple(ordered)
 
 
 def slices_of(rows: RowRanges) -> Iterator[Slice]:

@@ -3,8 +3,8 @@
 Masks become this, and lowering, counting, proving and the masks of kernels read it. Queries are cut
 into segments. On a segment a query sees a few intervals of keys, disjoint and in order, and both
 ends of an interval are lines of slope 0 or 1: everything downstream works on intervals and never on
-single tokens. Most masks have one interval a query, and bounds that never fall as `q` grows
-(`ordered`): then the first and the last query bound all between them.
+single tokens. Most masks have one interval a query. On a segment bounds never fall as `q` grows, so
+the first and the last query bound all between them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class RowRanges:
     """Segments, and vectorised bounds of what a query sees; `edges` are their starts and stops."""
 
     __slots__ = (
-        "_hull", "_layers", "_starts", "edges", "kv_tokens", "most_intervals", "ordered",
-        "q_tokens", "segments",
+        "_layers", "_starts", "edges", "kv_tokens", "most_intervals", "q_tokens", "segments",
     )  # fmt: skip
 
     def __init__(self, segments: tuple[Segment, ...], q_tokens: int, kv_tokens: int) -> None:
@@ -65,17 +64,6 @@ class RowRanges:
             _columns([s.intervals[i] if i < len(s.intervals) else _NOTHING for s in segments])
             for i in range(self.most_intervals)
         )
-        self._hull = self._layers[0]
-        if self.most_intervals > 1:
-            self._hull = _columns([_hull(s.intervals) for s in segments])
-        self.ordered = self.most_intervals == 1 and self._never_fall()
-
-    def bounds(self, q: Array) -> tuple[Array, Array]:
-        """`lo` and `hi` of each query position. A query sees nothing outside, and everything inside
-        if it has one interval. Positions past the end (padding) see nothing."""
-        if not self.segments:
-            return np.zeros_like(q), np.zeros_like(q)
-        return self._values(q, self._at(q), self._hull)
 
     def intervals(self, q: Array) -> tuple[Array, Array]:
         """`lo` and `hi` of each interval of each query position, (most_intervals, queries); where a
@@ -83,21 +71,10 @@ class RowRanges:
         if not self.segments:
             nothing = np.zeros((1, *q.shape), dtype=np.int64)
             return nothing, nothing
-        at = self._at(q)
-        lo, hi = zip(*(self._values(q, at, layer) for layer in self._layers), strict=True)
-        return np.stack(lo), np.stack(hi)
-
-    def hull(self, start: int, stop: int) -> tuple[int, int]:
-        """An interval of keys that holds all that queries `start..stop` see; (0, 0) if nothing."""
-        at = self.segments_between(start, stop)
-        lo, lo_slope, hi, hi_slope = (x[at.start : at.stop] for x in self._hull)
-        first = np.maximum(self._starts[at.start : at.stop], start)
-        last = np.append(self._starts[at.start + 1 : at.stop], min(stop, self.q_tokens)) - 1
-        lows, highs = lo + lo_slope * first, hi + hi_slope * last
-        sees = lows < highs
-        if not sees.any():
-            return 0, 0
-        return int(lows[sees].min()), int(highs[sees].max())
+        at = np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
+        lines = np.array(self.lines(at))
+        real = q < self.q_tokens  # padding sees nothing
+        return (lines[:, 0] + lines[:, 1] * q) * real, (lines[:, 2] + lines[:, 3] * q) * real
 
     def segment_at(self, q: int) -> Segment:
         return self.segments[int(np.searchsorted(self._starts, q, side="right")) - 1]
@@ -107,7 +84,7 @@ class RowRanges:
         first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
-    def lines(self, at: Array | int) -> tuple[tuple[Array, ...], ...]:
+    def lines(self, at: Array) -> tuple[tuple[Array, ...], ...]:
         """lo, its slope, hi and its slope of these segments, interval by interval; an interval that
         a segment does not have is empty."""
         return tuple(tuple(line[at] for line in layer) for layer in self._layers)
@@ -125,36 +102,10 @@ class RowRanges:
         lines = np.array(self._layers[:most]).swapaxes(0, 1)
         return lines[:, 0] if most == 1 else lines
 
-    def _at(self, q: Array) -> Array | int:
-        if len(self.segments) == 1:
-            return 0
-        return np.maximum(np.searchsorted(self._starts, q, side="right") - 1, 0)
-
-    def _values(self, q: Array, at: Array | int, lines: tuple[Array, ...]) -> tuple[Array, Array]:
-        lo, lo_slope, hi, hi_slope = (line[at] for line in lines)
-        real = q < self.q_tokens
-        return np.where(real, lo + lo_slope * q, 0), np.where(real, hi + hi_slope * q, 0)
-
-    def _never_fall(self) -> bool:
-        """Slopes are 0 or 1, so it is enough to compare neighbouring segments."""
-        lo, lo_slope, hi, hi_slope = self._hull
-        before, after = self._starts[1:] - 1, self._starts[1:]
-        return all(
-            bool((base[:-1] + slope[:-1] * before <= base[1:] + slope[1:] * after).all())
-            for base, slope in ((lo, lo_slope), (hi, hi_slope))
-        )
-
 
 def _columns(lines: Sequence[Interval]) -> tuple[Array, ...]:
     table = np.fromiter(chain.from_iterable(lines), dtype=np.int64, count=4 * len(lines))
     return tuple(table.reshape(-1, 4).T.copy())
-
-
-def _hull(intervals: tuple[Interval, ...]) -> Interval:
-    if not intervals:
-        return _NOTHING
-    first, last = intervals[0], intervals[-1]
-    return Interval(first.lo, first.lo_slope, last.hi, last.hi_slope)
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -102,7 +102,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     result = np.zeros((len(queries), len(keys)), dtype=np.int64)
     if not queries or not keys:
         return result
-    stride = _only_stride((*queries, *keys))
+    strides = {run.stride for run in (*queries, *keys) if run.count > 1}
+    stride = strides.pop() if len(strides) == 1 else None
     key_parts = _common_stride(list(enumerate(keys)), queries, stride)
     parts: list[tuple[int, Run]] = []
     segments: list[int] = []  # of each part
@@ -207,11 +208,6 @@ class _KeysBelow:
         rising = np.minimum(into, size + 1)
         inside = rising * (rising - 1) // 2 + np.maximum(into - rising, 0) * size
         return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
-
-
-def _only_stride(runs: Sequence[Run]) -> int | None:
-    strides = {run.stride for run in runs if run.count > 1}
-    return strides.pop() if len(strides) == 1 else None
 
 
 def _common_stride(

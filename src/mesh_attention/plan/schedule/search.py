@@ -1,6 +1,6 @@
 """A better order of tasks than greedy's, and how far any order can go (algorithm, section 5).
 
-Methods use `search` for scheduler="search"; `read/compare_schedulers.py` compares with it.
+Methods use `search` for scheduler="search"; `read/compare.py` compares with it.
 
 Schedules are timed by events: one communication stream, one compute stream, and a task starts as
 soon as its stream is free and its needs are done. That is never slower than the paper's steps,

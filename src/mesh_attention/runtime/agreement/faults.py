@@ -39,31 +39,23 @@ class Faults:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
         seconds = groups.timeout(None).total_seconds()
-        self._store = JobStore(f"{groups.lasting_name}/faults", default_store(), seconds)
-        self._store.set(f"process/{self._me}", json.dumps(_this_process()))
-        self._store.allow(0.0)
+        self.store = JobStore(f"{groups.lasting_name}/faults", default_store(), seconds)
+        process = [this_host(), os.getpid(), _start_of(os.getpid())]
+        self.store.set(f"process/{self._me}", json.dumps(process))
+        self.store.allow(0.0)
         self._compared = 0
-
-    def allow(self, seconds: float) -> None:
-        """For the store to answer, as `JobStore` has it."""
-        self._store.allow(seconds)
 
     def tell(self, cause: str) -> str:
         """The cause as all ranks know it: ours, unless another was told before."""
         with suppress(LostStoreError):
-            return as_words(self._store.compare_set(_CAUSE, "", cause))
+            return as_words(self.store.compare_set(_CAUSE, "", cause))
         return as_words(cause.encode())
-
-    def known_cause(self) -> str | None:
-        cause = self._store.there([_CAUSE])
-        return as_words(cause[_CAUSE]) if cause else None
 
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
         with suppress(LostStoreError):
-            cause = self.known_cause()
-            if cause is not None:
-                return cause
+            for cause in self.store.there([_CAUSE]).values():
+                return as_words(cause)
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
             return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
         return None
@@ -81,12 +73,12 @@ class Faults:
     def leave(self, times: int) -> None:
         """This rank has given up all it had on the process group, for the n-th time."""
         with suppress(LostStoreError):
-            self._store.set(f"left/{self._me}", str(times))
+            self.store.set(f"left/{self._me}", str(times))
 
     def _left(self, times: int) -> list[int]:
         """Ranks that gave up once more than this one has."""
         keys = {rank: f"left/{rank}" for rank in self._ranks}
-        ever = self._store.there(keys.values())
+        ever = self.store.there(keys.values())
         return [rank for rank, key in keys.items() if as_number(ever.get(key, b"")) > times]
 
     def explain(self, seen: str, times: int) -> str:
@@ -97,8 +89,8 @@ class Faults:
             return f"{lost}; seen here: {seen}"
 
     def _explained(self, seen: str, times: int) -> str:
-        self.allow(0.0)
-        self._store.set(f"answer/{self._me}", "")
+        self.store.allow(0.0)
+        self.store.set(f"answer/{self._me}", "")
         begun = time.monotonic()
         while True:
             cause = self.find_cause(times)
@@ -113,7 +105,7 @@ class Faults:
             time.sleep(_PAUSE_SECONDS)
 
     def _silent(self, key: str) -> list[int]:
-        heard = self._store.there([key.format(rank) for rank in self._ranks])
+        heard = self.store.there([key.format(rank) for rank in self._ranks])
         return [rank for rank in self._ranks if key.format(rank) not in heard]
 
     def statements(self, place: int, identity: Identity) -> dict[int, dict[str, Any]]:
@@ -122,19 +114,19 @@ class Faults:
         """
         key = f"call{place}/{{}}"
         if self._compared:
-            self._store.forget([f"call{self._compared}/{self._me}"])
+            self.store.forget([f"call{self._compared}/{self._me}"])
         self._compared = place
         said = {"statement": identity.statement, "error": None, "in_flight": False}
-        self._store.set(key.format(self._me), json.dumps(said))
+        self.store.set(key.format(self._me), json.dumps(said))
         begun = time.monotonic()
         while self._silent(key) and time.monotonic() - begun < ANSWER_SECONDS:
             time.sleep(_PAUSE_SECONDS)
         keys = {rank: key.format(rank) for rank in self._ranks}
-        heard = self._store.there(keys.values())
+        heard = self.store.there(keys.values())
         return {rank: read_said(heard[key]) for rank, key in keys.items() if key in heard}
 
     def _has_ended(self, rank: int) -> bool:
-        process = self._store.there([f"process/{rank}"])
+        process = self.store.there([f"process/{rank}"])
         if not process:
             return False
         with suppress(ValueError, TypeError):  # of who wrote nonsense nothing is known
@@ -149,10 +141,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _verb(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
-
-
-def _this_process() -> list[object]:
-    return [this_host(), os.getpid(), _start_of(os.getpid())]
 
 
 def _start_of(process: int) -> str:

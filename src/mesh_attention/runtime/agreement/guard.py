@@ -139,7 +139,7 @@ class Guard:
     def settle(self, results: Iterable[Tensor]) -> None:
         """What a pass has made is right, or NaN."""
         if self._watch is not None:
-            self._watch.settle(results, self.place)
+            self._watch.comparison.settle(results, self.place)
 
     def _watched(self, stream: torch.cuda.Stream) -> Watch:
         if self._watch is None:
@@ -166,8 +166,8 @@ class Guard:
         """Asked during a long wait. Another rank may be at something else, and wait for an
         agreement that we took for made: then all of us make it, and learn who is odd."""
         limit = self._timeout.total_seconds()
-        self._handshake.allow(limit - waited)
-        self._faults.allow(limit - waited)
+        self._handshake.store.allow(limit - waited)
+        self._faults.store.allow(limit - waited)
         if self._handshake.is_called_for(self.place) and self._current is not None:
             statement = self._current.kind.agreed_statement
             timeout = self._timeout
@@ -226,7 +226,7 @@ class Guard:
         if self._cause is None:
             self._cause = cause
             if self._watch is not None:
-                self._watch.spoil()
+                self._watch.comparison.spoil()
             if error is not None:
                 _forget_locals(error)
             self._comparison = None

@@ -25,12 +25,7 @@ from typing import Any
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
-from mesh_attention.runtime.agreement.identity import (
-    BATCH_NUMBER,
-    OF_ONE_KIND,
-    ORDER,
-    Statement,
-)
+from mesh_attention.runtime.agreement.identity import BATCH_NUMBER, OF_ONE_KIND, ORDER, Statement
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import JobStore, as_number, as_words
 
@@ -62,7 +57,7 @@ class Handshake:
     def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
-        self._store = JobStore(f"{groups.lasting_name}/agreement", default_store())
+        self.store = JobStore(f"{groups.lasting_name}/agreement", default_store())
         self._timeout = groups.timeout(None)
         # Why others will never come, if that is known; asked in a long wait.
         self.find_cause: Callable[[], str | None] = lambda: None
@@ -72,16 +67,12 @@ class Handshake:
         self.followed: str | None = None  # what the first rank chose by, where others differed
         self.left_in_flight = False  # the last disagreement broke a call off, or may have
 
-    def allow(self, seconds: float) -> None:
-        """For the store to answer, as `JobStore` has it."""
-        self._store.allow(seconds)
-
     def is_called_for(self, call: int) -> bool:
         """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
         if self._lock.locked():
             return False  # we are making one
         key = f"round{self._rounds + 1}/call"
-        return any(as_number(asked) < call for asked in self._store.there([key]).values())
+        return any(as_number(asked) < call for asked in self.store.there([key]).values())
 
     def agree(
         self,
@@ -101,7 +92,7 @@ class Handshake:
         """
         with self._lock:
             self._timeout = timeout
-            self.allow(timeout.total_seconds())
+            self.store.allow(timeout.total_seconds())
             self._rounds += 1
             prefix = f"round{self._rounds}"
             said = {
@@ -109,9 +100,9 @@ class Handshake:
                 "error": error and error_text(error),
                 "in_flight": in_flight,
             }
-            self._store.set(f"{prefix}/{self._me}", json.dumps(said, sort_keys=True))
+            self.store.set(f"{prefix}/{self._me}", json.dumps(said, sort_keys=True))
             if not in_flight:  # those who join later look how far the one got who asks them to
-                self._store.compare_set(f"{prefix}/call", "", str(call))
+                self.store.compare_set(f"{prefix}/call", "", str(call))
             try:
                 # Before the first call nobody can be past an agreement: wait until all have spoken.
                 grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
@@ -130,7 +121,7 @@ class Handshake:
         """All ranks have spoken in this round, so none of them reads an earlier one any more."""
         names = [str(self._me)] + ["verdict", "call"] * (self._me == self._ranks[0])
         earlier = range(self._first_kept, self._rounds)
-        self._store.forget([f"round{number}/{name}" for number in earlier for name in names])
+        self.store.forget([f"round{number}/{name}" for number in earlier for name in names])
         self._first_kept = self._rounds
 
     def _verdict(self, prefix: str, error: Exception | None, grace: float) -> str:
@@ -145,7 +136,7 @@ class Handshake:
         judges_from = 0.0 if self._me == self._ranks[0] else 2 * _GRACE_SECONDS
         begun, pause = time.monotonic(), 0.001
         contradicted, warned, looked = math.inf, False, begun
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             waited, verdict = time.monotonic() - begun, ""
             if waited >= judges_from:
                 said |= self._statements(prefix, said)
@@ -163,7 +154,7 @@ class Handshake:
                 looked = time.monotonic()
                 verdict = self.find_cause() or ""
             if verdict:
-                self._store.compare_set(key, "", verdict)
+                self.store.compare_set(key, "", verdict)
                 continue
             if waited > _PATIENCE_SECONDS and not warned:
                 warned = True
@@ -176,7 +167,7 @@ class Handshake:
             pause = min(2 * pause, 0.1)
         if error is not None:
             raise error
-        verdict = self._store.get(key).decode(errors="replace")
+        verdict = self.store.get(key).decode(errors="replace")
         if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
             raise DisagreementError(as_words(verdict.encode()))
         return verdict
@@ -184,7 +175,7 @@ class Handshake:
     def _statements(self, prefix: str, known: Said) -> Said:
         """What ranks have said since we last looked."""
         keys = {rank: f"{prefix}/{rank}" for rank in self._ranks if rank not in known}
-        there = self._store.there(keys.values())
+        there = self.store.there(keys.values())
         return {rank: read_said(there[key]) for rank, key in keys.items() if key in there}
 
     def _missing(self) -> str:

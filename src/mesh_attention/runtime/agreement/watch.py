@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
 from typing import NamedTuple
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
 
 from mesh_attention.runtime.agreement.identity import DeviceComparison, Identity
 
@@ -42,7 +41,7 @@ class Watch:
     def __init__(
         self, comparison: DeviceComparison, find_difference: FindDifference, find_fault: FindFault
     ) -> None:
-        self._comparison = comparison
+        self.comparison = comparison
         self._find_difference = WeakMethod(find_difference)
         self._find_fault = WeakMethod(find_fault)
         self._launched: deque[_Launched] = deque()
@@ -58,17 +57,11 @@ class Watch:
             self._launched.append(self._last)
             if not self._awake.is_set():
                 self._awake.set()
-        self._comparison.begin(identity.number, place, captured=captured)
-
-    def settle(self, results: Iterable[Tensor], place: int) -> None:
-        self._comparison.settle(results, place)
-
-    def spoil(self) -> None:
-        self._comparison.spoil()
+        self.comparison.begin(identity.number, place, captured=captured)
 
     def wait_for_verdict(self, seconds: float) -> None:
         """If the device has found a difference, its cause will be known soon."""
-        if self._comparison.status[0] and threading.current_thread() is not self._thread:
+        if self.comparison.status[0] and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def stop(self) -> None:
@@ -82,7 +75,7 @@ class Watch:
             if self._stopped.wait(_TURN_SECONDS) or self._find_fault() is None:
                 return
             now = monotonic()
-            wrong, finished = (int(x) for x in self._comparison.status)
+            wrong, finished = (int(x) for x in self.comparison.status)
             if wrong < 0 or self._is_wrong(wrong):
                 return
             while self._launched and self._launched[0].place <= finished:
@@ -107,7 +100,7 @@ class Watch:
         at = [
             call
             for call in known
-            if (call.place == wrong if wrong else self._comparison.differs(call.place))
+            if (call.place == wrong if wrong else self.comparison.differs(call.place))
         ]
         if not (wrong or at):
             return False

@@ -15,12 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mesh_attention.kernels import (
-    BlockMask,
-    Causal,
-    Full,
-    RowRange,
-)
+from mesh_attention.kernels import BlockMask, Causal, Full, RowRange
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind, Program
 from mesh_attention.plan.problem.layout import Layout

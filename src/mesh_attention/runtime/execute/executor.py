@@ -93,7 +93,7 @@ class Executor:
         self._streams = ComputeStreams(call_shape.device, two=two_streams) if on_cuda else None
         self._bindings = Bindings(program, plan.problem, memory, call_shape)
         poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
-        if workspace.poisons_buffers(call_shape.device):
+        if workspace.poisons and call_shape.device.type == "cpu":
             for name, (born, _) in lifetimes(program).items():
                 poisoned[born] += (name,)
         self._steps = program_steps(
@@ -236,9 +236,7 @@ def nvtx_span(op: Operation) -> AbstractContextManager[None]:
     return span
 
 
-def run_to_end(
-    execution: Generator[None, None, dict[str, Tensor]],
-) -> dict[str, Tensor]:
+def run_to_end(execution: Generator[None, None, dict[str, Tensor]]) -> dict[str, Tensor]:
     """Run an execution whose transport never makes it wait for its own process."""
     while True:
         try:

@@ -1,22 +1,34 @@
-"""Small caches of a session: by the last use, by the last call of all ranks, by weak references.
+"""What a session keeps: values by last use, prepared calls by kind, plans by size of element.
 
 What ranks have agreed on must be the same on each of them, also after one of them met an error. So
 `AgreedCache` drops by the last call that all ranks made together, not by what one rank looked up.
+Whether a kind of call is known decides whether ranks stop to agree on it: so a kind depends on what
+ranks compare, and on nothing that one of them chooses alone. Those choices (a kernel, the device,
+nvtx) tell apart a rank's own calls of one kind.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.methods.question import Question
+from mesh_attention.runtime.execute.binding import CallShape
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.prepared_call import AgreedPasses, PreparedCall
+from mesh_attention.runtime.session.rank_plan import RankPlan
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 T = TypeVar("T")
+CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
+NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each kind
 
 
 class LruCache(OrderedDict[Key, Value]):
@@ -88,3 +100,102 @@ class WeakRegistry(WeakValueDictionary[int, T]):
         if entry is None:
             raise MeshAttentionError(self._gone)
         return entry
+
+
+class _CallsOfKind:
+    def __init__(self, kind: AgreedPasses) -> None:
+        self.kind = kind
+        self.calls: LruCache[CallKey, PreparedCall] = LruCache(NUM_CHOICES)
+
+    @property
+    def last_call(self) -> int:
+        return max((agreed.last_call for agreed in self.kind.agreed.values()), default=0)
+
+
+class CallCache:
+    """At most `limit` kinds."""
+
+    def __init__(self, limit: int) -> None:
+        self._kept: AgreedCache[Hashable, _CallsOfKind] = AgreedCache(limit)
+
+    def find(self, key: CallKey) -> PreparedCall | None:
+        entry = self._kept.get(_compared(key))
+        return None if entry is None else entry.calls.find(key)
+
+    def is_known(self, key: CallKey, needs_grad: bool) -> bool:
+        entry = self._kept.get(_compared(key))
+        return entry is not None and needs_grad in entry.kind.agreed
+
+    def keep(self, key: CallKey, call: PreparedCall) -> None:
+        compared = _compared(key)
+        entry = self._kept.get(compared) or _CallsOfKind(call.kind)
+        entry.kind.agreed.update(call.kind.agreed)
+        entry.kind.is_kept, call.kind = True, entry.kind
+        entry.calls.keep(key, call)
+        dropped = self._kept.keep(compared, entry)
+        if dropped is not None:
+            dropped.kind.is_kept = False
+
+    def values(self) -> list[PreparedCall]:
+        return [call for entry in self._kept.values() for call in entry.calls.values()]
+
+    def latest_of_each_kind(self) -> list[PreparedCall]:
+        """As many, and in the same order, on all ranks."""
+        return [[*entry.calls.values()][-1] for entry in self._kept.values()]
+
+    def clear(self) -> None:
+        for entry in self._kept.values():
+            entry.kind.is_kept = False
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _compared(key: CallKey) -> Hashable:
+    plan, options, call_shape = key
+    return plan, options.compared, call_shape.batch, call_shape.dtype, call_shape.device.type
+
+
+class PlanSource:
+    """Plans for calls: of one question, for any size of element, or the plan that a caller brings.
+
+    `find` gives the plan of a question on this rank. A source with `calls` of its own belongs to a
+    batch: ranks do not stop to agree on its calls, and compare them when they are made.
+    """
+
+    def __init__(
+        self,
+        asked: Question | RankPlan,
+        find: Callable[[Question], RankPlan],
+        calls: CallCache | None = None,
+    ) -> None:
+        self.calls = calls
+        # Options, shape and need of gradients, of the calls made.
+        self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
+        self._asked = asked
+        self._find = find
+        self._by_element_bytes: dict[int, RankPlan] = {}
+        self.first = asked if isinstance(asked, RankPlan) else find(asked)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller brings the plan."""
+        return isinstance(self._asked, RankPlan)
+
+    @cached_property
+    def of_shards(self) -> PlanSource:
+        """The same plans, whose forward passes leave no rows to backward passes."""
+        if isinstance(self._asked, RankPlan):
+            return self
+        return PlanSource(self._asked.of_shards, self._find, self.calls)
+
+    def of(self, element_bytes: int) -> RankPlan:
+        """A plan that the caller brings is for one size of element; the executor refuses others."""
+        asked = self._asked
+        if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
+            return self.first
+        if element_bytes not in self._by_element_bytes:
+            problem = replace(asked.problem, element_bytes=element_bytes)
+            self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
+        return self._by_element_bytes[element_bytes]

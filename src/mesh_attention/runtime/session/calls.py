@@ -23,8 +23,13 @@ from mesh_attention.runtime.agreement.handshake import (
 )
 from mesh_attention.runtime.agreement.identity import AgreedKind, Statement
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.caches import AgreedCache, LruCache
-from mesh_attention.runtime.session.call_cache import CallCache, CallKey, PlanSource
+from mesh_attention.runtime.session.caches import (
+    AgreedCache,
+    CallCache,
+    CallKey,
+    LruCache,
+    PlanSource,
+)
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepared_call import PrefetchStreams, PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan

@@ -21,10 +21,8 @@ import torch.distributed as dist
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
-from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.modes import outside_inference_mode
-from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.runtime.session.user_call import UserCall
@@ -68,15 +66,11 @@ class BatchPlans:
         return self._sources[layer, keeps]
 
     def make_ready_like(self, other: BatchPlans) -> None:
+        """For the kinds of call that another batch was used for."""
         for kind_of_layer, source in list(other._sources.items()):
             source_here = self.source(self.session, *kind_of_layer)
             for kind in list(source.kinds):
                 self.session.calls.make_ready(source_here, *kind)
-
-    def calls(self) -> list[PreparedCall]:
-        """Those made ready so far."""
-        kept = [source.calls for source in self._sources.values() if source.calls is not None]
-        return [call for calls in kept for call in calls.values()]
 
 
 BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(
@@ -153,14 +147,6 @@ class Documents:
         pack = self.pack.in_chunks(tokens)
         return Documents(self.plans.session, pack, batch=self.plans.batch)
 
-    def make_ready_like(self, other: Documents) -> None:
-        """For the kinds of call that another batch was used for."""
-        self.plans.make_ready_like(other.plans)
-
-    def calls(self) -> list[PreparedCall]:
-        """Those made ready so far."""
-        return self.plans.calls()
-
 
 def prefetch(
     loader: Iterable[Batch], make: Callable[[Batch], Documents]
@@ -182,7 +168,7 @@ def prefetch(
         documents = make(batch)  # type: ignore[arg-type]
         if like is not None:
             with suppress(Exception):  # the call meets it again, and tells all ranks
-                documents.make_ready_like(like)
+                documents.plans.make_ready_like(like.plans)
         return batch, documents  # type: ignore[return-value]
 
     used: Documents | None = None

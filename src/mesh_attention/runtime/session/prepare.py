@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -30,7 +31,7 @@ from mesh_attention.machine.kernel_facts import facts_of
 from mesh_attention.machine.rates import usual_cluster, usual_links
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AttendBackward, Attention, Program
+from mesh_attention.plan.language.program import AttendBackward, Attention
 from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -42,64 +43,37 @@ from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.transport.interface import Transport
 
 _LOG = logging.getLogger("mesh_attention")
-Choices = dict[MaskKind, Choice | KernelRefusedError]
-
-
-@dataclass(frozen=True)
-class KernelsAtHand:
-    """The choice for every kind of call in one pass, or why there is none."""
-
-    choices: Choices
-
-    @property
-    def by_kind(self) -> dict[MaskKind, Kernel]:
-        return {k: c.kernel for k, c in self.choices.items() if isinstance(c, Choice)}
-
-    @property
-    def by_name(self) -> dict[str, Kernel]:
-        return {kernel.name: kernel for kernel in self.by_kind.values()}
-
-    def choice(self, kind: MaskKind) -> Choice:
-        choice = self.choices[kind]
-        if isinstance(choice, KernelRefusedError):
-            raise choice
-        return choice
 
 
 def target_here(
-    kernels: KernelsAtHand,
-    direction: Direction,
+    request: Request,
+    kernels: Mapping[MaskKind, Kernel],
     call_shape: CallShape,
     transport: Transport,
     links: Links,
-    *,
-    softcap: bool,
-    deterministic: Determinism,
-    lse_gradient: bool,
     two_streams: bool | None,
 ) -> Target:
-    """For one pass. `two_streams`: left out, where transfers have a stream of their own. Calls that
-    must have the bits of any number of ranks stay as the plan has them, since what is done for
-    transfers is not done on one rank."""
-    as_planned = deterministic is Determinism.ANY_RANKS
-    by_kind = {str(kind): kernel.name for kind, kernel in kernels.by_kind.items()}
-    forward = direction is Direction.FORWARD
-    cuda = call_shape.device.type == "cuda"
+    """For the pass of the request. `two_streams`: left out, where transfers have a stream of their
+    own. Calls that must have the bits of any number of ranks stay as the plan has them, since what
+    is done for transfers is not done on one rank."""
+    by_kind = {str(kind): kernel.name for kind, kernel in kernels.items()}
+    forward = request.direction is Direction.FORWARD
+    own_stream = transport.own_stream if two_streams is None else two_streams
     return Target(
-        name=call_shape.device.type,
+        name=request.device_type,
         gpu=_gpu(call_shape.device),
-        kernels={name: facts_of(kernel) for name, kernel in kernels.by_name.items()},
+        kernels={kernel.name: facts_of(kernel) for kernel in kernels.values()},
         forward=by_kind if forward else {},
         backward={} if forward else by_kind,
         links=links,
-        own_stream=cuda and (transport.own_stream if two_streams is None else two_streams),
+        own_stream=request.device_type == "cuda" and own_stream,
         shows_workspace=transport.shows_workspace,
         element_bytes=call_shape.dtype.itemsize,
-        softcap=softcap,
-        deterministic=deterministic is not Determinism.ANY,
-        lse_gradient=lse_gradient,
-        two_streams=not as_planned,
-        rectangles=(direction.value,) if as_planned else (),
+        softcap=request.softcap,
+        deterministic=request.deterministic,
+        lse_gradient=request.lse_gradient,
+        two_streams=not request.any_heads,
+        rectangles=(request.direction.value,) if request.any_heads else (),
     )
 
 
@@ -112,56 +86,54 @@ def _gpu(device: torch.device) -> Gpu:
     return replace(usual, name=there.name, sms=there.multi_processor_count)
 
 
-def kernels_at_hand(
+def _request(
     plan: Plan,
-    call_shape: CallShape,
     direction: Direction,
-    force: str | None,
+    call_shape: CallShape,
     *,
     softcap: bool,
     deterministic: Determinism,
     lse_gradient: bool,
-) -> KernelsAtHand:
-    """For every kind of mask, also those that no call of the program may have."""
-    problem = plan.problem
-    cuda = call_shape.device.type == "cuda"
-    padded = any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout))
-    choices: Choices = {}
-    for kind in MaskKind:
-        request = Request(
-            direction=direction,
-            device_type=call_shape.device.type,
-            capability=torch.cuda.get_device_capability(call_shape.device) if cuda else None,
-            dtype=call_shape.dtype,
-            head_dim=problem.head_dim,
-            v_head_dim=problem.v_dim,
-            num_heads=problem.num_heads,
-            num_kv_heads=problem.kv_heads,
-            mask=kind,
-            softcap=softcap,
-            padded=padded,
-            scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
-            intervals=problem.rows.most_intervals,
-            deterministic=deterministic is not Determinism.ANY,
-            any_heads=deterministic is Determinism.ANY_RANKS,
-            lse_gradient=lse_gradient,
-        )
-        try:
-            choices[kind] = _choose(request, force, deterministic)
-        except KernelRefusedError as refused:
-            choices[kind] = refused
-    return KernelsAtHand(choices)
+) -> Request:
+    """For calls without a mask."""
+    problem, device = plan.problem, call_shape.device
+    cuda = device.type == "cuda"
+    return Request(
+        direction=direction,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if cuda else None,
+        dtype=call_shape.dtype,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_dim,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.kv_heads,
+        mask=MaskKind.FULL,
+        softcap=softcap,
+        padded=any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout)),
+        scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
+        intervals=problem.rows.most_intervals,
+        deterministic=deterministic is not Determinism.ANY,
+        any_heads=deterministic is Determinism.ANY_RANKS,
+        lse_gradient=lse_gradient,
+    )
 
 
-def _choose(request: Request, force: str | None, deterministic: Determinism) -> Choice:
+def _choose(
+    request: Request, force: str | None, deterministic: Determinism
+) -> Choice | KernelRefusedError:
+    """The choice, or why there is none: no call of the program may be such a one."""
     try:
         return choose(request, force=force)
     except KernelRefusedError as refused:
         if deterministic is not Determinism.PREFERRED:
-            raise
+            return refused
+        why = str(refused)
+    try:
         choice = choose(replace(request, deterministic=False), force=force)
-        warned = f"not deterministic, though warn_only asks for it where there is a way: {refused}"
-        return replace(choice, warning=warned)
+    except KernelRefusedError as refused:
+        return refused
+    warned = f"not deterministic, though warn_only asks for it where there is a way: {why}"
+    return replace(choice, warning=warned)
 
 
 def make_executor(
@@ -187,36 +159,41 @@ def make_executor(
     `links`: by which calls make room for transfers."""
     _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
-    kernels = kernels_at_hand(
+    request = _request(
         plan,
-        call_shape,
         pass_.direction,
-        kernel,
+        call_shape,
         softcap=bool(softcap),
         deterministic=deterministic,
         lse_gradient=lse_gradient,
     )
+    # Also for kinds of mask that no call of the program has.
+    offered = {k: _choose(replace(request, mask=k), kernel, deterministic) for k in MaskKind}
+    kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
     target = target_here(
-        kernels,
-        pass_.direction,
-        call_shape,
-        transport,
-        links or usual_links(),
-        softcap=bool(softcap),
-        deterministic=deterministic,
-        lse_gradient=lse_gradient,
-        two_streams=two_streams,
+        request, kernels, call_shape, transport, links or usual_links(), two_streams
     )
     if plan.target is None:
         program, summary = PassCompiler(plan, pass_, target).compiled(at)
     else:
         program, summary = pass_.programs[at], CallSummary()
-    choices = {kind: kernels.choice(kind) for kind in sorted(_kinds(program))}
-    by_name = _by_name(kernels, program)
+    calls = [c for op in program.operations if isinstance(op, Attention) for c in op.calls]
+    choices: dict[MaskKind, Choice] = {}
+    for kind in sorted({call.kind for call in calls}):
+        choice = offered[kind]
+        if isinstance(choice, KernelRefusedError):
+            raise choice
+        choices[kind] = choice
+        _log_once(pass_.direction.value, str(kind), choice.kernel.name, call_shape.device.type)
+    by_name = {kernel.name: kernel for kernel in kernels.values()}
+    for call in calls:
+        if call.kernel not in by_name:  # a compiled plan may bring any
+            raise MeshAttentionError(
+                f"the plan is compiled for a kernel {call.kernel!r}, and this device has "
+                f"{', '.join(by_name)} for such calls; give the plan as it was before"
+            )
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
-    for kind, choice in choices.items():
-        _log_once(pass_.direction.value, str(kind), choice.kernel.name, call_shape.device.type)
     row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
@@ -245,29 +222,6 @@ def make_executor(
 def _log_once(direction: str, kind: str, kernel: str, device: str) -> None:
     """`cp.kernels()` says why."""
     _LOG.info("%s calls with a %s mask on %s: kernel %s", direction, kind, device, kernel)
-
-
-def _kinds(program: Program) -> set[MaskKind]:
-    return {
-        MaskKind(call.kind)
-        for op in program.operations
-        if isinstance(op, Attention)
-        for call in op.calls
-    }
-
-
-def _by_name(kernels: KernelsAtHand, program: Program) -> dict[str, Kernel]:
-    """The kernels that the program names, which a compiled plan may bring."""
-    by_name = kernels.by_name
-    for op in program.operations:
-        for call in op.calls if isinstance(op, Attention) else ():
-            if call.kernel not in by_name:
-                there = ", ".join(by_name)
-                raise MeshAttentionError(
-                    f"the plan is compiled for a kernel {call.kernel!r}, and this device has "
-                    f"{there} for such calls; give the plan as it was before"
-                )
-    return by_name
 
 
 def _check(plan: Plan, pass_: Pass, at: int, call_shape: CallShape, *, lse_gradient: bool) -> None:

@@ -16,10 +16,10 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Plan, Programs
 from mesh_attention.plan.language.program import Program
 from mesh_attention.plan.language.text import digest
-from mesh_attention.plan.passes.unasked import without_lse
+from mesh_attention.plan.passes.place import without_lse
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
-from mesh_attention.plan.read.kept import recalled
+from mesh_attention.plan.read.count import recalled
 
 
 @dataclass(frozen=True)

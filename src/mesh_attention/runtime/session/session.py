@@ -28,8 +28,7 @@ from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.caches import LruCache
-from mesh_attention.runtime.session.call_cache import CallCache, PlanSource
+from mesh_attention.runtime.session.caches import CallCache, LruCache, PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import NUM_CALLS, Calls
 from mesh_attention.runtime.session.prepared_call import PassReport, PreparedCall

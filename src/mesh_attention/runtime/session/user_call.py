@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.runtime.session.caches import WeakRegistry
-from mesh_attention.runtime.session.call_cache import PlanSource
+from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
 

@@ -31,16 +31,17 @@ from mesh_attention.runtime.transport.interface import (
     View,
     transfers,
 )
-from mesh_attention.runtime.transport.messages import Messages, messages
 from mesh_attention.runtime.transport.torch_operations import (
     Copies,
     Exchange,
     Gather,
+    Messages,
     PointToPoint,
     Reduce,
     ReduceByMessages,
     Works,
     gathers_by_messages,
+    messages,
     reduce_kind,
 )
 

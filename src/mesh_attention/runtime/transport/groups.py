@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,17 +25,16 @@ from torch.distributed.distributed_c10d import Store
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, ReduceScatter
-from mesh_attention.runtime.transport.connections import (
+from mesh_attention.runtime.transport.job_store import JobStore, PatientStore
+from mesh_attention.runtime.transport.make_group import (
+    ON_OUR_OWN,
     OpenSocket,
     connections_since,
+    make_group,
     open_sockets,
     shut_down,
+    with_all,
 )
-from mesh_attention.runtime.transport.job_store import (
-    JobStore,
-    PatientStore,
-)
-from mesh_attention.runtime.transport.make_group import ON_OUR_OWN, make_group, with_all
 
 _ABORT_SECONDS = 2.0
 _LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflow at some centuries
@@ -51,6 +50,8 @@ class Groups:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
         self.releases = 0
+        # Asked for in every call, and slow to find where a backend is missing.
+        self._timeout_of_parent = timeout_of(parent)
         self._aborting: dict[dist.ProcessGroup, threading.Thread] = {}
         self._connections: list[OpenSocket] = []  # of groups over gloo
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -58,7 +59,8 @@ class Groups:
         # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
         # groups of the same ranks have two numbers, so threads may use them in any order; but for
         # those that were split off: PyTorch gives them names that may differ between ranks.
-        base, number = f"mesh_attention/{'-'.join(map(str, self.ranks))}", _name_of(parent)
+        base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
+        number = str(c10d._world.pg_names.get(parent, ""))
         base += f"/{number}" if number.isdigit() else ""
         self._limit = self.timeout(None)
         store = JobStore(base, default_store(), self._limit.total_seconds())
@@ -83,11 +85,6 @@ class Groups:
             if dist.get_backend(self.parent) == dist.Backend.GLOO:
                 for backend in chain.from_iterable(map(backends_of, self._there())):
                     backend._set_default_timeout(limit)
-
-    @cached_property
-    def _timeout_of_parent(self) -> timedelta:
-        """Asked for in every call, and slow to find where a backend is missing."""
-        return timeout_of(self.parent)
 
     def prepare(
         self,
@@ -223,10 +220,6 @@ def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             yield group._get_backend(torch.device(device))
-
-
-def _name_of(group: dist.ProcessGroup) -> str:
-    return str(c10d._world.pg_names.get(group, ""))
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

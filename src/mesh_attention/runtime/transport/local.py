@@ -1,21 +1,17 @@
-"""Ranks in one process: all of them, or one alone.
+"""All ranks in one process: an operation happens when the last member of its group arrives.
 
-With all ranks an operation happens when the last member of its group arrives: for tests, for study,
-and for the truth beside the real transports, the same executor and the same programs with plain
-copies in place of a network. One rank alone is for measuring its computation.
+For tests, for study, and for the truth beside the real transports: the same executor and the same
+programs with plain copies in place of a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from torch import Tensor
-
-from mesh_attention.plan.language.buffers import Buffer
-from mesh_attention.plan.language.program import Communication, Program, writes
+from mesh_attention.plan.language.program import Communication, Program
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import (
     Handle,
@@ -90,32 +86,3 @@ def _perform(arrived: list[tuple[Transfers, View]]) -> None:
                     view(place).add_(shown[piece])
                 else:
                     view(place).copy_(shown[piece])
-
-
-class AloneTransport:
-    """One rank without the others: communications move nothing, or whatever `receive` writes."""
-
-    in_order = True
-    own_stream = True
-    shows_workspace = False
-
-    def __init__(
-        self, program: Program, receive: Callable[[Buffer, Tensor], None] | None = None
-    ) -> None:
-        self._table = program.buffer_table()
-        self._receive = receive
-
-    def prepare(self, op: Communication, view: View) -> Start:
-        landed = [(self._table[piece.buffer], view(piece)) for piece in writes(op)]
-
-        def start(after: Marks) -> Handle:
-            if self._receive is not None:
-                for buffer, tensor in landed:
-                    self._receive(buffer, tensor)
-            return _Done()
-
-        return start
-
-
-class _Done(Handle):
-    def wait(self) -> None: ...

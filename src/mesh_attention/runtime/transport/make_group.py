@@ -1,4 +1,4 @@
-"""Making one process group, by its members alone.
+"""Making one process group, by its members alone, and ending its connections.
 
 `torch.distributed.new_group` asks every rank of the job to take part. Its option to ask the members
 alone names the group by how many groups a rank happens to have, so members with different histories
@@ -6,15 +6,27 @@ wait under different names, and a group made again after `destroy_process_group`
 of the old one (pytorch#189073, pytorch#55967). Making the group through the function below it, with
 a name that is ours and never used twice, has neither fault. It is private: this file is its only
 user, and says what it found if it has changed.
+
+A rank that breaks off a call drops its groups, and the others learn it from closed connections. But
+processes that it forked, as the workers of a `DataLoader`, hold copies, and a connection is closed
+only with its last copy. Shutting it down ends it for all who hold it, here and at the other end,
+and what is in flight on it fails at once. gloo has no call for that, so `groups.py` compares the
+sockets of the process before and after it makes a group.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import socket
+import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch
@@ -26,6 +38,8 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError, in_time
 from mesh_attention.version import TESTED_TORCH
 
+_LISTEN_SECONDS = 1.0
+_DESCRIPTORS = Path("/proc/self/fd")
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
@@ -117,3 +131,77 @@ def make_group(
 def group_name(name: str) -> Any:
     """As functions of torch take it: later ones have a type for names."""
     return c10d.GroupName(name) if hasattr(c10d, "GroupName") else name
+
+
+@dataclass(frozen=True)
+class OpenSocket:
+    """By its number, which may be used again, and what the system calls it, which is not."""
+
+    descriptor: int
+    inode: int
+
+    def copy(self) -> socket.socket | None:
+        """None if it is closed."""
+        try:
+            descriptor = os.dup(self.descriptor)
+        except OSError:
+            return None
+        if os.fstat(descriptor).st_ino != self.inode:
+            os.close(descriptor)
+            return None
+        return socket.socket(fileno=descriptor)
+
+
+def shut_down(connections: Iterable[OpenSocket]) -> None:
+    """At once for those who wait at the other end. We take what they send for a while longer: a
+    send of gloo's that fails as it begins is waited for in vain."""
+    copies = [copy for copy in (connection.copy() for connection in connections) if copy]
+
+    def end(how: int) -> None:
+        for copy in copies:
+            with suppress(OSError):  # the other end was faster
+                copy.shutdown(how)
+
+    def end_later() -> None:
+        sleep(_LISTEN_SECONDS)
+        end(socket.SHUT_RDWR)
+        for copy in copies:
+            copy.close()
+
+    end(socket.SHUT_WR)
+    if copies:
+        threading.Thread(target=end_later, name="mesh_attention shut down", daemon=True).start()
+
+
+def open_sockets() -> frozenset[OpenSocket]:
+    """All of this process; none where the system does not say."""
+    sockets = set()
+    with suppress(OSError):
+        for name in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    sockets.add(OpenSocket(int(name), status.st_ino))
+    return frozenset(sockets)
+
+
+def connections_since(before: frozenset[OpenSocket], wanted: int) -> tuple[OpenSocket, ...]:
+    """The connections of a group that was made meanwhile and has `wanted` of them. If another
+    thread made connections too: only those that the group accepted, which are surely its own."""
+    listening = set()
+    ends = {}
+    for open_socket in open_sockets() - before:
+        copy = open_socket.copy()
+        if copy is None:
+            continue
+        with copy, suppress(OSError):
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(copy.getsockname())
+            else:
+                copy.getpeername()  # raises unless it is connected
+                ends[open_socket] = copy.getsockname()
+    if len(listening) == 1 and len(ends) == wanted:
+        return (*ends,)
+    return tuple(open_socket for open_socket, end in ends.items() if {end} == listening)

@@ -18,7 +18,7 @@ from mesh_attention.plan.language.plan import Direction, Pass, Programs
 from mesh_attention.plan.language.program import Attention, Free, Operation, Program, Task
 from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.exchange import TO_HEADS, TO_TOKENS, exchange_of
-from mesh_attention.plan.methods.parts.head_group import HeadGroup
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, ulysses_degrees
 
 _CALLER = (Role.INPUT, Role.OUTPUT)
 # Which buffers a program uses, and what it frees before which operation.
@@ -89,8 +89,9 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     if kept or first.keeps_gathered:
         setting["keep"] = " ".join([*kept, *["gathered"] * first.keeps_gathered])
     programs = Programs(degree * head_group.num_units, program)
-    copies = degree if head_group.has_alike else 1
-    return Pass(first.direction, groups, programs, order, setting, copies)
+    # Whether all head groups have the same number of heads, and receive the same bytes.
+    alike = head_group.shards is None and degree in ulysses_degrees(head_group.problem)
+    return Pass(first.direction, groups, programs, order, setting, degree if alike else 1)
 
 
 class Assembler:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,37 +26,10 @@ from mesh_attention.plan.problem.spans import Spans, joined
 # halves of thousands of ranks, gathered by one rank that has two blocks of queries, are few calls
 # and must be found.
 MAX_BLOCKS = 4096
-# Up to so many blocks a side are compared one by one; for more, arrays are faster.
-_FEW_BLOCKS = 4
 _ONES = re.compile(rb"\x01+")
 
 Array = NDArray[np.int64]
 Cells = NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Blocks of consecutive positions, in row order."""
-
-    starts: Array
-    stops: Array
-    first_rows: tuple[int, ...]  # of each block, and one past the last row
-    edges: list[int]  # all starts and stops, sorted
-    few: Spans | None  # (start, stop) of each, unless they are many
-
-    @staticmethod
-    def of(blocks: Spans) -> Blocks:
-        starts, stops = np.array(blocks, dtype=np.int64).T
-        first_rows = (0, *np.cumsum(stops - starts).tolist())
-        edges = sorted({e for block in blocks for e in block})
-        few = blocks if len(blocks) <= _FEW_BLOCKS else None
-        return Blocks(starts, stops, first_rows, edges, few)
-
-    def block(self, i: int) -> tuple[int, int]:
-        return int(self.starts[i]), int(self.stops[i])
-
-    def pairs(self) -> list[tuple[int, int]]:
-        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +41,8 @@ class RowList:
     num_rows: int
     first: int  # smallest and largest position
     last: int
-    blocks: Blocks | None  # None: too many to look at one by one
+    blocks: Spans  # of consecutive positions, in row order; none: too many to look at one by one
+    first_rows: tuple[int, ...]  # of each block, and one past the last row
 
     @staticmethod
     def of(layout: Layout, spans: Spans) -> RowList:
@@ -78,10 +53,12 @@ class RowList:
             if sum(run.count for run in runs) > MAX_BLOCKS:
                 first = min(run.start for run in runs)
                 last = max(run.stop for run in runs) - 1
-                return RowList(layout, spans, num_rows, first, last, None)
+                return RowList(layout, spans, num_rows, first, last, (), ())
             pairs = [block for run in runs for block in run.blocks()]
-        blocks = Blocks.of(joined(pairs))
-        return RowList(layout, spans, num_rows, blocks.edges[0], blocks.edges[-1] - 1, blocks)
+        blocks = joined(pairs)
+        first, last = min(a for a, _ in blocks), max(b for _, b in blocks) - 1
+        first_rows = tuple(accumulate((b - a for a, b in blocks), initial=0))
+        return RowList(layout, spans, num_rows, first, last, blocks, first_rows)
 
     @property
     def runs(self) -> list[Run]:

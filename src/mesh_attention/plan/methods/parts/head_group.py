@@ -133,10 +133,6 @@ class PassCut(NamedTuple):
     even: bool = False
     short_start: bool = False
 
-    @property
-    def is_whole(self) -> bool:
-        return self.chunks == (1, 1) and len(self.slices) == 1
-
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -150,11 +146,6 @@ class HeadGroup:
     kept: tuple[Kind, ...] = ()  # whose exchanged rows stay for the backward pass
 
     @property
-    def has_alike(self) -> bool:
-        """Whether all head groups have the same number of heads, and receive the same bytes."""
-        return self.shards is None and self.degree in ulysses_degrees(self.problem)
-
-    @property
     def is_exchanged(self) -> bool:
         """Whether a unit's own rows come from other ranks, and are not the caller's tensors."""
         return self.degree > 1 or self.shards is not None
@@ -162,16 +153,6 @@ class HeadGroup:
     @property
     def num_units(self) -> int:
         return self.q_layout.num_ranks // self.degree
-
-    @property
-    def has_even_chunks(self) -> bool:
-        """Whether some chunk has rows of both halves of a zigzag, from its two ends."""
-        return any(len(spans) > 1 for spans in self.slots(Kind.Q) + self.slots(Kind.K))
-
-    @property
-    def has_short_start(self) -> bool:
-        """Whether there is one more chunk of keys than asked for, before the others."""
-        return self.cut is not None and len(self.slots(Kind.K)) > self.cut.chunks[1]
 
     def layout(self, kind: Kind) -> Layout:
         return self.kv_layout if kind.is_key_side else self.q_layout

@@ -1,8 +1,6 @@
 """Which rows each rank needs under a mask: what must travel, and no more.
 
-With a tile a x b a rank needs the queries of its tile row that see keys of its tile column, and
-the keys of its column that those queries see. With 1 x n these are its own queries and all keys
-that they see. Everything is computed on intervals, for all ranks at once: the ranges of positions
+Everything is computed on intervals, for all ranks at once: the ranges of positions
 that ranks own are cut where the mask bends, each part sees an interval of keys, and the intervals
 of one tile row are joined. A rank cuts the intervals of its own row at the owners' ranges to know
 what it receives, and the intervals of all rows at its own ranges to know what it gives. So its

@@ -101,12 +101,13 @@ class TilePass:
     @property
     def cut_setting(self) -> dict[str, str]:
         """How it is cut, for people."""
-        short = self.head_group.has_short_start
+        cut, (q_slots, kv_slots) = self.head_group.cut, map(self.head_group.slots, (Kind.Q, Kind.K))
+        short = cut is not None and len(kv_slots) > cut.chunks[1]
         keys = self.kv.chunks_of_slice - short  # as they were asked for
         setting = {"chunks": f"{self.q.chunks_of_slice}x{keys}"}
         if len(self.slices) > 1:
             setting["head_slices"] = "+".join(map(str, self.slices))
-        if self.head_group.has_even_chunks:
+        if any(len(spans) > 1 for spans in q_slots + kv_slots):  # of both halves of a zigzag
             setting["even_chunks"] = "on"
         if short:
             setting["short_start"] = "on"

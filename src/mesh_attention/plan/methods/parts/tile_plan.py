@@ -176,10 +176,6 @@ class TilePlanner:
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
         self.lowerings = Lowerings(*self.layouts, problem.rows, one_call=shared.one_call)
 
-    @property
-    def is_zigzag(self) -> bool:
-        return all(layout.kind is LayoutKind.ZIGZAG for layout in self.layouts)
-
     def tile_passes(
         self,
         direction: Direction,
@@ -197,8 +193,8 @@ class TilePlanner:
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
         degree, out = shared.ulysses, shared.gather_out
         # Rows that change their layout on the way are exchanged at once.
-        at_once = degree == 1 or self.shards is not None or cut.is_whole
-        exchanged = None if at_once else cut
+        whole = cut.chunks == (1, 1) and len(cut.slices) == 1
+        exchanged = None if degree == 1 or self.shards is not None or whole else cut
         keep = keep or shared.keep
         kept = kept_kinds(keep, self._problem, degree)
         gathered = keep is Keep.GATHERED

@@ -83,18 +83,12 @@ class TileSide:
         self.users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
         self.per_node = per_node
         self.chunks = head_group.chunks(self.kind, cut.chunks[keys], cut.slices)
-        self._num_slices = len(cut.slices)
-        self.chunks_of_slice = len(self.chunks) // self._num_slices
+        self.chunks_of_slice = len(self.chunks) // len(cut.slices)
         self.reduce_by = self._reduce_by(wanted)
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
         self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
         self._gathered_rows = cache(lambda line, i: self.rows_of(self.partitions(line), i))
         self.buffers = cache(self._buffers)  # that all units of a line hold alike
-
-    @property
-    def parts_of_slice(self) -> int:
-        """Parts of the heads of a slice, where chunks are cut by heads and not by rows."""
-        return len({chunk.heads for chunk in self.chunks}) // self._num_slices
 
     @property
     def is_fetched(self) -> bool:

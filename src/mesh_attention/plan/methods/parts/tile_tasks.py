@@ -185,10 +185,12 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         by_kv = {j: tuple(n for (_, y), n in computes.items() if y == j) for j in kv_indices}
         add_tasks(mesh.kv_reduce_kind, kv_indices, by_kv)
     backward = mesh.direction is Direction.BACKWARD
+    # Of the heads of a slice, where chunks of queries are cut by heads and not by rows.
+    parts_of_slice = len({chunk.heads for chunk in mesh.q.chunks}) // len(mesh.slices)
     compute = []
     for (i, j), (part, pairs) in tasks.items():
         share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
-        share /= mesh.q.parts_of_slice
+        share /= parts_of_slice
         flops = mesh.problem.flops(pairs, backward=backward) * share
         gathers = [Task(GATHER_Q, (i,))] * mesh.q.is_fetched
         gathers += [Task(GATHER_KV, (j,))] * mesh.kv.is_fetched

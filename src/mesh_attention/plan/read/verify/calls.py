@@ -11,8 +11,6 @@ from __future__ import annotations
 from functools import cache
 from itertools import combinations, pairwise
 
-import numpy as np
-
 from mesh_attention.plan.language.program import Call, CallKind
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges
@@ -70,35 +68,24 @@ class CallCheck:
         if call.kind is CallKind.RANGE:
             return None
         first_q, last_q = q.extremes(call.q_start, call.q_stop)
-        first_k, last_k = k.extremes(call.k_start, call.k_stop)
+        first_k, _ = k.extremes(call.k_start, call.k_stop)
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
-        full, rows = call.kind is CallKind.FULL, self._rows
-        if last_q >= rows.q_tokens:
+        full, seen = call.kind is CallKind.FULL, self._seen(q, k, call)
+        if last_q >= self._rows.q_tokens:
             return "contains padding rows"
-        if rows.ordered:
-            lo, hi = rows.bounds(np.array([first_q, last_q], dtype=np.int64))
-            hidden = lo[1] > first_k or (full and hi[0] <= last_k)
-        else:  # bounds may fall, so two ends say nothing of what is between: pairs are counted
-            seen = self._seen(q, k, call)
-            hidden = full and seen != height * width
-        if hidden:
-            return "contains pairs that the mask hides"
         if full:
-            return None
+            return None if seen == height * width else "contains pairs that the mask hides"
         if height != width:
             return "is not square"
-        segment = rows.segment_at(first_q)
-        if rows.ordered:
-            straight = segment is rows.segment_at(last_q)
-            on_edge = straight and hi[0] == first_k + 1 and hi[1] == first_k + height
-        else:  # the triangle of one interval, and no pair of any other
-            exact = last_q < segment.stop and seen == height * (height + 1) // 2
-            on_edge = exact and any(
-                interval.at(first_q)[1] == first_k + 1
-                and interval.at(last_q)[1] == first_k + height
-                and interval.at(last_q)[0] <= first_k
-                for interval in segment.intervals
-            )
+        # The triangle of one interval, and no pair of any other.
+        segment = self._rows.segment_at(first_q)
+        exact = last_q < segment.stop and seen == height * (height + 1) // 2
+        on_edge = exact and any(
+            interval.at(first_q)[1] == first_k + 1
+            and interval.at(last_q)[1] == first_k + height
+            and interval.at(last_q)[0] <= first_k
+            for interval in segment.intervals
+        )
         in_order = q.consecutive(call.q_start, call.q_stop) and k.consecutive(
             call.k_start, call.k_stop
         )
