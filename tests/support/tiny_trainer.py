@@ -186,9 +186,20 @@ def train(trainer: Any) -> Trained:
     trainer.evaluate()
     names: tuple[str, ...] = ("loss", "grad_norm", "train_loss", "num_input_tokens_seen")
     names += ("eval_loss", "eval_logits", "eval_rows")
-    logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
+    if trainer.args.include_num_input_tokens_seen != "no":
+        names += ("epoch", "total_flos")
+    logged = [
+        {name: x for name, x in line.items() if name in names} | counted(line)
+        for line in trainer.state.log_history
+    ]
     trained = trainer.model.named_parameters()
     return logged, {_name(n): _whole(p) for n, p in trained if p.requires_grad}
+
+
+def counted(line: dict[str, float]) -> dict[str, float]:
+    """What speeds count: they must be those of all samples and all steps, whatever the time."""
+    speeds = {n: x for n, x in line.items() if n.endswith(("samples_per_second", "steps_per_second"))}
+    return {n: round(x * line[f"{n.split('_')[0]}_runtime"]) for n, x in speeds.items()}
 
 
 def _name(name: str) -> str:

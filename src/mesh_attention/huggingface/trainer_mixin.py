@@ -3,8 +3,8 @@
     class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer): ...
 
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
-batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
-puts logits together again. DDP or FSDP2 average gradients over all ranks, as ever.
+batch and keep a part of it each, and losses are means over all targets of all ranks. DDP or FSDP2
+average gradients over all ranks, as ever. Evaluation is in `trainer_evaluation.py`.
 
 A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
 model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
@@ -33,31 +33,24 @@ from mesh_attention.huggingface.loss_writer import (
     takes_whole_batches,
 )
 from mesh_attention.huggingface.model import ModelContextParallel
-from mesh_attention.huggingface.repeated_samples import (
-    count_samples,
-    note_remainder,
-    without_repeated,
-)
 from mesh_attention.huggingface.trainer_arguments import (
     refuse_arguments,
     refuse_settings,
 )
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
 from mesh_attention.huggingface.trainer_doctor import doctor_of
+from mesh_attention.huggingface.trainer_evaluation import EvaluationOnRanks
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
     refuse_unreduced,
-    reshard,
     shard_on_cpu,
 )
 from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
-_Base: Any = Trainer if TYPE_CHECKING else object
 
-
-class ContextParallelMixin(_Base):
+class ContextParallelMixin(EvaluationOnRanks):
     """For a subclass of `Trainer`, named before it.
 
     cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
@@ -228,6 +221,11 @@ class ContextParallelMixin(_Base):
             count = torch.tensor(whole if is_first else 0, device=self.args.device)
         self.state.num_input_tokens_seen += self.accelerator.gather(count).sum().item()
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Those of all ranks are added up, and each of a group has the same batch."""
+        operations: float = super().floating_point_ops(getattr(inputs, "whole", inputs))
+        return operations / self.cp_size
+
     # Losses and gradients.
 
     def train(self, *args: Any, **more: Any) -> Any:
@@ -308,64 +306,3 @@ class ContextParallelMixin(_Base):
             num_items_in_batch=num_items_in_batch,
         )
         return loss * self.mesh["dp"].size()
-
-    # Evaluation.
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of a whole batch; logits are whole and in order on all ranks of the group."""
-        if self._is_whole:
-            with self._on_batch():
-                step: Any = super().prediction_step
-                return step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
-        loader = self.accelerator.gradient_state.active_dataloader
-        note_remainder(loader, self.mesh["dp"], inputs)
-        whole = without_repeated(loader, self.mesh["dp"], inputs)
-        part = self._prepare_inputs(self._shard(whole))
-        labels, loss = whole.get("labels"), None
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if labels is None:
-                outputs = model(**part.model_inputs(), use_cache=False)
-            else:
-                count = self._num_targets([part], self.args.device)
-                assert count is not None
-                only_loss = prediction_loss_only
-                result = self.compute_loss(
-                    model, part, return_outputs=not only_loss, num_items_in_batch=count.clamp(min=1)
-                )
-                loss, outputs = (result, None) if only_loss else result
-                # A batch without targets has no loss, and not one of 0: the Trainer leaves it out.
-                loss = self._mean_of_ranks(loss).masked_fill(count == 0, torch.nan)
-            if prediction_loss_only:
-                return loss, None, None
-            logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
-        return loss, logits, None if labels is None else labels.to(self.args.device)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
-        if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
-            self._shard_model()
-        if not self._is_whole:
-            count_samples(dataloader, self.mesh["dp"])
-            self.gather_function = self._gather
-        results = super().evaluation_loop(dataloader, *args, **more)
-        reshard(self.model)
-        return results
-
-    def _shard_model(self) -> None:
-        """Before any training; accelerate shards a model with its optimizer alone."""
-        self.create_optimizer()
-        self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
-        self.model_wrapped, self.optimizer = self.model, None
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """From one rank of each context-parallel group, without what the last batch repeats."""
-        of_all: Tensor = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
-        values = of_all[:: self.cp_size].flatten(0, 1)
-        loader = self.accelerator.gradient_state
-        ends = loader.end_of_dataloader and loader.remainder > 0
-        return values[: loader.remainder] if ends else values
