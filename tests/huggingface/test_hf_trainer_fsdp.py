@@ -7,6 +7,7 @@ Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 22 (c
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -83,7 +84,7 @@ def test_bf16_is_near_to_that_of_one_process(model_pool: WorkerPool, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compiled", "compiled, FSDP2"])
+@pytest.mark.parametrize("name", ["compiled", "compiled, FSDP2", "compiled by inductor"])
 def test_a_compiled_model_trains_as_one_process(
     model_pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:
@@ -133,3 +134,26 @@ def test_sharded_trainings_go_on_from_checkpoints_of_both_kinds(
 ) -> None:
     model_pool.run(saved, 2, str(tmp_path), name)
     assert (tmp_path / "checkpoint-2" / file).is_file()
+
+
+def moved(rank: int, world_size: int, folder: str, checkpoint: str | None) -> Trained:
+    from support.tiny_trainer import RUNS, launched, train
+
+    kind = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    with launched(rank, world_size), patch.dict(os.environ, kind):
+        trainer = RUNS["FSDP2, in shards"].trainer(folder, world_size)
+        trainer.train = partial(trainer.train, resume_from_checkpoint=checkpoint)
+        result = train(trainer)
+        trainer.close()
+    return result
+
+
+def test_a_sharded_checkpoint_of_four_ranks_goes_on_on_two(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    wanted = model_pool.run(moved, 4, str(tmp_path), None)
+    results = model_pool.run(moved, 2, str(tmp_path), str(tmp_path / "checkpoint-1"))
+    for (logged, parameters), (true_logged, true_parameters) in zip(results, wanted[:2], strict=True):
+        assert logged[-1] == pytest.approx(true_logged[-1], rel=1e-5)
+        for name, x in true_parameters.items():
+            assert (parameters[name] - x).abs().max() <= 1e-5 * x.abs().max(), name

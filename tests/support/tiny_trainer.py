@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -228,8 +227,6 @@ def _fsdp2(**config: Any) -> dict[str, Any]:
 
 
 _TWO_BY_TWO: dict[str, Any] = {"batch_size": 4, "num_examples": 48, "num_evaluated": 4}
-_KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")  # they need a GPU
-_LIGER = {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)}
 _COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 _SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
 
@@ -272,7 +269,17 @@ RUNS = {
         "llama",
         num_examples=4,
         arguments={"label_smoothing_factor": 0.2, "max_steps": 2},
-        on_ranks=_LIGER if find_spec("liger_kernel") else {},
+    ),
+    "rotary kernel of Liger": Run(  # the only one that knows positions, and that runs on CPUs
+        "llama",
+        num_examples=2,
+        arguments={"max_steps": 2},
+        on_ranks={
+            "use_liger_kernel": True,
+            "liger_kernel_config": dict.fromkeys(
+                ("rms_norm", "swiglu", "fused_linear_cross_entropy"), False
+            ),
+        },
     ),
     # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
     "tied, softcap, checkpoints of accelerate": Run(
@@ -314,6 +321,10 @@ RUNS = {
     ),
     "compiled": Run("llama", on_ranks=_COMPILED),
     "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),
+    "compiled by inductor": Run(
+        "llama", num_examples=2, arguments={"max_steps": 2}, on_ranks={"torch_compile": True}
+    ),
+    "offloaded": Run("llama", num_examples=4, on_ranks=_fsdp2(cpu_offload=True)),
     "FSDP2, whole": Run(
         "llama",
         num_examples=4,

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import transformers.trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
 from mesh_attention.huggingface.repeated_samples import (
@@ -19,7 +18,7 @@ from mesh_attention.huggingface.repeated_samples import (
     note_remainder,
     without_repeated,
 )
-from mesh_attention.huggingface.trainer_model import reshard
+from mesh_attention.huggingface.trainer_model import is_sharded, reshard
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -69,7 +68,7 @@ class EvaluationOnRanks(_Base):
         return loss, logits, None if labels is None else labels.to(self.args.device)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
-        if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
+        if self.is_fsdp_enabled and not is_sharded(self.model):
             self._shard_model()
         if not self._is_whole:
             count_samples(dataloader, self.mesh["dp"])

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
@@ -43,6 +42,7 @@ from mesh_attention.huggingface.trainer_evaluation import EvaluationOnRanks
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
+    prepared_once,
     refuse_unreduced,
     shard_on_cpu,
 )
@@ -232,9 +232,8 @@ class ContextParallelMixin(EvaluationOnRanks):
         """Accelerate takes a model that was evaluated before for one that is wrapped already."""
         if self.model_wrapped is self.model:
             self.model._is_accelerate_prepared = False
-        if isinstance(self.model, FSDPModule):  # and would put checkpoints into checkpoints
-            self.accelerator.state.fsdp_plugin.activation_checkpointing = False
-        return super().train(*args, **more)
+        with prepared_once(self.accelerator, self.model):
+            return super().train(*args, **more)
 
     def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
         if model is not self._ready:

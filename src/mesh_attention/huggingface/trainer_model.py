@@ -3,8 +3,11 @@ checkpoints keep the results of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from accelerate.state import PartialState
@@ -36,6 +39,28 @@ def shard_on_cpu(accelerator: Any, args: Any) -> bool:
     return True
 
 
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)  # of torch.compile
+
+
+@contextmanager
+def prepared_once(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """Of a model that is sharded already, by an evaluation or another training, the optimizer alone
+    is prepared. Accelerate would put checkpoints into its checkpoints; and it finds parameters by
+    their addresses, of which shards without rows have none, so that it would save a state of the
+    optimizer that goes on otherwise."""
+    prepare = accelerator.prepare
+
+    def of_optimizer(*objects: Any, **options: Any) -> Any:
+        if not any(x is model for x in objects):
+            return prepare(*objects, **options)
+        accelerator._models.append(model)
+        return tuple(x if x is model else accelerator.prepare_optimizer(x) for x in objects)
+
+    with patch.object(accelerator, "prepare", of_optimizer if is_sharded(model) else prepare):
+        yield
+
+
 def reshard(model: nn.Module) -> None:
     """Without a backward pass FSDP2 leaves some parameters whole; an optimizer that is made then
     would train copies of them."""
@@ -50,7 +75,7 @@ def refuse_unreduced(model: nn.Module) -> None:
     inside: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     if world_size == 1 or isinstance(inside, DistributedDataParallel):
         return
-    if not isinstance(model, FSDPModule) and not isinstance(inside, FSDPModule):
+    if not is_sharded(model):
         raise MeshAttentionError(
             f"the model is wrapped by {type(model).__name__}, and neither by "
             "DistributedDataParallel nor by FSDP2 (fsdp=True), so gradients would not be averaged "
