@@ -71,8 +71,10 @@ def test_four_sharded_ranks_train_as_one_process(
     check(model_pool.run(on_ranks, 4, folder, names, cp_size), wanted)
 
 
-def test_a_model_is_made_anew_for_each_training(model_pool: WorkerPool, tmp_path: Path) -> None:
-    folder, names = str(tmp_path), ["model_init"]
+def test_models_that_are_made_anew_or_kept_on_the_host_train_as_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    folder, names = str(tmp_path), ["model_init", "offloaded"]
     [wanted] = model_pool.run(one_process, 1, folder, names)
     check(model_pool.run(on_ranks, 2, folder, names, 2), wanted)
 

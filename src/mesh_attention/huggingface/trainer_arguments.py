@@ -13,7 +13,7 @@ def refuse_arguments(args: Any) -> None:
     """`TrainingArguments`, or None, before anything is made of them."""
     if args is None:
         return
-    config = args.accelerator_config
+    config, liger = args.accelerator_config, args.liger_kernel_config or {}
     refused = {
         "parallelism_config": (
             args.parallelism_config is not None,
@@ -26,8 +26,8 @@ def refuse_arguments(args: Any) -> None:
         ),
         "use_liger_kernel": (
             bool(args.use_liger_kernel)
-            and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True),
-            "it makes losses inside the model; with liger_kernel_config="
+            and (liger.get("fused_linear_cross_entropy", True) or liger.get("cross_entropy")),
+            "it would make the loss, too; with liger_kernel_config="
             "{'fused_linear_cross_entropy': False} its other kernels are taken",
         ),
         "auto_find_batch_size": (

@@ -230,8 +230,8 @@ class ContextParallelMixin(EvaluationOnRanks):
 
     def train(self, *args: Any, **more: Any) -> Any:
         """Accelerate takes a model that was evaluated before for one that is wrapped already."""
-        if self.model_wrapped is self.model:
-            self.model._is_accelerate_prepared = False
+        if getattr(self.model_wrapped, "_orig_mod", self.model_wrapped) is self.model:
+            self.model_wrapped, self.model._is_accelerate_prepared = self.model, False
         with prepared_once(self.accelerator, self.model):
             return super().train(*args, **more)
 

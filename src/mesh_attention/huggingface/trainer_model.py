@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +34,8 @@ def shard_on_cpu(accelerator: Any, args: Any) -> bool:
         plugin.activation_checkpointing = bool(args.fsdp_config["activation_checkpointing"])
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # which wants a GPU
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     return True
