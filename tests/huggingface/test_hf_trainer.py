@@ -62,7 +62,8 @@ def check(found: list[list[Trained]], wanted: list[Trained], exact: float = EXAC
                 assert (p - wanted_p).abs().max() <= exact * wanted_p.abs().max(), name
 
 
-ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints", "smoothed"]
+ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints"]
+ALONE += ["smoothed", "experts"]
 
 
 def test_a_trainer_on_two_ranks_is_that_of_one_process(

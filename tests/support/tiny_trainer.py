@@ -156,7 +156,9 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
 
 def _metrics(found: Any) -> dict[str, float]:
     """They depend on which logits stand where, and on each once."""
-    logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
+    of_model = found.predictions  # transformers' own has router logits in it, where they are
+    logits = torch.tensor(of_model[0] if isinstance(of_model, tuple) else of_model)
+    labels = torch.tensor(found.label_ids)
     weights = torch.linspace(1, 2, labels.numel()).view(labels.shape) * (labels != -100)
     return {"logits": (logits.mean(-1) * weights).sum().item(), "rows": len(logits)}
 
@@ -318,6 +320,12 @@ RUNS = {
         arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
         on_ranks=_fsdp2(activation_checkpointing=True),
         changes={"head_dim": 16},
+    ),
+    "experts": Run(
+        "gpt_oss",
+        num_examples=8,
+        arguments={"gradient_accumulation_steps": 2},
+        changes={"output_router_logits": True},
     ),
     "compiled": Run("llama", on_ranks=_COMPILED),
     "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),

@@ -71,8 +71,9 @@ def refuse_settings(trainer: Any) -> None:
             "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
         ),
         "output_router_logits": (
-            getattr(config, "output_router_logits", False),
-            "the loss that balances experts would be left out; set it to False in the config",
+            trainer._is_whole and getattr(config, "output_router_logits", False),
+            "a compute_loss of your own would leave out the loss that balances experts; set it to "
+            "False in the config",
         ),
     }
     for name, (is_given, why) in refused.items():

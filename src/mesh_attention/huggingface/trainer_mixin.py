@@ -25,7 +25,7 @@ from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
-from mesh_attention.huggingface.head_loss import HeadLoss
+from mesh_attention.huggingface.head_loss import ModelLoss
 from mesh_attention.huggingface.loss_writer import (
     refuse_order,
     refuse_trainer,
@@ -44,6 +44,7 @@ from mesh_attention.huggingface.trainer_model import (
     keep_attention,
     prepared_once,
     refuse_unreduced,
+    router_weight,
     shard_on_cpu,
 )
 from mesh_attention.huggingface.whole_model import WholeModel
@@ -122,12 +123,12 @@ class ContextParallelMixin(EvaluationOnRanks):
             ]
             self.cp = self._whole_models[0].cp
         else:
-            self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
-        inside: Any = self.cp.model
-        in_head = self._linear_loss and not self._is_whole
-        self._head_loss = HeadLoss.of(inside) if in_head else None
+            means = {"reduce": "ddp"} if router_weight(model) else {}  # of DDP, FSDP2 or nobody
+            self.cp = ModelContextParallel(model, self.mesh["cp"], **means | self._cp_options)
+        self._model_loss = ModelLoss(self.cp, in_head=self._linear_loss and not self._is_whole)
         self._noise = None
         if self._noise_alpha is not None:
+            inside: Any = self.cp.model
             embeddings, rank = inside.get_input_embeddings(), self.mesh["cp"].get_local_rank()
             self._noise = EmbeddingNoise(embeddings, self._noise_alpha, rank)
             for whole in self._whole_models[:1]:
@@ -145,10 +146,10 @@ class ContextParallelMixin(EvaluationOnRanks):
     def close(self) -> None:
         for whole in self._whole_models:
             whole.close()
-        for part in (self._head_loss, self._noise):
-            if part is not None:
-                part.remove()
-        self._head_loss = self._noise = None
+        self._model_loss.remove()
+        if self._noise is not None:
+            self._noise.remove()
+        self._noise = None
         self.cp.close()
 
     def doctor(self, whole: Mapping[str, Any] | None = None, **options: Any) -> Diagnosis:
@@ -272,26 +273,27 @@ class ContextParallelMixin(EvaluationOnRanks):
             outputs = model(**arguments)
             loss = self._loss_of_whole(outputs, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
-        options: dict[str, Any] = {
-            "reduce": "fsdp" if self.is_fsdp_enabled else "ddp",
-            "data_parallel": self.mesh["dp"],
-            "num_targets": num_items_in_batch,
-            "label_smoothing": self.args.label_smoothing_factor,
-        }
-        if self._head_loss is not None and not return_outputs:
+        mean, outputs = self._model_loss.mean(
+            model,
+            arguments,
+            inputs.labels,
+            logits=return_outputs,
+            reduce="fsdp" if self.is_fsdp_enabled else "ddp",
+            data_parallel=self.mesh["dp"],
+            num_targets=num_items_in_batch,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+        loss, router = mean.loss, self._router_weight()
+        if router:
+            loss = loss + router * outputs.aux_loss
+        return (loss, outputs) if return_outputs else loss
 
-            def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> Any:
-                more |= options
-                return self.cp.linear_cross_entropy(hidden, weight, inputs.labels, **more)
-
-            mean = self._head_loss.mean(model, arguments, in_head)
-            if mean is not None:
-                return mean.loss
-            self._head_loss.remove()
-            self._head_loss = None
-        outputs = model(**arguments)
-        mean = self.cp.cross_entropy(outputs.logits, inputs.labels, **options)
-        return (mean.loss, outputs) if return_outputs else mean.loss
+    def _router_weight(self) -> float:
+        """As transformers weigh the loss that balances experts: not with label smoothing, and else
+        all of it for each batch of a step."""
+        if self.args.label_smoothing_factor:
+            return 0.0
+        return router_weight(self.cp.model) * (self.mesh["dp"].size() if self.model.training else 1)
 
     def _loss_of_whole(self, outputs: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """`compute_loss_func` gets logits and labels of whole sequences, as on one process, on all

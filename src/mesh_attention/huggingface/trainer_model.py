@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.model_checks import transformers_model
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor
 from mesh_attention.train.keep_attention import KeepAttention
 
@@ -42,7 +43,8 @@ def shard_on_cpu(accelerator: Any, args: Any) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)  # of torch.compile
+    inside = getattr(model, "_orig_mod", None)  # of torch.compile
+    return isinstance(model, FSDPModule) or isinstance(inside, FSDPModule)
 
 
 @contextmanager
@@ -92,6 +94,13 @@ def refuse_unreduced(model: nn.Module) -> None:
                 f"{name} is trained and not sharded over all {world_size} ranks, so its gradients "
                 "would not be averaged over them: leave ignored_modules out, or freeze it"
             )
+
+
+def router_weight(model: nn.Module) -> float:
+    """Of the loss that balances experts; 0 where the config does not ask for it."""
+    config = transformers_model(model).config.get_text_config()
+    is_asked = getattr(config, "output_router_logits", False)
+    return float(config.router_aux_loss_coef) if is_asked else 0.0
 
 
 def is_compiled(model: nn.Module) -> bool:
