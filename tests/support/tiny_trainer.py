@@ -157,7 +157,9 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
 def _metrics(found: Any) -> dict[str, float]:
     """They depend on which logits stand where, and on each once."""
     of_model = found.predictions  # transformers' own has router logits in it, where they are
-    logits = torch.tensor(of_model[0] if isinstance(of_model, tuple) else of_model)
+    if isinstance(of_model, tuple):
+        of_model = next(x for x in of_model if getattr(x, "ndim", 0) == 3)
+    logits = torch.tensor(of_model)
     labels = torch.tensor(found.label_ids)
     weights = torch.linspace(1, 2, labels.numel()).view(labels.shape) * (labels != -100)
     return {"logits": (logits.mean(-1) * weights).sum().item(), "rows": len(logits)}

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.versions import check_version
 
 
 def mesh_of_ranks(accelerator: Accelerator, cp_size: Any) -> DeviceMesh:
@@ -65,7 +66,11 @@ def deal_to_replicas(
     """`accelerator.prepare` and `prepare_data_loader` then make loaders that give ranks of a
     sequence the same batch. Of this object alone: accelerate itself counts all processes, and its
     `ParallelismConfig` knows no other context parallelism than its own. Batches stay on the CPU,
-    where documents are read from them, unless `on_device`."""
+    where documents are read from them, unless `on_device`.
+
+    The place that is patched: `prepare_data_loader` of the object. It does what accelerate's does,
+    with the function of that name in `accelerate.data_loader`."""
+    check_version("accelerate")
 
     def prepare(loader: Any, *_: Any, **__: Any) -> Any:
         if not getattr(loader, "_is_accelerate_prepared", False):
