@@ -191,8 +191,10 @@ def train(trainer: Any) -> Trained:
     names += ("eval_loss", "eval_logits", "eval_rows")
     if trainer.args.include_num_input_tokens_seen != "no":
         names += ("epoch", "total_flos")
+    # The samples of a stream are counted by each process for itself.
+    also = counted if isinstance(trainer.eval_dataset, Texts) else lambda _: {}
     logged = [
-        {name: x for name, x in line.items() if name in names} | counted(line)
+        {name: x for name, x in line.items() if name in names} | also(line)
         for line in trainer.state.log_history
     ]
     trained = trainer.model.named_parameters()
@@ -201,7 +203,9 @@ def train(trainer: Any) -> Trained:
 
 def counted(line: dict[str, float]) -> dict[str, float]:
     """What speeds count: they must be those of all samples and all steps, whatever the time."""
-    speeds = {n: x for n, x in line.items() if n.endswith(("samples_per_second", "steps_per_second"))}
+    speeds = {
+        n: x for n, x in line.items() if n.endswith(("samples_per_second", "steps_per_second"))
+    }
     return {n: round(x * line[f"{n.split('_')[0]}_runtime"]) for n, x in speeds.items()}
 
 

@@ -3,6 +3,7 @@ dealt to the first alone. For the Trainer, which has an Accelerator, and for loo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -55,8 +56,13 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
         ),
         "dispatch_batches": (bool(accelerator.dispatch_batches), "every rank reads its batches"),
     }
-    for name, (is_given, why) in refused.items():
-        if is_given:
+    refuse(refused)
+
+
+def refuse(refused: Mapping[str, tuple[Any, str]]) -> None:
+    """By name: whether it is asked for, and why that cannot be."""
+    for name, (is_asked, why) in refused.items():
+        if is_asked:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
 
 

@@ -106,20 +106,17 @@ class HeadLoss:
     ) -> tuple[TokenMean, Any] | None:
         """As of `ModelLoss`. None where the model did not call its head once: its logits are needed
         then."""
-        outputs, means = self._run(model, inputs, loss)
+        self._loss, self._means = loss, []
+        try:
+            outputs = model(**inputs)
+            means = self._means
+        finally:
+            self._loss, self._means = None, []
         if len(means) != 1:
             return None
         mean, gradient = means[0]
         emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
         return TokenMean(emerged, mean.value, mean.num_targets), outputs
-
-    def _run(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> tuple[Any, Any]:
-        self._loss, self._means = loss, []
-        try:
-            outputs = model(**inputs)
-            return outputs, self._means
-        finally:
-            self._loss, self._means = None, []
 
     @outside_compile
     def _forward(self, hidden: Tensor) -> Tensor:

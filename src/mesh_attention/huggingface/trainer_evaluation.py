@@ -1,6 +1,5 @@
-"""Evaluation by a Trainer on data-parallel by context-parallel ranks: each sample counts once, logits
-are put together again, and what is logged is that of as many processes as there are data-parallel
-ranks."""
+"""Evaluation by a Trainer on ranks: each sample counts once, logits are put together again, and
+what is logged is that of as many processes as there are data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import transformers.trainer
 from torch import Tensor, nn
 from transformers import Trainer
@@ -72,7 +70,6 @@ class EvaluationOnRanks(_Base):
             self._shard_model()
         if not self._is_whole:
             count_samples(dataloader, self.mesh["dp"])
-            self.gather_function = self._gather
         self._num_evaluated = 0
         results = super().evaluation_loop(dataloader, *args, **more)
         reshard(self.model)
@@ -83,14 +80,6 @@ class EvaluationOnRanks(_Base):
         self.create_optimizer()
         self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
         self.model_wrapped, self.optimizer = self.model, None
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """From one rank of each context-parallel group, without what the last batch repeats."""
-        of_all: Tensor = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
-        values = of_all[:: self.cp_size].flatten(0, 1)
-        loader = self.accelerator.gradient_state
-        ends = loader.end_of_dataloader and loader.remainder > 0
-        return values[: loader.remainder] if ends else values
 
     def evaluate(self, *args: Any, **more: Any) -> Any:
         with patch.object(transformers.trainer, "speed_metrics", self._speed):

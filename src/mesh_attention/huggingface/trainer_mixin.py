@@ -74,7 +74,6 @@ class ContextParallelMixin(EvaluationOnRanks):
     loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
     takes_sharded_batches = False
     _generates_whole = False
-    _divides_by_cp = True
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -104,9 +103,8 @@ class ContextParallelMixin(EvaluationOnRanks):
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self._attach(self.model)
         deal_to_replicas(self.accelerator, self.mesh, on_device=self._is_whole)
-        if self._is_whole:
-            DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
-        else:
+        DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
+        if not self._is_whole:
             self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -158,7 +156,7 @@ class ContextParallelMixin(EvaluationOnRanks):
         return doctor_of(self, whole, options)
 
     def get_cp_size(self) -> int:
-        return self.cp_size if self._divides_by_cp else 1
+        return self.cp_size
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
 
@@ -182,24 +180,18 @@ class ContextParallelMixin(EvaluationOnRanks):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_whole:
             # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
-            self._divides_by_cp = False
-            try:
-                return super()._get_num_items_in_batch(batch_samples, device)
-            finally:
-                self._divides_by_cp = True
+            number = super()._get_num_items_in_batch(batch_samples, device)
+            return None if number is None else (number * self.cp_size).round()
         total = self._num_targets(batch_samples, device)
         return None if total is None else total.clamp(min=1)
 
     def _num_targets(self, parts: list[Any], device: torch.device) -> Tensor | None:
         """Of all ranks; None without batches."""
         counts = [part.num_targets for part in parts]
-        if not counts or any(count is None for count in counts):
-            if counts:
-                raise MeshAttentionError("batches have no labels; data_collator must give them")
-            return None
-        total = torch.stack(counts).sum().to(device)
-        dist.all_reduce(total, group=self.mesh["dp"].get_group())
-        return total
+        if any(count is None for count in counts):
+            raise MeshAttentionError("batches have no labels; data_collator must give them")
+        own = torch.stack(counts).sum().to(device) if counts else None
+        return None if own is None else self.accelerator.gather(own).sum()
 
     def _prepare_input(self, data: Any) -> Any:
         if isinstance(data, ShardedBatch):
@@ -207,20 +199,7 @@ class ContextParallelMixin(EvaluationOnRanks):
         return super()._prepare_input(data)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Of whole batches, each counted once."""
-        if self._is_whole:
-            super()._track_num_input_tokens(inputs)
-            return
-        wanted = self.args.include_num_input_tokens_seen
-        if wanted == "no":
-            return
-        if wanted == "non_padding":
-            count = (~inputs.padding).sum()
-        else:  # rows that are one pack have the tokens of all rows
-            whole = inputs.documents.num_tokens * len(inputs.position_ids)
-            is_first = self.mesh["cp"].get_local_rank() == 0
-            count = torch.tensor(whole if is_first else 0, device=self.args.device)
-        self.state.num_input_tokens_seen += self.accelerator.gather(count).sum().item()
+        super()._track_num_input_tokens(getattr(inputs, "whole", inputs))
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Those of all ranks are added up, and each of a group has the same batch."""

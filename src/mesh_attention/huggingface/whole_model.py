@@ -116,12 +116,8 @@ class WholeModel:
             return None
         size = call.part.position_ids.shape
         joined = {name: x for name, x in output.items() if name not in ("loss", "past_key_values")}
-        done = ["logits"] if pools(model) else []  # of all ranks already
-        narrow = [
-            name
-            for name, x in joined.items()
-            if name not in done and isinstance(x, Tensor) and x.shape == size
-        ]
+        done = {"logits": joined.pop("logits")} if pools(model) else {}  # whole already
+        narrow = [name for name, x in joined.items() if isinstance(x, Tensor) and x.shape == size]
         if narrow:  # one number a token: all of them at once
             dtype = torch.promote_types(joined[narrow[0]].dtype, torch.float32)
             numbers = torch.stack([joined[name].to(dtype) for name in narrow], -1)
@@ -129,7 +125,7 @@ class WholeModel:
                 shown = x if call.shift_labels is not None else x[:, :-1]
                 joined[name] = shown.to(joined[name].dtype)
         for name, x in joined.items():
-            if name in (*narrow, *done):
+            if name in narrow:
                 continue
             layers = x if isinstance(x, tuple) else (x,)
             if not all(isinstance(y, Tensor) and y.shape[:2] == size for y in layers):
@@ -140,6 +136,7 @@ class WholeModel:
                 )
             whole = tuple(self._whole(call, y.contiguous()) for y in layers)
             joined[name] = whole if isinstance(x, tuple) else whole[0]
+        joined |= done
         return type(output)(**joined | self._loss(model, call, joined))
 
     def _whole(self, call: _Call, x: Tensor) -> Tensor:
