@@ -58,7 +58,8 @@ def prepared_once(accelerator: Any, model: nn.Module) -> Iterator[None]:
     def of_optimizer(*objects: Any, **options: Any) -> Any:
         if not any(x is model for x in objects):
             return prepare(*objects, **options)
-        accelerator._models.append(model)
+        if model not in accelerator._models:
+            accelerator._models.append(model)
         return tuple(x if x is model else accelerator.prepare_optimizer(x) for x in objects)
 
     with patch.object(accelerator, "prepare", of_optimizer if is_sharded(model) else prepare):
