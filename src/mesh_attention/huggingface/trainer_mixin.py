@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -180,8 +181,8 @@ class ContextParallelMixin(EvaluationOnRanks):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_whole:
             # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
-            number = super()._get_num_items_in_batch(batch_samples, device)
-            return None if number is None else (number * self.cp_size).round()
+            with patch.object(self, "get_cp_size", lambda: 1):
+                return super()._get_num_items_in_batch(batch_samples, device)
         total = self._num_targets(batch_samples, device)
         return None if total is None else total.clamp(min=1)
 
