@@ -52,6 +52,34 @@ def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.Monk
         huggingface.attend  # noqa: B018
 
 
+def test_packages_that_were_not_tested_are_refused_or_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.utils import logging
+
+    from mesh_attention.huggingface import versions
+
+    monkeypatch.setattr(logging.get_logger(), "propagate", True)
+    rows = {n: re.search(rf"^\| {n} \| (\S+) \| (\S+) \|$", PAGE, re.M) for n in versions.TESTED}
+    for package, (oldest, newest) in versions.TESTED.items():
+        row = rows[package]
+        assert row is not None
+        assert row.groups() == tuple("{}.{}.0".format(*x) for x in (oldest, newest))
+        for installed in row.groups():
+            monkeypatch.setattr(versions, "version", lambda _, x=installed: x)
+            versions.check_version(package)
+        assert not caplog.records
+        monkeypatch.setattr(versions, "version", lambda _, x=newest[1] + 1: f"1.{x}.0.dev0")
+        for _ in range(2):
+            versions.check_version(package)
+        [record] = caplog.records
+        assert f"'{package}>={oldest[0]}.{oldest[1]},<1.{newest[1] + 1}'" in record.message
+        caplog.clear()
+        monkeypatch.setattr(versions, "version", lambda _: "1.9.3")
+        with pytest.raises(MeshAttentionError, match="too old; tested are"):
+            versions.check_version(package)
+
+
 def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, float]:
     """The loss of the loop, and that of one process; the Trainer saves its model."""
     import torch.distributed as dist

@@ -263,7 +263,9 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
         given = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
         model = make_model("gpt_oss", output_router_logits=True) if experts else make_model("llama")
         args = TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)
-        return ContextParallelTrainer(
+        own = {"compute_loss": lambda *_: None}
+        kind = type("Own", (ContextParallelTrainer,), own) if experts else ContextParallelTrainer
+        return kind(
             *(model, args),
             train_dataset=Texts(2),
             cp_size=cp_size,
@@ -275,6 +277,10 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
         for name, given in {
             "parallelism_config": {"parallelism_config": ParallelismConfig(cp_size=1)},
             "use_liger_kernel": {"use_liger_kernel": True},
+            "loss of Liger": {
+                "use_liger_kernel": True,
+                "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": True},
+            },
             "output_router_logits": {"experts": True},
             "FSDP1": {"fsdp": True, "fsdp_config": {"version": 1}},
             "cp_size": {"cp_size": 3},
@@ -303,7 +309,8 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
     wanted = {
         "parallelism_config": "cp_size says all",
         "use_liger_kernel": "'fused_linear_cross_entropy': False",
-        "output_router_logits": "balances experts would be left out",
+        "loss of Liger": "it would make the loss, too",
+        "output_router_logits": "would leave out the loss that balances experts",
         "FSDP1": "fsdp_config={'version': 2}",
         "cp_size": "cp_size=3 does not divide 2 processes",
         "cp_size as text": "cp_size='2'",

@@ -7,8 +7,14 @@ Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 20 (e
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 
@@ -56,7 +62,8 @@ def check(found: list[list[Trained]], wanted: list[Trained], exact: float = EXAC
                 assert (p - wanted_p).abs().max() <= exact * wanted_p.abs().max(), name
 
 
-ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints", "smoothed"]
+ALONE = ["windows, accumulated", "LoRA, checkpoints", "packed, reentrant checkpoints"]
+ALONE += ["smoothed", "experts"]
 
 
 def test_a_trainer_on_two_ranks_is_that_of_one_process(
@@ -117,6 +124,45 @@ def test_data_parallel_by_context_parallel_ranks_train_as_one_process(
     names = ["data-parallel", "streamed"]
     [wanted] = model_pool.run(one_process, 1, folder, names)
     check(model_pool.run(on_ranks, 4, folder, names, 2), wanted)
+
+
+@contextmanager
+def interpreted_liger() -> Iterator[None]:
+    """Its kernels on the CPU, as Triton interprets them; and transformers as they were, after."""
+    from transformers.models.llama import modeling_llama
+
+    def loaded() -> dict[str, ModuleType]:
+        return {name: x for name, x in sys.modules.items() if name.startswith("liger_kernel")}
+
+    before, functions = loaded(), dict(vars(modeling_llama))
+    for name in before:
+        del sys.modules[name]
+    try:
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+            yield
+    finally:
+        for name in loaded():
+            del sys.modules[name]
+        sys.modules.update(before)
+        vars(modeling_llama).update(functions)
+
+
+def with_liger(rank: int, world_size: int, folder: str, name: str) -> list[Trained]:
+    from transformers.models.llama import modeling_llama
+
+    with interpreted_liger():
+        results = on_ranks(rank, world_size, folder, [name], 2)
+        assert modeling_llama.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
+    return results
+
+
+@pytest.mark.slow
+def test_the_kernel_of_liger_that_knows_positions_trains_as_one_process(
+    model_pool: WorkerPool, tmp_path: Path
+) -> None:
+    name = "rotary kernel of Liger"
+    [wanted] = model_pool.run(one_process, 1, str(tmp_path), [name])
+    check(model_pool.run(with_liger, 2, str(tmp_path), name, seconds=300), wanted)
 
 
 def streams_of(rank: int, world_size: int, folder: str) -> None:

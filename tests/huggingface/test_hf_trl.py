@@ -75,7 +75,6 @@ def test_fine_tuning_by_trl_on_two_ranks_is_that_of_one_process(
         tmp_path,
         [
             "completions, padded",
-            "completions, packed",
             "wrapped",
             "padding-free",
             "assistant only, adapters",
@@ -83,10 +82,10 @@ def test_fine_tuning_by_trl_on_two_ranks_is_that_of_one_process(
     )
 
 
-def test_preferences_scores_and_policies_on_two_ranks_are_those_of_one_process(
+def test_preferences_and_scores_on_two_ranks_are_those_of_one_process(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    on_two(model_pool, tmp_path, ["preferences", "preferences, adapters", "scores", "policy"])
+    on_two(model_pool, tmp_path, ["preferences", "preferences, adapters", "scores"])
 
 
 def on_two_by_two(
@@ -110,9 +109,11 @@ def test_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
 def test_all_trainers_of_trl_on_two_by_two_ranks_are_those_of_two_processes(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
+    """And a policy on two, which is that of one."""
     names = ["completions, padded", "padding-free", "assistant only, adapters"]
     names += ["preferences", "preferences, precomputed", "scores"]
     on_two_by_two(model_pool, tmp_path, names)
+    on_two(model_pool, tmp_path, ["policy"])
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -157,7 +156,11 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
 
 def _metrics(found: Any) -> dict[str, float]:
     """They depend on which logits stand where, and on each once."""
-    logits, labels = torch.tensor(found.predictions), torch.tensor(found.label_ids)
+    of_model = found.predictions  # transformers' own has router logits in it, where they are
+    if isinstance(of_model, tuple):
+        of_model = next(x for x in of_model if getattr(x, "ndim", 0) == 3)
+    logits = torch.tensor(of_model)
+    labels = torch.tensor(found.label_ids)
     weights = torch.linspace(1, 2, labels.numel()).view(labels.shape) * (labels != -100)
     return {"logits": (logits.mean(-1) * weights).sum().item(), "rows": len(logits)}
 
@@ -186,9 +189,24 @@ def train(trainer: Any) -> Trained:
     trainer.evaluate()
     names: tuple[str, ...] = ("loss", "grad_norm", "train_loss", "num_input_tokens_seen")
     names += ("eval_loss", "eval_logits", "eval_rows")
-    logged = [{n: x for n, x in one.items() if n in names} for one in trainer.state.log_history]
+    if trainer.args.include_num_input_tokens_seen != "no":
+        names += ("epoch", "total_flos")
+    # The samples of a stream are counted by each process for itself.
+    also = counted if isinstance(trainer.eval_dataset, Texts) else lambda _: {}
+    logged = [
+        {name: x for name, x in line.items() if name in names} | also(line)
+        for line in trainer.state.log_history
+    ]
     trained = trainer.model.named_parameters()
     return logged, {_name(n): _whole(p) for n, p in trained if p.requires_grad}
+
+
+def counted(line: dict[str, float]) -> dict[str, float]:
+    """What speeds count: they must be those of all samples and all steps, whatever the time."""
+    speeds = {
+        n: x for n, x in line.items() if n.endswith(("samples_per_second", "steps_per_second"))
+    }
+    return {n: round(x * line[f"{n.split('_')[0]}_runtime"]) for n, x in speeds.items()}
 
 
 def _name(name: str) -> str:
@@ -217,8 +235,6 @@ def _fsdp2(**config: Any) -> dict[str, Any]:
 
 
 _TWO_BY_TWO: dict[str, Any] = {"batch_size": 4, "num_examples": 48, "num_evaluated": 4}
-_KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")  # they need a GPU
-_LIGER = {"use_liger_kernel": True, "liger_kernel_config": dict.fromkeys(_KERNELS, False)}
 _COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 _SAVED = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
 
@@ -261,7 +277,17 @@ RUNS = {
         "llama",
         num_examples=4,
         arguments={"label_smoothing_factor": 0.2, "max_steps": 2},
-        on_ranks=_LIGER if find_spec("liger_kernel") else {},
+    ),
+    "rotary kernel of Liger": Run(  # the only one that knows positions, and that runs on CPUs
+        "llama",
+        num_examples=2,
+        arguments={"max_steps": 2},
+        on_ranks={
+            "use_liger_kernel": True,
+            "liger_kernel_config": dict.fromkeys(
+                ("rms_norm", "swiglu", "fused_linear_cross_entropy"), False
+            ),
+        },
     ),
     # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
     "tied, softcap, checkpoints of accelerate": Run(
@@ -301,8 +327,18 @@ RUNS = {
         on_ranks=_fsdp2(activation_checkpointing=True),
         changes={"head_dim": 16},
     ),
+    "experts": Run(
+        "gpt_oss",
+        num_examples=8,
+        arguments={"gradient_accumulation_steps": 2},
+        changes={"output_router_logits": True},
+    ),
     "compiled": Run("llama", on_ranks=_COMPILED),
     "compiled, FSDP2": Run("gemma2", on_ranks=_COMPILED | _fsdp2()),
+    "compiled by inductor": Run(
+        "llama", num_examples=2, arguments={"max_steps": 2}, on_ranks={"torch_compile": True}
+    ),
+    "offloaded": Run("llama", num_examples=4, on_ranks=_fsdp2(cpu_offload=True)),
     "FSDP2, whole": Run(
         "llama",
         num_examples=4,

@@ -22,6 +22,7 @@ from mesh_attention.huggingface.accelerator_ranks import (
     mesh_of_ranks,
     refuse_accelerator,
 )
+from mesh_attention.huggingface.head_loss import ModelLoss
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.trainer_model import refuse_unreduced
 
@@ -52,7 +53,13 @@ class AcceleratorContextParallel(ModelContextParallel):
         self.mesh, self._accelerator = mesh_of_ranks(accelerator, cp_size), accelerator
         self._reduced: nn.Module | None = None
         super().__init__(model, self.mesh["cp"], **options)
+        self._model_loss = ModelLoss(self)
         deal_to_replicas(accelerator, self.mesh)
+
+    def close(self) -> None:
+        if hasattr(self, "_model_loss"):
+            self._model_loss.remove()
+        super().close()
 
     def loss(
         self,
@@ -63,7 +70,8 @@ class AcceleratorContextParallel(ModelContextParallel):
         **options: Any,
     ) -> Tensor:
         """Of a whole batch, to call `accelerator.backward` on: the mean over all targets of all
-        ranks, so the same number on each of them.
+        ranks, so the same number on each of them. Made in the model's head, without its logits,
+        where the head is a plain matrix.
 
         Accelerate divides it by `gradient_accumulation_steps`, as for one process: the mean of the
         means of batches. With `num_targets`, of all batches of a step and all data-parallel ranks,
@@ -75,9 +83,9 @@ class AcceleratorContextParallel(ModelContextParallel):
         if batch.get("labels") is None:
             raise MeshAttentionError("the batch has no labels, so it has no loss")
         part = self.shard_batch(**batch).to(self._accelerator.device)
-        logits = model(**part.model_inputs(), use_cache=False).logits
-        mean = self.cross_entropy(
-            logits,
+        mean, _ = self._model_loss.mean(
+            model,
+            part.model_inputs() | {"use_cache": False},
             part.labels,
             reduce="fsdp" if self._accelerator.is_fsdp2 else "ddp",
             data_parallel=self.mesh["dp"],

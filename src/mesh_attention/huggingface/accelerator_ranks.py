@@ -3,6 +3,7 @@ dealt to the first alone. For the Trainer, which has an Accelerator, and for loo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.versions import check_version
 
 
 def mesh_of_ranks(accelerator: Accelerator, cp_size: Any) -> DeviceMesh:
@@ -54,8 +56,13 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
         ),
         "dispatch_batches": (bool(accelerator.dispatch_batches), "every rank reads its batches"),
     }
-    for name, (is_given, why) in refused.items():
-        if is_given:
+    refuse(refused)
+
+
+def refuse(refused: Mapping[str, tuple[Any, str]]) -> None:
+    """By name: whether it is asked for, and why that cannot be."""
+    for name, (is_asked, why) in refused.items():
+        if is_asked:
             raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
 
 
@@ -65,7 +72,11 @@ def deal_to_replicas(
     """`accelerator.prepare` and `prepare_data_loader` then make loaders that give ranks of a
     sequence the same batch. Of this object alone: accelerate itself counts all processes, and its
     `ParallelismConfig` knows no other context parallelism than its own. Batches stay on the CPU,
-    where documents are read from them, unless `on_device`."""
+    where documents are read from them, unless `on_device`.
+
+    The place that is patched: `prepare_data_loader` of the object. It does what accelerate's does,
+    with the function of that name in `accelerate.data_loader`."""
+    check_version("accelerate")
 
     def prepare(loader: Any, *_: Any, **__: Any) -> Any:
         if not getattr(loader, "_is_accelerate_prepared", False):

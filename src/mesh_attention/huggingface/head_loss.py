@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.means import TokenMean
 
@@ -31,6 +32,42 @@ def _probes(vocabulary: int, device: torch.device | None = None) -> Tensor:
     """Of one token, over the whole vocabulary: models may treat parts of it otherwise."""
     times = -(-vocabulary // len(_PROBES))
     return torch.tensor(_PROBES, device=device).repeat(times)[:vocabulary][None, None]
+
+
+class ModelLoss:
+    """The loss of the model of `cp`: made in its head until somebody asks for logits, or the head
+    turns out to be another; from logits else, or without `in_head`."""
+
+    def __init__(self, cp: ModelContextParallel, *, in_head: bool = True) -> None:
+        self._cp, self._head = cp, HeadLoss.of(cp.model) if in_head else None
+
+    def mean(
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        labels: Tensor | None,
+        *,
+        logits: bool = False,
+        **options: Any,
+    ) -> tuple[TokenMean, Any]:
+        """Of a forward pass of `model`, wrapped or not, and what the model returns: its `logits`
+        where they are asked for. `options` as of `cross_entropy`."""
+
+        def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> TokenMean:
+            return self._cp.linear_cross_entropy(hidden, weight, labels, **more, **options)
+
+        if self._head is not None and not logits:
+            result = self._head.mean(model, arguments, in_head)
+            if result is not None:
+                return result
+            self.remove()
+        outputs = model(**arguments)
+        return self._cp.cross_entropy(outputs.logits, labels, **options), outputs
+
+    def remove(self) -> None:
+        if self._head is not None:
+            self._head.remove()
+            self._head = None
 
 
 class HeadLoss:
@@ -64,23 +101,22 @@ class HeadLoss:
     def remove(self) -> None:
         del vars(self._head)["forward"]
 
-    def mean(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> TokenMean | None:
-        """Of a forward pass of `model`, wrapped or not. None where it did not call its head once:
-        its logits are needed then."""
-        outputs, means = self._run(model, inputs, loss)
+    def mean(
+        self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss
+    ) -> tuple[TokenMean, Any] | None:
+        """As of `ModelLoss`. None where the model did not call its head once: its logits are needed
+        then."""
+        self._loss, self._means = loss, []
+        try:
+            outputs = model(**inputs)
+            means = self._means
+        finally:
+            self._loss, self._means = None, []
         if len(means) != 1:
             return None
         mean, gradient = means[0]
         emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
-        return TokenMean(emerged, mean.value, mean.num_targets)
-
-    def _run(self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss) -> tuple[Any, Any]:
-        self._loss, self._means = loss, []
-        try:
-            outputs = model(**inputs)
-            return outputs, self._means
-        finally:
-            self._loss, self._means = None, []
+        return TokenMean(emerged, mean.value, mean.num_targets), outputs
 
     @outside_compile
     def _forward(self, hidden: Tensor) -> Tensor:

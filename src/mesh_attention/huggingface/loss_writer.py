@@ -6,15 +6,14 @@ a part of a sequence.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from transformers import Trainer
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.versions import check_version
 
 TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL
-OLDEST_TRL = (1, 15)  # with a head that gives log-probabilities of labels that are shifted already
 
 
 def refuse_order(trainer: type, mixin: type) -> None:
@@ -43,9 +42,8 @@ def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
     of_trl = [x for x in trainer.__mro__ if x.__module__.split(".")[0] == "trl"]
     if not of_trl:
         return
-    name, version = of_trl[0].__name__, str(sys.modules["trl"].__version__)
-    if tuple(int(x) for x in version.split(".")[:2]) < OLDEST_TRL:
-        raise MeshAttentionError(f"TRL {version} is too old: pip install 'trl>=1.15,<1.17'")
+    check_version("trl")  # whose head gives log-probabilities of labels that are shifted already
+    name = of_trl[0].__name__
     if hasattr(trainer, "_generate") and not generates:
         raise MeshAttentionError(
             f"{name} generates, and needs more than ContextParallelMixin: take (or inherit from) "

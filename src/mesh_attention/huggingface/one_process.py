@@ -74,7 +74,9 @@ class OneProcess(ContextParallel):
         self._uncompared = None
         return lambda model, whole: self.plain_loss(model, self.shard_batch(**whole), whole)
 
-    def plain_loss(self, model: Any, part: ShardedBatch, whole: Any, **loss: Any) -> Tensor:
+    def plain_loss(
+        self, model: Any, part: ShardedBatch, whole: Any, router: float = 0.0, **loss: Any
+    ) -> Tensor:
         """Of a whole batch by the model's own attention. `part` is that of one rank, so it is all;
         rows that became one pack are rows again."""
         size = next(x for n in _INPUTS if (x := whole.get(n)) is not None).shape[:2]
@@ -83,10 +85,12 @@ class OneProcess(ContextParallel):
         if whole.get("attention_mask") is not None:
             inputs["attention_mask"] = whole["attention_mask"].to(part.position_ids.device)
         with self.own_attention():
-            logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+            outputs = model(**inputs, use_cache=False)
+        logits = outputs.logits.flatten(0, 1)
         wide = logits if logits.element_size() >= 4 else logits.float()
         assert part.labels is not None
-        return cross_entropy(wide, part.labels.flatten(), **loss)
+        mean = cross_entropy(wide, part.labels.flatten(), **loss)
+        return mean + router * outputs.aux_loss if router else mean
 
 
 _INPUTS = ("input_ids", "inputs_embeds")

@@ -5,29 +5,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import refuse_accelerator
+from mesh_attention.huggingface.accelerator_ranks import refuse, refuse_accelerator
 
 
 def refuse_arguments(args: Any) -> None:
     """`TrainingArguments`, or None, before anything is made of them."""
     if args is None:
         return
-    config = args.accelerator_config
+    liger = args.liger_kernel_config or {}
     refused = {
         "parallelism_config": (
             args.parallelism_config is not None,
             "accelerate's own context parallelism; leave it out, cp_size says all",
         ),
-        "deepspeed": (bool(args.deepspeed), "it reduces gradients its own way; take FSDP2"),
         "FSDP1": (
             (args.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2,
             "take FSDP2, fsdp_config={'version': 2}",
         ),
         "use_liger_kernel": (
             bool(args.use_liger_kernel)
-            and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True),
-            "it makes losses inside the model; with liger_kernel_config="
+            and (liger.get("fused_linear_cross_entropy", True) or liger.get("cross_entropy")),
+            "it would make the loss, too; with liger_kernel_config="
             "{'fused_linear_cross_entropy': False} its other kernels are taken",
         ),
         "auto_find_batch_size": (
@@ -43,10 +41,6 @@ def refuse_arguments(args: Any) -> None:
             "it deals batches to all ranks, and those of a sequence need the same",
         ),
         "eval_use_gather_object": (bool(args.eval_use_gather_object), "tensors are gathered"),
-        "accelerator_config.dispatch_batches": (
-            bool(config is not None and config.dispatch_batches),
-            "every rank reads its own batches",
-        ),
         "use_vllm": (
             bool(getattr(args, "use_vllm", False)),
             "it deals prompts out to all ranks, and those of a sequence need the same",
@@ -57,9 +51,7 @@ def refuse_arguments(args: Any) -> None:
         ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
-    for name, (is_given, why) in refused.items():
-        if is_given:
-            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+    refuse(refused)
 
 
 def refuse_settings(trainer: Any) -> None:
@@ -71,11 +63,10 @@ def refuse_settings(trainer: Any) -> None:
             "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
         ),
         "output_router_logits": (
-            getattr(config, "output_router_logits", False),
-            "the loss that balances experts would be left out; set it to False in the config",
+            trainer._is_whole and getattr(config, "output_router_logits", False),
+            "a compute_loss of your own would leave out the loss that balances experts; set it to "
+            "False in the config",
         ),
     }
-    for name, (is_given, why) in refused.items():
-        if is_given:
-            raise MeshAttentionError(f"{name} is not supported with context parallelism: {why}")
+    refuse(refused)
     refuse_accelerator(trainer.accelerator)

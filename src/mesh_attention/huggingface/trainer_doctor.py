@@ -46,7 +46,9 @@ def doctor_of(trainer: Any, whole: Any, options: dict[str, Any]) -> Diagnosis:
         part = trainer._prepare_inputs(trainer._shard(whole))
         smoothing = trainer.args.label_smoothing_factor
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.cp.plain_loss(model, part, whole, label_smoothing=smoothing)
+            loss: Tensor = trainer.cp.plain_loss(
+                model, part, whole, router=trainer._router_weight(), label_smoothing=smoothing
+            )
         return loss
 
     steps = (whole_step, plain_step) if trainer._is_whole else (step, plain)

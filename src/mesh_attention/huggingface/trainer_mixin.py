@@ -3,8 +3,8 @@
     class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer): ...
 
 It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
-batch and keep a part of it each, losses are means over all targets of all ranks, and evaluation
-puts logits together again. DDP or FSDP2 average gradients over all ranks, as ever.
+batch and keep a part of it each, and losses are means over all targets of all ranks. DDP or FSDP2
+average gradients over all ranks, as ever. Evaluation is in `trainer_evaluation.py`.
 
 A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
 model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
@@ -14,50 +14,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
 from mesh_attention.huggingface.data_parallel_view import DataParallelView
-from mesh_attention.huggingface.head_loss import HeadLoss
+from mesh_attention.huggingface.head_loss import ModelLoss
 from mesh_attention.huggingface.loss_writer import (
     refuse_order,
     refuse_trainer,
     takes_whole_batches,
 )
 from mesh_attention.huggingface.model import ModelContextParallel
-from mesh_attention.huggingface.repeated_samples import (
-    count_samples,
-    note_remainder,
-    without_repeated,
-)
 from mesh_attention.huggingface.trainer_arguments import (
     refuse_arguments,
     refuse_settings,
 )
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise, TrainerBatch
 from mesh_attention.huggingface.trainer_doctor import doctor_of
+from mesh_attention.huggingface.trainer_evaluation import EvaluationOnRanks
 from mesh_attention.huggingface.trainer_model import (
     is_compiled,
     keep_attention,
+    prepared_once,
     refuse_unreduced,
-    reshard,
+    router_weight,
     shard_on_cpu,
 )
 from mesh_attention.huggingface.whole_model import WholeModel
 from mesh_attention.train.sharded_batch import ShardedBatch
 
-_Base: Any = Trainer if TYPE_CHECKING else object
 
-
-class ContextParallelMixin(_Base):
+class ContextParallelMixin(EvaluationOnRanks):
     """For a subclass of `Trainer`, named before it.
 
     cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
@@ -80,7 +75,6 @@ class ContextParallelMixin(_Base):
     loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
     takes_sharded_batches = False
     _generates_whole = False
-    _divides_by_cp = True
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -110,9 +104,8 @@ class ContextParallelMixin(_Base):
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         self._attach(self.model)
         deal_to_replicas(self.accelerator, self.mesh, on_device=self._is_whole)
-        if self._is_whole:
-            DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
-        else:
+        DataParallelView.of(self.accelerator, self.mesh["dp"], self.cp_size)
+        if not self._is_whole:
             self.model_accepts_loss_kwargs = True  # without loss_is_scaled_for_ga this is asked
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -129,12 +122,12 @@ class ContextParallelMixin(_Base):
             ]
             self.cp = self._whole_models[0].cp
         else:
-            self.cp = ModelContextParallel(model, self.mesh["cp"], **self._cp_options)
-        inside: Any = self.cp.model
-        in_head = self._linear_loss and not self._is_whole
-        self._head_loss = HeadLoss.of(inside) if in_head else None
+            means = {"reduce": "ddp"} if router_weight(model) else {}  # of DDP, FSDP2 or nobody
+            self.cp = ModelContextParallel(model, self.mesh["cp"], **means | self._cp_options)
+        self._model_loss = ModelLoss(self.cp, in_head=self._linear_loss and not self._is_whole)
         self._noise = None
         if self._noise_alpha is not None:
+            inside: Any = self.cp.model
             embeddings, rank = inside.get_input_embeddings(), self.mesh["cp"].get_local_rank()
             self._noise = EmbeddingNoise(embeddings, self._noise_alpha, rank)
             for whole in self._whole_models[:1]:
@@ -152,10 +145,10 @@ class ContextParallelMixin(_Base):
     def close(self) -> None:
         for whole in self._whole_models:
             whole.close()
-        for part in (self._head_loss, self._noise):
-            if part is not None:
-                part.remove()
-        self._head_loss = self._noise = None
+        self._model_loss.remove()
+        if self._noise is not None:
+            self._noise.remove()
+        self._noise = None
         self.cp.close()
 
     def doctor(self, whole: Mapping[str, Any] | None = None, **options: Any) -> Diagnosis:
@@ -164,7 +157,7 @@ class ContextParallelMixin(_Base):
         return doctor_of(self, whole, options)
 
     def get_cp_size(self) -> int:
-        return self.cp_size if self._divides_by_cp else 1
+        return self.cp_size
 
     # Batches: the same on all ranks of a context-parallel group, then a part on each.
 
@@ -188,24 +181,18 @@ class ContextParallelMixin(_Base):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if self._is_whole:
             # Gathered from data-parallel ranks: nothing is left to divide by the ranks of a group.
-            self._divides_by_cp = False
-            try:
+            with patch.object(self, "get_cp_size", lambda: 1):
                 return super()._get_num_items_in_batch(batch_samples, device)
-            finally:
-                self._divides_by_cp = True
         total = self._num_targets(batch_samples, device)
         return None if total is None else total.clamp(min=1)
 
     def _num_targets(self, parts: list[Any], device: torch.device) -> Tensor | None:
         """Of all ranks; None without batches."""
         counts = [part.num_targets for part in parts]
-        if not counts or any(count is None for count in counts):
-            if counts:
-                raise MeshAttentionError("batches have no labels; data_collator must give them")
-            return None
-        total = torch.stack(counts).sum().to(device)
-        dist.all_reduce(total, group=self.mesh["dp"].get_group())
-        return total
+        if any(count is None for count in counts):
+            raise MeshAttentionError("batches have no labels; data_collator must give them")
+        own = torch.stack(counts).sum().to(device) if counts else None
+        return None if own is None else self.accelerator.gather(own).sum()
 
     def _prepare_input(self, data: Any) -> Any:
         if isinstance(data, ShardedBatch):
@@ -213,30 +200,21 @@ class ContextParallelMixin(_Base):
         return super()._prepare_input(data)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Of whole batches, each counted once."""
-        if self._is_whole:
-            super()._track_num_input_tokens(inputs)
-            return
-        wanted = self.args.include_num_input_tokens_seen
-        if wanted == "no":
-            return
-        if wanted == "non_padding":
-            count = (~inputs.padding).sum()
-        else:  # rows that are one pack have the tokens of all rows
-            whole = inputs.documents.num_tokens * len(inputs.position_ids)
-            is_first = self.mesh["cp"].get_local_rank() == 0
-            count = torch.tensor(whole if is_first else 0, device=self.args.device)
-        self.state.num_input_tokens_seen += self.accelerator.gather(count).sum().item()
+        super()._track_num_input_tokens(getattr(inputs, "whole", inputs))
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Those of all ranks are added up, and each of a group has the same batch."""
+        operations: float = super().floating_point_ops(getattr(inputs, "whole", inputs))
+        return operations / self.cp_size
 
     # Losses and gradients.
 
     def train(self, *args: Any, **more: Any) -> Any:
         """Accelerate takes a model that was evaluated before for one that is wrapped already."""
-        if self.model_wrapped is self.model:
-            self.model._is_accelerate_prepared = False
-        if isinstance(self.model, FSDPModule):  # and would put checkpoints into checkpoints
-            self.accelerator.state.fsdp_plugin.activation_checkpointing = False
-        return super().train(*args, **more)
+        if getattr(self.model_wrapped, "_orig_mod", self.model_wrapped) is self.model:
+            self.model_wrapped, self.model._is_accelerate_prepared = self.model, False
+        with prepared_once(self.accelerator, self.model):
+            return super().train(*args, **more)
 
     def training_step(self, model: nn.Module, *args: Any, **more: Any) -> Any:
         if model is not self._ready:
@@ -275,26 +253,27 @@ class ContextParallelMixin(_Base):
             outputs = model(**arguments)
             loss = self._loss_of_whole(outputs, inputs, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
-        options: dict[str, Any] = {
-            "reduce": "fsdp" if self.is_fsdp_enabled else "ddp",
-            "data_parallel": self.mesh["dp"],
-            "num_targets": num_items_in_batch,
-            "label_smoothing": self.args.label_smoothing_factor,
-        }
-        if self._head_loss is not None and not return_outputs:
+        mean, outputs = self._model_loss.mean(
+            model,
+            arguments,
+            inputs.labels,
+            logits=return_outputs,
+            reduce="fsdp" if self.is_fsdp_enabled else "ddp",
+            data_parallel=self.mesh["dp"],
+            num_targets=num_items_in_batch,
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+        loss, router = mean.loss, self._router_weight()
+        if router:
+            loss = loss + router * outputs.aux_loss
+        return (loss, outputs) if return_outputs else loss
 
-            def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> Any:
-                more |= options
-                return self.cp.linear_cross_entropy(hidden, weight, inputs.labels, **more)
-
-            mean = self._head_loss.mean(model, arguments, in_head)
-            if mean is not None:
-                return mean.loss
-            self._head_loss.remove()
-            self._head_loss = None
-        outputs = model(**arguments)
-        mean = self.cp.cross_entropy(outputs.logits, inputs.labels, **options)
-        return (mean.loss, outputs) if return_outputs else mean.loss
+    def _router_weight(self) -> float:
+        """As transformers weigh the loss that balances experts: not with label smoothing, and else
+        all of it for each batch of a step."""
+        if self.args.label_smoothing_factor:
+            return 0.0
+        return router_weight(self.cp.model) * (self.mesh["dp"].size() if self.model.training else 1)
 
     def _loss_of_whole(self, outputs: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """`compute_loss_func` gets logits and labels of whole sequences, as on one process, on all
@@ -308,64 +287,3 @@ class ContextParallelMixin(_Base):
             num_items_in_batch=num_items_in_batch,
         )
         return loss * self.mesh["dp"].size()
-
-    # Evaluation.
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of a whole batch; logits are whole and in order on all ranks of the group."""
-        if self._is_whole:
-            with self._on_batch():
-                step: Any = super().prediction_step
-                return step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
-        loader = self.accelerator.gradient_state.active_dataloader
-        note_remainder(loader, self.mesh["dp"], inputs)
-        whole = without_repeated(loader, self.mesh["dp"], inputs)
-        part = self._prepare_inputs(self._shard(whole))
-        labels, loss = whole.get("labels"), None
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if labels is None:
-                outputs = model(**part.model_inputs(), use_cache=False)
-            else:
-                count = self._num_targets([part], self.args.device)
-                assert count is not None
-                only_loss = prediction_loss_only
-                result = self.compute_loss(
-                    model, part, return_outputs=not only_loss, num_items_in_batch=count.clamp(min=1)
-                )
-                loss, outputs = (result, None) if only_loss else result
-                # A batch without targets has no loss, and not one of 0: the Trainer leaves it out.
-                loss = self._mean_of_ranks(loss).masked_fill(count == 0, torch.nan)
-            if prediction_loss_only:
-                return loss, None, None
-            logits = self.cp.unshard(outputs.logits.contiguous(), 1, documents=part.documents)
-        return loss, logits, None if labels is None else labels.to(self.args.device)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **more: Any) -> Any:
-        if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
-            self._shard_model()
-        if not self._is_whole:
-            count_samples(dataloader, self.mesh["dp"])
-            self.gather_function = self._gather
-        results = super().evaluation_loop(dataloader, *args, **more)
-        reshard(self.model)
-        return results
-
-    def _shard_model(self) -> None:
-        """Before any training; accelerate shards a model with its optimizer alone."""
-        self.create_optimizer()
-        self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
-        self.model_wrapped, self.optimizer = self.model, None
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """From one rank of each context-parallel group, without what the last batch repeats."""
-        of_all: Tensor = self.accelerator.gather(x).unflatten(0, (dist.get_world_size(), -1))
-        values = of_all[:: self.cp_size].flatten(0, 1)
-        loader = self.accelerator.gradient_state
-        ends = loader.end_of_dataloader and loader.remainder > 0
-        return values[: loader.remainder] if ends else values

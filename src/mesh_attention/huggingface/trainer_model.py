@@ -3,18 +3,22 @@ checkpoints keep the results of attention."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.model_checks import transformers_model
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor
 from mesh_attention.train.keep_attention import KeepAttention
 
@@ -31,9 +35,35 @@ def shard_on_cpu(accelerator: Any, args: Any) -> bool:
         plugin.activation_checkpointing = bool(args.fsdp_config["activation_checkpointing"])
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # which wants a GPU
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     return True
+
+
+def is_sharded(model: nn.Module) -> bool:
+    inside = getattr(model, "_orig_mod", None)  # of torch.compile
+    return isinstance(model, FSDPModule) or isinstance(inside, FSDPModule)
+
+
+@contextmanager
+def prepared_once(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """Of a model that is sharded already, by an evaluation or another training, the optimizer alone
+    is prepared. Accelerate would put checkpoints into its checkpoints; and it finds parameters by
+    their addresses, of which shards without rows have none, so that it would save a state of the
+    optimizer that goes on otherwise."""
+    prepare = accelerator.prepare
+
+    def of_optimizer(*objects: Any, **options: Any) -> Any:
+        if not any(x is model for x in objects):
+            return prepare(*objects, **options)
+        if model not in accelerator._models:
+            accelerator._models.append(model)
+        return tuple(x if x is model else accelerator.prepare_optimizer(x) for x in objects)
+
+    with patch.object(accelerator, "prepare", of_optimizer if is_sharded(model) else prepare):
+        yield
 
 
 def reshard(model: nn.Module) -> None:
@@ -50,7 +80,7 @@ def refuse_unreduced(model: nn.Module) -> None:
     inside: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     if world_size == 1 or isinstance(inside, DistributedDataParallel):
         return
-    if not isinstance(model, FSDPModule) and not isinstance(inside, FSDPModule):
+    if not is_sharded(model):
         raise MeshAttentionError(
             f"the model is wrapped by {type(model).__name__}, and neither by "
             "DistributedDataParallel nor by FSDP2 (fsdp=True), so gradients would not be averaged "
@@ -65,6 +95,13 @@ def refuse_unreduced(model: nn.Module) -> None:
                 f"{name} is trained and not sharded over all {world_size} ranks, so its gradients "
                 "would not be averaged over them: leave ignored_modules out, or freeze it"
             )
+
+
+def router_weight(model: nn.Module) -> float:
+    """Of the loss that balances experts; 0 where the config does not ask for it."""
+    config = transformers_model(model).config.get_text_config()
+    is_asked = getattr(config, "output_router_logits", False)
+    return float(config.router_aux_loss_coef) if is_asked else 0.0
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 # What `shard_batch` takes; and what tells kernels of one process about documents, or losses
@@ -60,10 +61,12 @@ class WholeModel:
 
     @staticmethod
     def of(model: nn.Module, group: DeviceMesh, options: Mapping[str, Any]) -> WholeModel:
-        """With an object made for it. A head that reads one token of a sequence is left out: it
-        finds that token in the whole hidden states."""
+        """With an object made for it. Scores of sequences are put together as one number a token;
+        other heads for sequences are left out, and get whole hidden states."""
         own: Any = getattr(model, "get_base_model", lambda: model)()  # of peft
-        if type(own).__name__.endswith("ForSequenceClassification"):
+        if pools(own):
+            options = {**options, "reduce": "ddp"}  # or FSDP2, which takes a mean too
+        elif type(own).__name__.endswith("ForSequenceClassification"):
             model = own.base_model
         return WholeModel(ModelContextParallel(model, group, **options))
 
@@ -113,6 +116,7 @@ class WholeModel:
             return None
         size = call.part.position_ids.shape
         joined = {name: x for name, x in output.items() if name not in ("loss", "past_key_values")}
+        done = {"logits": joined.pop("logits")} if pools(model) else {}  # whole already
         narrow = [name for name, x in joined.items() if isinstance(x, Tensor) and x.shape == size]
         if narrow:  # one number a token: all of them at once
             dtype = torch.promote_types(joined[narrow[0]].dtype, torch.float32)
@@ -132,6 +136,7 @@ class WholeModel:
                 )
             whole = tuple(self._whole(call, y.contiguous()) for y in layers)
             joined[name] = whole if isinstance(x, tuple) else whole[0]
+        joined |= done
         return type(output)(**joined | self._loss(model, call, joined))
 
     def _whole(self, call: _Call, x: Tensor) -> Tensor:
@@ -147,8 +152,9 @@ class WholeModel:
             return {}
         more = {"num_items_in_batch": number, "shift_labels": call.shift_labels}
         vocabulary = model.config.get_text_config().vocab_size
+        logits = "pooled_logits" if pools(model) else "logits"
         loss = model.loss_function(
-            logits=outputs["logits"],
+            **{logits: outputs["logits"]},
             labels=call.labels,
             vocab_size=vocabulary,
             config=model.config,  # which losses of classes read
