@@ -36,6 +36,7 @@ WORK_SLACK = 0.015
 # where shards are so long that the balance does not feel it.
 ALIGN = 8
 _LONG_SHARD = 4096
+_STEPS = 32  # of many equal documents those are taken together that are less of what is needed
 _ENOUGH = 4  # of documents of fewer lengths no two are likely to make a rank even
 
 
@@ -172,9 +173,10 @@ class _Left:
         met = self._need_tokens <= self._token_slack
         return met and -self._work_slack <= self._need_work <= self._work_slack
 
-    def _fits(self, kind: _Kind) -> bool:
+    def _fits(self, kind: _Kind, count: int = 1) -> bool:
         """Whether others can fill the rest, in tokens and in work, up to the slack."""
-        tokens, work = self._need_tokens - kind.tokens, self._need_work - kind.work
+        tokens = self._need_tokens - count * kind.tokens
+        work = self._need_work - count * kind.work
         if tokens < -self._token_slack:
             return False
         rest, slack = max(tokens, 0), self._work_slack
@@ -197,10 +199,12 @@ class _Left:
             if not first and tokens > 0:
                 near = bisect_left(whole, -self._need_work / tokens, key=_sparser)
                 at = max(at, min(near, len(whole) - 1))
-            first = False
-            if not self._fits(whole[at]):
+            first, kind = False, whole[at]
+            if not self._fits(kind):
                 return
-            self._take(whole[at])
+            several = min(len(kind.starts), tokens // (_STEPS * kind.length))
+            for _ in range(several if several > 1 and self._fits(kind, several) else 1):
+                self._take(kind)
 
     def _finish(self) -> bool:
         """Take two documents that together are what is needed; False where there are none."""

@@ -40,8 +40,9 @@ from mesh_attention.plan.problem.runs import visible_pairs
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
 MAX_CALLS = 64
-# More pairs of blocks are not looked at one by one.
+# More pairs of blocks are not looked at one by one, nor more cells, of which arrays are made.
 MAX_PAIRS = (4 * MAX_CALLS) ** 2
+MAX_CELLS = 64 * MAX_PAIRS
 
 # Ranges of blocks that are alike: state 0 or 1 as long as it lasts, open blocks one by one.
 _ALIKE = re.compile(rb"\x00+|\x01+|[\x02\x03]")
@@ -100,10 +101,10 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     if q.list.last < q.rows.q_tokens and q.all[0] <= k.first and k.last < q.all[1]:
         return (Call(CallKind.FULL, 0, q.list.num_rows, 0, k.num_rows),)
     whole = Call(CallKind.RANGE, 0, q.list.num_rows, 0, k.num_rows)
-    blocks = q.list.blocks
+    blocks, calls = q.list.blocks, None
     if blocks is None or k.blocks is None or len(blocks.starts) * len(k.blocks.starts) > MAX_PAIRS:
-        return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
-    if q.pieces is not None:
+        pass
+    elif q.pieces is not None:
         calls = union_calls(q.pieces, k.blocks.pairs(), k.blocks.first_rows, q.rows, MAX_PAIRS)
     else:
         assert q.sight is not None
@@ -111,7 +112,9 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
         if picture is not None:
             return full_calls(picture, blocks.first_rows, k.blocks.first_rows)
         calls = _lower_blocks(q, blocks, q.sight, k.blocks)
-    return (whole,) if calls is None or len(calls) > MAX_CALLS else calls
+    if calls is None:
+        return (whole,) if visible_pairs(q.list.runs, k.runs, q.rows).any() else ()
+    return (whole,) if len(calls) > MAX_CALLS else calls
 
 
 def _picture(q: Queries, k_blocks: Blocks) -> bytes | None:
@@ -133,7 +136,9 @@ def _picture(q: Queries, k_blocks: Blocks) -> bytes | None:
     return bytes(cells)
 
 
-def _lower_blocks(q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks) -> tuple[Call, ...]:
+def _lower_blocks(
+    q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks
+) -> tuple[Call, ...] | None:
     seen_by_all = (k_blocks.starts >= q.all[0]) & (k_blocks.stops <= q.all[1])
     seen_by_none = (k_blocks.starts >= q.some[1]) | (k_blocks.stops <= q.some[0])
     k_open = ~(seen_by_all | seen_by_none)
@@ -144,11 +149,11 @@ def _lower_blocks(q: Queries, q_blocks: Blocks, sight: Sight, k_blocks: Blocks) 
     real = q_blocks.stops <= q.rows.q_tokens  # padding does not even see the keys that all see
     q_open = ~((sees_all | sees_none) & real)
     q_cuts, k_cuts = _cuts(q_blocks, open_keys, q.rows)
-    return _cells_to_calls(
-        _Strips.of(q_blocks, sees_all, q_open, q_cuts),
-        _Strips.of(k_blocks, seen_by_all, k_open, k_cuts),
-        q.rows,
-    )
+    strips = _Strips.of(q_blocks, sees_all, q_open, q_cuts)
+    k_strips = _Strips.of(k_blocks, seen_by_all, k_open, k_cuts)
+    if len(strips.starts) * len(k_strips.starts) > MAX_CELLS:
+        return None
+    return _cells_to_calls(strips, k_strips, q.rows)
 
 
 def _cuts(
