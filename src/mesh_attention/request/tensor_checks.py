@@ -79,6 +79,13 @@ def fault_of_kind(**tensors: Any) -> MeshAttentionError | None:
         else:
             continue
         return MeshAttentionError(f"{name} is {kind}; {way_out}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
+        for name, x in tensors.items():
+            if x.is_inference():
+                return MeshAttentionError(
+                    f"{name} was made in inference mode, and another input requires grad: autograd "
+                    f"cannot save it; give {name}.clone(), or make it in torch.no_grad()"
+                )
     if torch._C._are_functorch_transforms_active():
         return MeshAttentionError(
             "transforms of torch.func (vmap, grad, jvp, ...) around attention are not supported"
@@ -100,7 +107,7 @@ def fault_of_sinks(plan: Plan, q: Any, sinks: Any) -> MeshAttentionError | None:
     """After `fault_of_tensors` found nothing."""
     if sinks is None:
         return None
-    fault = fault_of_kind(sinks=sinks)
+    fault = fault_of_kind(q=q, sinks=sinks)
     if fault is not None:
         return fault
     heads = plan.problem.num_heads
