@@ -263,7 +263,7 @@ def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
         ),
         "inference": of_inference_mode,
         "batched": lambda: torch.autograd.grad(
-            cp.attention(q, q, q),  # type: ignore[arg-type]
+            cp.attention(q, q, q),
             q,
             torch.ones(2, *q.shape),
             is_grads_batched=True,
