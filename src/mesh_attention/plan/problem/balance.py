@@ -36,7 +36,7 @@ WORK_SLACK = 0.015
 # where shards are so long that the balance does not feel it.
 ALIGN = 8
 _LONG_SHARD = 4096
-_STEPS = 32  # of many equal documents those are taken together that are less of what is needed
+_STEPS = 32  # many equal documents are taken at once, up to such a part of what is needed
 _ENOUGH = 4  # of documents of fewer lengths no two are likely to make a rank even
 
 
