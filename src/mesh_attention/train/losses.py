@@ -21,6 +21,7 @@ from mesh_attention.runtime.session.modes import as_under_autocast, outside_auto
 from mesh_attention.train.chunked_logits import Head
 from mesh_attention.train.means import Means, TokenMean
 from mesh_attention.train.token_losses import CrossEntropy, LogProbs, PerToken, Summed, Targets
+from mesh_attention.train.whole_batch import index_of_64_bits
 
 
 def cross_entropy(
@@ -146,8 +147,7 @@ def refuse_wrong_tensors(name: str, x: Any, targets: Any, **head: Any) -> None:
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
     """Those of a loss or of log-probabilities, checked by their names; numpy's become Python's,
     since ranks compare them as they are written."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
-        raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
+    ignore_index = index_of_64_bits(ignore_index)
     for name, value in numbers.items():
         fits, words = _LIMITS[name]
         if value is None and name in ("softcap", "chunk_tokens"):
@@ -157,7 +157,7 @@ def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any
         numbers[name] = value = int(value) if isinstance(value, Integral) else float(value)
         if not (isfinite(value) and fits(value)):
             raise MeshAttentionError(f"{name}={value!r}: must be {words}")
-    return int(ignore_index), numbers
+    return ignore_index, numbers
 
 
 _LIMITS: dict[str, tuple[Callable[[float], bool], str]] = {
