@@ -132,6 +132,8 @@ class Scene:
     def _use(self, cp: ContextParallel, asked: dict[str, Any]) -> None:
         positions = self._call("positions", cp.positions)
         padding = self._call("padding", cp.padding)
+        if positions.is_meta or padding.is_meta:  # without numbers, as was asked
+            return
         local = {
             name: self._call("shard", cp.shard, x=x, dim=1, side="q")
             for name, x in self.whole.items()

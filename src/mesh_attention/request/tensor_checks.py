@@ -161,6 +161,8 @@ def fault_of_flag(name: str, value: Any) -> MeshAttentionError | None:
 
 
 def fault_of_label(label: Any) -> MeshAttentionError | None:
+    if isinstance(label, int) and not -(2**63) <= label < 2**63:
+        return MeshAttentionError(f"label={label!r}: a number must have at most 64 bits")
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None
     return MeshAttentionError(f"label={label!r}: must be a str or an int")
