@@ -148,7 +148,7 @@ class Scene:
         if self.strange != ("unshard", "x"):
             _equal(whole, self.whole["q"], "unshard")
         elif dist.get_world_size(self.group) == 1:
-            _equal(whole, self.value, "unshard")
+            _equal(whole, torch.as_tensor(self.value), "unshard")
         self._batch(cp)
 
     def _batch(self, cp: ContextParallel) -> None:
