@@ -240,6 +240,11 @@ def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
         out += 1
         out.sum().backward()  # type: ignore[no-untyped-call]
 
+    def of_inference_mode() -> None:
+        with torch.inference_mode():
+            k = torch.rand_like(q, device="cpu")
+        cp.attention(q, k, q)
+
     def planned_on_one_rank() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank:
@@ -256,6 +261,14 @@ def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
         "operator": lambda: attention_op(
             *(q, q, q, None, None, None, "mine", None), *(True, True, False), *[None] * 5
         ),
+        "inference": of_inference_mode,
+        "batched": lambda: torch.autograd.grad(
+            cp.attention(q, q, q),
+            q,
+            torch.ones(2, *q.shape),
+            is_grads_batched=True,
+        ),
+        "tiled": lambda: cp.tiled(lambda x: cp.attention(x, x, x), tokens=2)(q),  # type: ignore[arg-type, return-value]
         "planned": planned_on_one_rank,
         "in place": changed_in_place,
     }
@@ -278,6 +291,9 @@ def test_small_mistakes_are_told_with_the_way_out(pool: WorkerPool) -> None:
         assert "it goes into ContextParallel(..., softmax_scale=...)" in each["scale"]
         assert "it goes into ContextParallel(..., mask=Mask(...))" in each["mask"]
         assert "'mine' is the name of no object" in each["operator"]
+        assert "k was made in inference mode, and another input" in each["inference"]
+        assert "is_grads_batched=True is not supported" in each["batched"]
+        assert "tiled: the block calls attention" in each["tiled"]
         assert "modified by an inplace operation" in each["in place"]  # not that it is a view
     assert said[0]["planned"] == "rank 1: ZeroDivisionError: division by zero"
     assert said[1]["planned"] == "division by zero"

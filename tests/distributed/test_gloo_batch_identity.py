@@ -3,6 +3,7 @@ loaders that are ahead and checkpoints that attend again are left alone."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,14 @@ def labels_of_unshard(rank: int, cp: ContextParallel) -> Outcome:
     return [outcome(cp.unshard, x, 1, label="keys" if rank == ODD else "values")]
 
 
+def swapped_modules(rank: int, cp: ContextParallel) -> Outcome:
+    """The second is a copy, as layers of a model are made."""
+    first = ContextParallelAttention(cp)
+    layers = [first, copy.deepcopy(first)]
+    x = cp.shard(vectors_of(ids_of(0)), 1)
+    return [outcome(layers[i ^ (rank == ODD)], x, x, x) for i in (0, 1)]
+
+
 FAULTS: dict[str, tuple[Callable[[int, ContextParallel], Outcome], int, str]] = {
     # What is done, the step that is told, and how.
     "micro-batches": (micro_batches_in_opposite_order, 0, "number of the batch is 3 there, 2 else"),
@@ -150,6 +159,7 @@ FAULTS: dict[str, tuple[Callable[[int, ContextParallel], Outcome], int, str]] = 
     "never cut": (batch_that_a_rank_never_cut, 1, "the whole batch is "),
     "losses": (swapped_losses, 0, "number of the batch is 2 there, 1 elsewhere"),
     "loss labels": (labels_of_losses, 0, "label is \"'second'\" there, \"'first'\" elsewhere"),
+    "modules": (swapped_modules, 0, "label is \"'module 1'\" there, \"'module 0'\" elsewhere"),
     "unshard": (labels_of_unshard, 0, "label is \"'keys'\" there, \"'values'\" elsewhere"),
 }
 

@@ -115,7 +115,7 @@ def test_where_the_best_method_refuses_an_option_the_next_that_takes_it_is_used(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such": ({"tyle": (2, 2)}, "no method has an option 'tyle'; did you mean 'tile'"),
-    "too small": ({"max_memory_bytes": 10}, "no schedule fits into 10 bytes"),
+    "too small": ({"max_memory_bytes": 10}, "max_memory_bytes=10: no schedule fits"),
     "not a tile of these": ({"tile": (2, 3)}, "tile 2x3 has 6 cells but there are 4 ranks"),
     "not a pair": ({"tile": 4}, "tile=4"),
     "not a degree": ({"ulysses": 3}, "ulysses=3"),

@@ -199,3 +199,14 @@ def test_token_stripes_are_one_call_and_not_looked_at_block_by_block(
             for op in program.operations:
                 if isinstance(op, Attend | AttendBackward):
                     assert [call.kind for call in op.calls] == [CallKind.RANGE]
+
+
+def test_thousands_of_documents_are_one_call_and_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """20,000 documents a side would be 400 million cells: 10 s and gigabytes."""
+    layout = Layout(LayoutKind.CONTIGUOUS, 10_000, 2)
+    mask = Mask(causal=True, documents=tuple(range(10_001)))
+    monkeypatch.setattr("mesh_attention.plan.methods.parts.lower.grid_calls", None)
+    own = ((0, 5000),)
+    assert calls_of(mask, (layout, layout), own, own) == (Call(CallKind.RANGE, 0, 5000, 0, 5000),)

@@ -56,7 +56,7 @@ def test_one_byte_less_than_the_smallest_cap_raises_with_both_numbers() -> None:
 def test_the_error_says_both_numbers_in_bytes_and_in_human_units() -> None:
     message = str(MemoryCapError(1024, 3 * 2**29))
     assert message == (
-        "no schedule fits into 1024 bytes (1.00 KiB); "
+        "max_memory_bytes=1024: no schedule fits into 1.00 KiB; "
         "the smallest cap that fits is 1610612736 bytes (1.50 GiB)"
     )
 

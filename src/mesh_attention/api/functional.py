@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.arguments import kept_source
 from mesh_attention.request.attend import attention
-from mesh_attention.request.kept_calls import keeps_shards
+from mesh_attention.request.kept_calls import fault_of_place, keeps_shards
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.port_checks import (
     refuse_forgotten_documents,
@@ -93,7 +93,7 @@ def mesh_attention(
     }
     label = read_label(label)
     refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    refused = refused or fault_of_flag("return_lse", return_lse)
+    refused = fault_of_place() or refused or fault_of_flag("return_lse", return_lse)
     user = session.user_of_function()
     source, calls, spread, sample = None, CallOptions(), Spread(), None
     error: Exception | None = None

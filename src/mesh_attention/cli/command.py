@@ -103,7 +103,8 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
+            shown = name if name.isprintable() else ascii(name)
+            self.error(f"unknown {kind} {shown}{did_you_mean(name, known)}")
         return args
 
     def format_help(self, *, seldom: bool = False) -> str:

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
-from mesh_attention.request.kept_calls import backward_follows, keeps_shards
+from mesh_attention.request.kept_calls import backward_follows, fault_of_place, keeps_shards
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.operators import attention_op, need_grad
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_heads
@@ -65,7 +65,7 @@ def attend(
         return spread.whole(out), spread.whole(lse, 1)
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         q, k, v = as_under_autocast(q, k, v)
-    key = number = None
+    fault, key, number = fault_of_place() or fault, None, None
     if isinstance(documents, Documents):
         number = documents.number
     if fault is None and (documents is None or number is not None):
@@ -150,15 +150,19 @@ def _key(
         or not (softmax_scale is None or type(softmax_scale) is float)
     ):
         return None
-    needs_grad = False
+    needs_grad = is_inference = False
     key: list[Any] = []
     for x in (q, k, v) if sinks is None else (q, k, v, sinks):
         if type(x) not in _PLAIN or x.is_nested:
             return None
         needs_grad = needs_grad or x.requires_grad
+        is_inference = is_inference or x.is_inference()
         key += x.shape, x.dtype, x.device, x.layout
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    if needs_grad and is_inference:
+        return None
     return (
-        (needs_grad and torch.is_grad_enabled()) or backward_follows(),
+        needs_grad or backward_follows(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         softmax_scale,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import fallthrough_kernel
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.compiled_attention import keep_in_checkpoints, plan_of_graph
 from mesh_attention.request.object_calls import OBJECT_CALLS
 from mesh_attention.request.operators import (
@@ -76,6 +77,11 @@ def below_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 @collective_call(lambda ctx, *_: (ctx.prepared.user.session, ctx.prepared.call.options))
 def _call_backward_together(ctx: Any, *grads: Tensor | None) -> list[Tensor]:
     ctx.prepared.user.refuse_if_closed()
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
+        raise MeshAttentionError(
+            "is_grads_batched=True is not supported: call torch.autograd.grad for one gradient of "
+            "the outputs after the other, with retain_graph=True"
+        )
     return _call_backward(ctx, *grads)
 
 

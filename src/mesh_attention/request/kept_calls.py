@@ -55,6 +55,10 @@ class AroundAttention:
         """By default as without it, or as what stands around it says."""
         return make(*inputs) if self._outer is None else self._outer.attend(make, inputs)
 
+    def fault(self) -> MeshAttentionError | None:
+        """Why nothing may attend in it; asked before a call is prepared."""
+        return None if self._outer is None else self._outer.fault()
+
     def __enter__(self) -> None:
         self._begin()
         self._outer, _THREAD.innermost = _THREAD.innermost, self
@@ -90,6 +94,10 @@ def backward_follows() -> bool:
     """Whether results are recorded for a backward pass, although gradients may be off: reentrant
     checkpoints have none in their forward pass."""
     return isinstance(_THREAD.innermost, Recording)
+
+
+def fault_of_place() -> MeshAttentionError | None:
+    return None if _THREAD.innermost is None else _THREAD.innermost.fault()
 
 
 def attend_once(make: Make, inputs: tuple[Any, ...]) -> Results:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -59,6 +60,7 @@ class ObjectCalls:
     chosen_by   how method and setting were chosen, if they were chosen here
     companions  other objects whose layers go through the batches of this one
     warm        prepared calls by what their checks depend on (`attend.py`)
+    modules     numbers for those that are made on the object
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ObjectCalls:
         self.chosen_by: str | None = None
         self.warm: dict[Any, UserCall] = {}
         self.companions: list[ObjectCalls] = []
+        self.modules = count()
         self._layers: dict[tuple[Any, ...], Layer] = {}
         try:
             self._agree_on_plan(group, arguments)

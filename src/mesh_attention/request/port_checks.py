@@ -78,7 +78,8 @@ def refuse_other_shards(
                 way_out = f"give seq_len={x.num_tokens} and layout={x.kind.value!r}"
         elif not has_length and not alike and layout.slots == cut.latest:
             how = f"from {cut.latest} tokens, so that a rank has fewer"
-            way_out = "cut the whole by shard or shard_batch, or say seq_len if this is a part"
+            way_out = "cut the whole by shard or shard_batch, or say that ranks hold parts of "
+            way_out += f"{layout.num_tokens} tokens: ContextParallel(seq_len={layout.num_tokens})"
         if how:
             raise MeshAttentionError(
                 f"tensors were cut {how}, and this call takes the {layout.slots} slots of a rank "

@@ -91,6 +91,11 @@ def sizes_of(
         wanted = arguments.get(name)
         if wanted is not None and wanted != actual:
             raise MeshAttentionError(f"{name}={wanted} was given, but the tensors have {actual}")
+    if k.shape[2] and q.shape[2] % k.shape[2]:
+        raise MeshAttentionError(
+            f"q has {q.shape[2]} heads and k {k.shape[2]}: those of q must be a multiple of those "
+            "of k"
+        )
     size = len(session.groups.ranks)
     lengths = q.shape[1] * size, k.shape[1] * size
     queries, keys = arguments.get("seq_len"), arguments.get("kv_seq_len")

@@ -79,6 +79,13 @@ def fault_of_kind(**tensors: Any) -> MeshAttentionError | None:
         else:
             continue
         return MeshAttentionError(f"{name} is {kind}; {way_out}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values()):
+        for name, x in tensors.items():
+            if x.is_inference():
+                return MeshAttentionError(
+                    f"{name} was made in inference mode, and another input requires grad: autograd "
+                    f"cannot save it; give {name}.clone(), or make it in torch.no_grad()"
+                )
     if torch._C._are_functorch_transforms_active():
         return MeshAttentionError(
             "transforms of torch.func (vmap, grad, jvp, ...) around attention are not supported"
@@ -100,7 +107,7 @@ def fault_of_sinks(plan: Plan, q: Any, sinks: Any) -> MeshAttentionError | None:
     """After `fault_of_tensors` found nothing."""
     if sinks is None:
         return None
-    fault = fault_of_kind(sinks=sinks)
+    fault = fault_of_kind(q=q, sinks=sinks)
     if fault is not None:
         return fault
     heads = plan.problem.num_heads
@@ -154,6 +161,8 @@ def fault_of_flag(name: str, value: Any) -> MeshAttentionError | None:
 
 
 def fault_of_label(label: Any) -> MeshAttentionError | None:
+    if isinstance(label, int) and not -(2**63) <= label < 2**63:
+        return MeshAttentionError(f"label={label!r}: a number must have at most 64 bits")
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None
     return MeshAttentionError(f"label={label!r}: must be a str or an int")

@@ -20,6 +20,7 @@ from mesh_attention.train.chunked_logits import Head
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.sharded_weight import own_weights
 from mesh_attention.train.token_losses import CrossEntropy, Loss, Targets
+from mesh_attention.train.whole_batch import index_of_64_bits
 
 
 def cross_entropy(
@@ -142,6 +143,7 @@ def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
     """Those of a loss or of log-probabilities, checked by their names; numpy's become Python's,
     since ranks compare them as they are written."""
+    ignore_index = index_of_64_bits(ignore_index)
     for name, value in numbers.items():
         may_be_zero = name in ("label_smoothing", "z_loss") and not isinstance(value, bool)
         if value is None and name in ("softcap", "chunk_tokens"):
@@ -154,4 +156,4 @@ def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any
             numbers[name] = real(name, value)
     if numbers.get("label_smoothing", 0) > 1:
         raise MeshAttentionError(f"label_smoothing={numbers['label_smoothing']}: must be at most 1")
-    return number("ignore_index", ignore_index, least=None), numbers
+    return ignore_index, numbers

@@ -21,7 +21,7 @@ from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.batch_documents import Rows
-from mesh_attention.train.whole_batch import MARK, WholeBatch, checked_tensors
+from mesh_attention.train.whole_batch import MARK, WholeBatch, checked_tensors, index_of_64_bits
 
 IGNORE_INDEX = -100
 
@@ -125,7 +125,9 @@ def shard_batch(
         ahead = number("ahead", ahead)
         if "labels" not in whole.tensors:
             raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
-    ignore_index = number("ignore_index", ignore_index, least=None)
+        if ahead > (tokens := whole.tensors["labels"].shape[1]):
+            raise MeshAttentionError(f"ahead={ahead}: the rows of the batch have {tokens} tokens")
+    ignore_index = index_of_64_bits(ignore_index)
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
     handle, shards, rows = _sharing(calls, whole, also)

@@ -142,8 +142,11 @@ def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 class _NoAttention(AroundAttention):
+    def fault(self) -> MeshAttentionError:
+        return _refusal("the block calls attention, which looks at all tokens; tile what is beside")
+
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
-        raise _refusal("the block calls attention, which looks at all tokens; tile what is beside")
+        raise self.fault()  # of compiled code
 
 
 class _Modes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -139,3 +140,12 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
                 )
             )
     return {first: tensors.pop(first), **tensors}
+
+
+def index_of_64_bits(ignore_index: Any) -> int:
+    whole = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
+    if not whole or not -(2**63) <= ignore_index < 2**63:
+        raise MeshAttentionError(
+            f"ignore_index={ignore_index!r}: must be a whole number of at most 64 bits"
+        )
+    return int(ignore_index)

@@ -16,7 +16,7 @@ lacks, the next one gets, so differences do not add up.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +36,8 @@ WORK_SLACK = 0.015
 # where shards are so long that the balance does not feel it.
 ALIGN = 8
 _LONG_SHARD = 4096
-_ENOUGH = 24  # of fewer documents no two are likely to make a rank even
+_STEPS = 32  # many equal documents are taken at once, up to such a part of what is needed
+_ENOUGH = 4  # of documents of fewer lengths no two are likely to make a rank even
 
 
 def balanced_stretches(
@@ -64,38 +65,29 @@ def balanced_stretches(
 
 
 @dataclass(slots=True, eq=False)
-class _Document:
-    """What is left of a document: so many tokens, the last ones. Where late rows have more to do
-    they are numbered from both ends: first, last, second, last but one."""
+class _Kind:
+    """Documents of one length, which are taken from the end of `starts`: whole ones, or a single
+    one of which only the last tokens are left. Where late rows have more to do tokens are numbered
+    from both ends: first, last, second, last but one. `work`, `tokens`: what is left of each."""
 
-    start: int
+    starts: list[int]
     length: int
     work: float
     tokens: int
     density: float
 
 
-@dataclass(slots=True, eq=False)
-class _Kind:
-    """Whole documents of one length."""
-
-    length: int
-    work: float
-    density: float
-    count: int
-
-
-def _density(document: _Document) -> float:
-    return document.density
+def _density(kind: _Kind) -> float:
+    return kind.density
 
 
 # Negative, so that they grow and can be searched.
-def _shorter(document: _Document | _Kind) -> int:
-    return -document.length
+def _shorter(kind: _Kind) -> int:
+    return -kind.length
 
 
-def _sparser(document: _Document) -> float:
-    return -document.density
+def _sparser(kind: _Kind) -> float:
+    return -kind.density
 
 
 class _Front:
@@ -114,8 +106,8 @@ class _Front:
     def work(self, tokens: int) -> float:
         while self._tokens[-1] < tokens and len(self._tokens) <= len(self._kinds):
             kind = self._kind(len(self._tokens) - 1)
-            self._tokens.append(self._tokens[-1] + kind.count * kind.length)
-            self._works.append(self._works[-1] + kind.count * kind.work)
+            self._tokens.append(self._tokens[-1] + len(kind.starts) * kind.length)
+            self._works.append(self._works[-1] + len(kind.starts) * kind.work)
         at = bisect_right(self._tokens, tokens) - 1
         if at == len(self._kinds):
             return self._works[at]
@@ -138,19 +130,20 @@ class _Left:
         weights: Sequence[float] | None,
     ) -> None:
         self._rows = DocumentWork(masks, weights)
-        spans = sorted((start - stop, start) for start, stop in pairwise(documents) if start < stop)
-        counts = Counter(-size for size, _ in spans)  # in the order of the spans
-        work = {length: self._rows.before(length, length) for length in counts}
-        self._kinds = [_Kind(n, work[n], work[n] / n, count) for n, count in counts.items()]
-        self._whole = [
-            _Document(start, -size, work[-size], -size, work[-size] / -size)
-            for size, start in spans
-        ]
-        self._most = _Front(self._kinds, backwards=False)
-        self._fewest = _Front(self._kinds, backwards=True)
-        self._cut: list[_Document] = []
+        starts: defaultdict[int, list[int]] = defaultdict(list)  # by length, the last ones first
+        for stop, start in pairwise(reversed(documents)):
+            if start < stop:
+                starts[stop - start].append(start)
+        self._whole: list[_Kind] = []
+        for n in sorted(starts, reverse=True):
+            work = self._rows.before(n, n)
+            self._whole.append(_Kind(starts[n], n, work, n, work / n))
+        self._most = _Front(self._whole, backwards=False)
+        self._fewest = _Front(self._whole, backwards=True)
+        self._cut: list[_Kind] = []
         self._ranks, self._rank = num_ranks, 0
-        self._tokens, self._work = documents[-1], sum(document.work for document in self._whole)
+        self._tokens = documents[-1]
+        self._work = sum(len(kind.starts) * kind.work for kind in self._whole)
         self._need_tokens, self._need_work = 0, 0.0  # of this rank and all before it
         self._own: list[tuple[int, int]] = []
         self._token_slack = int(TOKEN_SLACK * self._tokens / num_ranks)
@@ -164,12 +157,13 @@ class _Left:
         self._need_tokens += self._tokens * self._rank // self._ranks - before
         self._need_work += self._work / self._ranks
         if self._rank == self._ranks:
-            for document in (*self._cut, *self._whole):
-                self._take(document)
+            for kind in (*self._cut, *self._whole):
+                while kind.starts:
+                    self._take(kind)
             return self._own
-        for document in tuple(self._cut):
-            if self._fits(document):
-                self._take(document)
+        for cut in tuple(self._cut):
+            if self._fits(cut):
+                self._take(cut)
         self._take_whole()
         while self._take_share():
             pass
@@ -179,9 +173,10 @@ class _Left:
         met = self._need_tokens <= self._token_slack
         return met and -self._work_slack <= self._need_work <= self._work_slack
 
-    def _fits(self, document: _Document) -> bool:
+    def _fits(self, kind: _Kind, count: int = 1) -> bool:
         """Whether others can fill the rest, in tokens and in work, up to the slack."""
-        tokens, work = self._need_tokens - document.tokens, self._need_work - document.work
+        tokens = self._need_tokens - count * kind.tokens
+        work = self._need_work - count * kind.work
         if tokens < -self._token_slack:
             return False
         rest, slack = max(tokens, 0), self._work_slack
@@ -189,26 +184,27 @@ class _Left:
 
     def _take_whole(self) -> None:
         """Take whole documents as long as the others can fill the rest."""
-        first = True
+        whole, first = self._whole, True
         while not self._is_met() and not self._finish():
             tokens, work = self._need_tokens, self._need_work + self._work_slack
-            fitting = bisect_left(self._kinds, -tokens - self._token_slack, key=_shorter)
+            fitting = bisect_left(whole, -tokens - self._token_slack, key=_shorter)
 
             def leaves_enough(kind: _Kind, tokens: int = tokens, work: float = work) -> bool:
                 """Longer documents leave too little work for the tokens of the rest."""
                 return work - kind.work >= self._fewest.work(max(tokens - kind.length, 0))
 
-            at = bisect_left(self._kinds, True, lo=fitting, key=leaves_enough)
-            if at == len(self._kinds):
+            at = bisect_left(whole, True, lo=fitting, key=leaves_enough)
+            if at == len(whole):
                 return
-            low = bisect_left(self._whole, -self._kinds[at].length, key=_shorter)
             if not first and tokens > 0:
-                near = bisect_left(self._whole, -self._need_work / tokens, key=_sparser)
-                low = max(low, min(near, len(self._whole) - 1))
-            first = False
-            if not self._fits(self._whole[low]):
+                near = bisect_left(whole, -self._need_work / tokens, key=_sparser)
+                at = max(at, min(near, len(whole) - 1))
+            first, kind = False, whole[at]
+            if not self._fits(kind):
                 return
-            self._take(self._whole[low])
+            several = min(len(kind.starts), tokens // (_STEPS * kind.length))
+            for _ in range(several if several > 1 and self._fits(kind, several) else 1):
+                self._take(kind)
 
     def _finish(self) -> bool:
         """Take two documents that together are what is needed; False where there are none."""
@@ -218,24 +214,24 @@ class _Left:
         low = bisect_left(whole, -tokens, key=_shorter)
         high = bisect_right(whole, -tokens / 2, key=_shorter)  # the longer of the two is before
 
-        def partner(document: _Document) -> int:
-            return bisect_left(whole, document.length - tokens, key=_shorter)
+        def partner(kind: _Kind) -> int:
+            return bisect_left(whole, kind.length - tokens, key=_shorter)
 
-        def is_little(document: _Document) -> bool:
+        def is_little(kind: _Kind) -> bool:
             """The longer the document, the more work it and its partner have."""
-            at = partner(document)
-            return document.work + (whole[at].work if at < len(whole) else 0.0) <= work
+            at = partner(kind)
+            return kind.work + (whole[at].work if at < len(whole) else 0.0) <= work
 
         low = bisect_left(whole, True, lo=low, hi=high, key=is_little) if low < high else low
-        for document in whole[max(low - 2, 0) : low + 3]:
-            at = partner(document)
+        for kind in whole[max(low - 2, 0) : low + 3]:
+            at = partner(kind)
             for other in whole[max(at - 1, 0) : at + 1]:
                 if (
-                    other is not document
-                    and abs(tokens - document.length - other.length) <= self._token_slack
-                    and abs(work - document.work - other.work) <= self._work_slack
+                    (other is not kind or len(kind.starts) > 1)
+                    and abs(tokens - kind.length - other.length) <= self._token_slack
+                    and abs(work - kind.work - other.work) <= self._work_slack
                 ):
-                    self._take(document)
+                    self._take(kind)
                     self._take(other)
                     return True
         return False
@@ -255,12 +251,12 @@ class _Left:
             self._take(max(ends, key=_density) if sparser else min(ends, key=_density), tokens)
             return True
         dense, sparse = min(denser, key=_density), max(sparser, key=_density)
-        for document in (sparse, dense):
+        for kind in (sparse, dense):
             if (
-                document.tokens >= tokens
-                and abs(tokens * self._first_density(document, tokens) - work) <= self._work_slack
+                kind.tokens >= tokens
+                and abs(tokens * self._first_density(kind, tokens) - work) <= self._work_slack
             ):
-                self._take(document, tokens)
+                self._take(kind, tokens)
                 return True
         share = tokens * (needed - sparse.density) / (dense.density - sparse.density)
         if share > dense.tokens or tokens - share > sparse.tokens:  # too short: all of it
@@ -280,53 +276,41 @@ class _Left:
     def _aligned(self, tokens: float) -> int:
         return round(tokens / self._align) * self._align
 
-    def _spans(self, document: _Document, tokens: int) -> list[tuple[int, int]]:
+    def _spans(self, kind: _Kind, tokens: int) -> list[tuple[int, int]]:
         """The next tokens of a document, counted from its start."""
-        length = document.length
-        first, last = length - document.tokens, length - document.tokens + tokens
+        length = kind.length
+        first, last = length - kind.tokens, length - kind.tokens + tokens
         if not self._rows.folded or tokens == length:
             return [(first, last)]
         # Tokens of even numbers count from the front, those of odd ones from the end.
         front = ((first + 1) // 2, (last + 1) // 2)
         return [front, (length - last // 2, length - first // 2)]
 
-    def _first_density(self, document: _Document, tokens: int) -> float:
+    def _first_density(self, kind: _Kind, tokens: int) -> float:
         """The density of the next tokens, or of the whole document where that is the same or the
         tokens are few."""
         if self._rows.even or tokens <= self._align:
-            return document.density
-        return self._rows.of(self._spans(document, tokens), document.length) / tokens
+            return kind.density
+        return self._rows.of(self._spans(kind, tokens), kind.length) / tokens
 
-    def _take(
-        self, document: _Document, tokens: int | None = None, *, aligned: bool = True
-    ) -> None:
-        """Give this rank so many tokens of a document, or all that is left of it."""
-        left = document.tokens
+    def _take(self, kind: _Kind, tokens: int | None = None, *, aligned: bool = True) -> None:
+        """Give this rank so many tokens of the next document of a kind, or all that is left."""
+        left = kind.tokens
         tokens = left if tokens is None else min(self._aligned(tokens) if aligned else tokens, left)
         if tokens == 0:
             return
-        spans, length = self._spans(document, tokens), document.length
-        work = document.work if tokens == left else self._rows.of(spans, length)
-        first, last = length - left, length - left + tokens
-        self._own += [(document.start + a, document.start + b) for a, b in spans]
+        spans, length = self._spans(kind, tokens), kind.length
+        work = kind.work if tokens == left else self._rows.of(spans, length)
         self._need_tokens -= tokens
         self._need_work -= work
-        if first == 0:
-            self._whole_is_gone(document)
-            if last < length:
-                self._cut.append(document)
-        elif last == length:
-            self._cut.remove(document)
-        if last < length:
-            document.tokens, document.work = length - last, document.work - work
-            document.density = document.work / document.tokens
-
-    def _whole_is_gone(self, document: _Document) -> None:
-        first = bisect_left(self._whole, -document.length, key=_shorter)  # of its length
-        del self._whole[self._whole.index(document, first)]
-        at = bisect_left(self._kinds, -document.length, key=_shorter)
-        self._most.forget(at)
-        self._fewest.forget(at)
-        self._kinds[at].count -= 1
-        if not self._kinds[at].count:
-            del self._kinds[at]
+        if left == length:
+            at = bisect_left(self._whole, -length, key=_shorter)
+            self._most.forget(at)
+            self._fewest.forget(at)
+        start = kind.starts.pop()
+        self._own += [(start + a, start + b) for a, b in spans]
+        if not kind.starts:
+            (self._whole if left == length else self._cut).remove(kind)
+        if tokens < left:
+            rest, more = left - tokens, kind.work - work
+            self._cut.append(_Kind([start], length, more, rest, more / rest))

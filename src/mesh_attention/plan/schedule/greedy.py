@@ -270,8 +270,9 @@ class MemoryCapError(PlanError):
 
     def __init__(self, cap_bytes: int, smallest_cap_bytes: int) -> None:
         super().__init__(
-            f"no schedule fits into {cap_bytes} bytes ({bytes_text(cap_bytes)}); the smallest cap "
-            f"that fits is {smallest_cap_bytes} bytes ({bytes_text(smallest_cap_bytes)})"
+            f"max_memory_bytes={cap_bytes}: no schedule fits into {bytes_text(cap_bytes)}; the "
+            f"smallest cap that fits is {smallest_cap_bytes} bytes "
+            f"({bytes_text(smallest_cap_bytes)})"
         )
         self.cap_bytes = cap_bytes
         self.smallest_cap_bytes = smallest_cap_bytes

@@ -189,7 +189,7 @@ class Shards:
     ) -> Tensor:
         """The whole tensor from the shards of all ranks, which hand in the same kind of tensor."""
         user.refuse_if_closed()
-        if grad not in (None, *get_args(Grad)):
+        if not isinstance(grad, str | None) or grad not in (None, *get_args(Grad)):
             raise MeshAttentionError(f"grad={grad!r}: must be one of {', '.join(get_args(Grad))}")
         layout = self.layout(side)
         dim = _checked_dim(x, dim)
