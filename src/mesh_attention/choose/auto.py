@@ -134,8 +134,7 @@ def find_best(
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(options) if method is None else (method,)
     if not effort.every_name:
-        few = num_ranks <= cluster.node.ranks or problem.q_tokens < 2 * num_ranks
-        names = _likely(names, rows=few or shows_little(problem)) or names
+        names = _likely(names) or names
     layouts = _layouts(problem, options, moves_tokens=moves_tokens and kernel is None)
     tried, expected = 0, 60 * len(directions) * len(layouts)
 
@@ -202,12 +201,9 @@ def find_default(
     )
 
 
-def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:
-    """Plain boxes; and what sends single rows, where the mask hides many or ranks are few."""
-    methods = [(name, METHODS[name]) for name in names]
-    return tuple(
-        n for n, method in methods if method.is_plain_box or (rows and method.by_stretches)
-    )
+def _likely(names: Sequence[str]) -> tuple[str, ...]:
+    """Plain boxes, and what sends single rows: their bytes are known without a plan."""
+    return tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches)
 
 
 def _layouts(

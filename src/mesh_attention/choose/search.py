@@ -189,13 +189,7 @@ class PassSearch:
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = {asked.num_ranks // 2}  # where a causal mask leaves the mean of the work
-        if self._sparse:
-            ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
-        if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
-            ranks.add(0)  # shares of heads differ, and the first is a large one
-        if asked.problem.q_tokens < 2 * asked.num_ranks:
-            ranks.add(0)  # others may have no token
+        ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
         seen = estimate(
             plan,
             asked.cluster,
@@ -204,7 +198,10 @@ class PassSearch:
             kernel=asked.kernel,
             ranks=sorted(ranks),
         )
-        chunks = setting.get("chunks") or (1, 1)
+        unlike = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
+        # Under such a mask ranks also wait for each other at every step of a ring.
+        rings = self._sparse and not (gathers := METHODS[method]).by_stretches
+        rings = rings and (gathers.rotates or not gathers.is_plain_box)
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -223,7 +220,7 @@ class PassSearch:
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
+            may_wait=(self._ranks_wait and unlike) or rings,
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )

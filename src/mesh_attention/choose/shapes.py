@@ -1,10 +1,10 @@
 """Settings worth trying: shapes, the most promising first, and a short list of cuts of each.
 
 A box exchanges tokens for heads among `degree` ranks, and on the units that this makes a tile a x b
-gathers (or rotates) a parts of the queries and b of the keys. The bytes of a box are known without
-a plan, so two numbers are too: `moving_seconds`, and `least_seconds`, below which no cut of it can
-be. Both are bounds: links carry nothing but this at their best rate, attention runs at the best
-rate of any kernel, and every rank has the mean of the work.
+gathers (or rotates) a parts of the queries and b of the keys. Bytes, messages and work of a box are
+known without a plan, so two numbers are too: `moving_seconds`, and `least_seconds`, below which no
+cut of it can be. The second is a bound: links carry nothing but this at their best rate, and the
+rank with the most work does it at the best rate of any kernel.
 
 A cut is a number of slices of heads and of chunks of rows. Cuts are listed in the order in which
 they help: over the questions of `benchmarks/default_against_best.py` the first is within 3 % of the
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
@@ -25,16 +27,19 @@ from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.needed_rows import usual_layout
+from mesh_attention.plan.methods.parts.assignment import best_tile
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.row_ranges import RowRanges
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A method and the options that are not about cuts. `held`: KV heads that a rank has."""
+    """A method and the options that are not about cuts. `held`: KV heads that a rank has.
+    `moving_seconds`: of its transfers one by one, with the latency of each if nothing is cut."""
 
     name: str  # of the method
     options: dict[str, Any]
@@ -81,29 +86,66 @@ def shows_little(problem: Problem) -> bool:
 
 
 def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """The ranks that may end last under a mask that shows little: the rank whose tile shows most,
-    and, if single rows travel, the rank that exchanges most of them with other nodes."""
-    layouts, rows = (plan.q_layout, plan.kv_layout), plan.problem.rows
-    degree, tile = degree_and_tile(method, setting, plan.num_ranks)
-    ranks = {plan.num_ranks // 2}
-    if all(layout.kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG) for layout in layouts):
-        pairs = pairs_of_tiles(*layouts, rows, tile, degree)
-        ranks = {degree * int(pairs.argmax())}  # units follow each other along rows of the grid
-    if METHODS[method].by_stretches:
-        finders = (needed_keys, needed_queries)
-        keys, queries = (find(*layouts, rows, tile[0]) for find in finders)
-        tokens = keys.tokens_between() + queries.tokens_between()
-        node = np.arange(plan.num_ranks) // per_node
-        far = np.where(node[:, None] == node, 0, tokens)
-        ranks.add(int(np.maximum(far.sum(0), far.sum(1)).argmax()))
+    """The ranks that may end last, of which an estimate looks at all."""
+    layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
+    degree, tile = degree_and_tile(method, setting, problem, num_ranks)
+    ranks = {num_ranks // 2}  # where a causal mask leaves the mean of the work
+    if shows_little(problem) and all(layout.kind in _COUNTED for layout in layouts):
+        ranks = {degree * _busiest_unit(*layouts, problem.rows, tile, degree)[0]}
+    far = _far_rows(plan, method, degree, tile, per_node)
+    if far.max() > max(far[rank] for rank in ranks):
+        ranks.add(int(far.argmax()))
+    if problem.num_heads % degree or problem.q_tokens < 2 * num_ranks:
+        ranks.add(0)  # a large share of heads; or others have no token
     return ranks
 
 
+def _far_rows(
+    plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int
+) -> NDArray[np.float64]:
+    """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
+    and where rows of the grid do not begin where nodes do."""
+    problem, node = plan.problem, np.array(plan.devices) // per_node
+    weights = problem.num_heads, problem.kv_heads
+    if METHODS[method].by_stretches:
+        finders = needed_queries, needed_keys
+        layouts = plan.q_layout, plan.kv_layout
+        found = (find(*layouts, problem.rows, tile[0]).tokens_between() for find in finders)
+        tokens = sum(weight * each for weight, each in zip(weights, found, strict=True))
+        far = np.where(node[:, None] == node, 0, tokens)
+        return np.maximum(far.sum(0), far.sum(1)).astype(float)
+    unit, member = np.divmod(np.arange(plan.num_ranks), degree)
+    groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
+    far = np.zeros(plan.num_ranks)
+    for weight, size, group in zip(weights, tile, groups, strict=True):
+        ids = (group * degree + member) * plan.num_ranks + node
+        _, at, count = np.unique(ids, return_inverse=True, return_counts=True)
+        far += weight * (size - count[at])
+    return far
+
+
+_COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
+
+
+@lru_cache(maxsize=256)  # both passes, all cuts and the bounds ask for the same
+def _busiest_unit(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int
+) -> tuple[int, int]:
+    """The unit whose tile shows most, and how many pairs; units follow each other along rows of
+    the grid."""
+    pairs = pairs_of_tiles(q_layout, kv_layout, rows, tile, degree)
+    return int(pairs.argmax()), int(pairs.max())
+
+
 def degree_and_tile(
-    method: str, setting: Mapping[str, Any], num_ranks: int
+    method: str, setting: Mapping[str, Any], problem: Problem, num_ranks: int
 ) -> tuple[int, tuple[int, int]]:
-    degree = METHODS[method].degree(setting, num_ranks)
-    return degree, setting.get("tile") or (1, max(1, num_ranks // degree))
+    degree, tile = METHODS[method].degree(setting, num_ranks), setting.get("tile")
+    units = max(1, num_ranks // degree)
+    if tile is None:
+        chosen = METHODS[method].is_plain_box and "tile" in METHODS[method].options()
+        tile = best_tile(units, problem) if chosen else (1, units)
+    return degree, tile
 
 
 def shapes_of(
@@ -125,12 +167,14 @@ def shapes_of(
         own_layout = usual_layout(problem.mask) if by_rows else default_layout(problem)
         if layout is not None and layout is not own_layout:
             said["layout"] = layout.value
-        for candidate in (*method.candidates(problem, num_ranks, cluster.node.ranks), {}):
+        candidates = [
+            candidate
+            for candidate in method.candidates(problem, num_ranks, cluster.node.ranks)
+            if all(options.get(option) in (None, x) for option, x in candidate.items())
+        ]
+        for candidate in candidates or [{}]:
             setting = candidate | said
-            key = setting_key(name, setting)
-            agrees = all(options.get(option) in (None, x) for option, x in candidate.items())
-            if agrees and key not in shapes:
-                shapes[key] = bounds.shape(name, setting)
+            shapes[setting_key(name, setting)] = bounds.shape(name, setting, layout or own_layout)
     return sorted(shapes.values(), key=lambda shape: (shape.promise, len(shape.options)))
 
 
@@ -142,34 +186,50 @@ class _Bounds:
     ) -> None:
         self._problem, self._ranks, self._cluster = problem, num_ranks, cluster
         self._backward = direction is Direction.BACKWARD
-        pairs = num_pairs(problem)
+        self._pairs = num_pairs(problem)
         kernels = cluster.passes(direction).values()
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
-        flops = problem.flops(pairs, backward=self._backward)
-        self._attention = flops / num_ranks / (best * 1e12)
+        self._flops_per_second = best * 1e12
         # The part of all that a mask without a window and documents would show: about as much of
         # the rows travels where only those do that are seen.
         whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
-        self._seen = min(1.0, pairs / whole)
+        self._seen = min(1.0, self._pairs / whole)
         # Rows that a mask hides from everybody may stay at home.
         self._all_travels = not shows_little(problem)
 
-    def shape(self, name: str, setting: dict[str, Any]) -> Shape:
+    def shape(self, name: str, setting: dict[str, Any], layout: LayoutKind) -> Shape:
         method, n = METHODS[name], self._ranks
-        degree, tile = degree_and_tile(name, setting, n)
+        degree, tile = degree_and_tile(name, setting, self._problem, n)
         held = max(1, self._problem.kv_heads // degree)
-        moving = 0.0
+        moving = bound = 0.0
         if n > 1:
-            moving = self._exchange(degree, setting) + self._tile(
-                degree, tile, setting, rotates=method.rotates
-            )
+            exchange, latency = self._exchange(degree, setting)
+            gather, more = self._tile(degree, tile, setting, method)
+            bound, moving = exchange + gather, exchange + gather + latency + more
         if method.by_stretches:
             moving *= self._seen
-        bound = 0.0
-        if self._all_travels and n > 1:
+        if not self._all_travels:
+            bound = 0.0
+        elif not method.is_plain_box and n > 1:
             # A ring of rings has most of its hops inside nodes.
-            bound = moving if method.is_plain_box else self._inner_ring(degree, tile, method)
-        return Shape(name, setting, degree, tile, held, max(self._attention, bound), moving)
+            bound = self._inner_ring(degree, tile, method)
+        attention = self._attention(degree, tile, setting, layout)
+        return Shape(name, setting, degree, tile, held, max(attention, bound), moving)
+
+    def _attention(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
+    ) -> float:
+        """Of the rank with the most work: the largest share of heads of the tile that shows most.
+        Tiles of a zigzag show equally much unless the mask shows little."""
+        problem, pairs = self._problem, self._pairs * degree / self._ranks
+        kind = LayoutKind(setting.get("layout") or layout)
+        if kind in _COUNTED and not problem.mask.is_full:
+            if kind is not LayoutKind.ZIGZAG or not self._all_travels:
+                layouts = [Layout(kind, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
+                pairs = max(pairs, _busiest_unit(*layouts, problem.rows, tile, degree)[1])
+        share = -(-problem.num_heads // degree) / problem.num_heads
+        flops = problem.flops(1, backward=self._backward) * pairs * share
+        return flops / self._flops_per_second
 
     def _inner_ring(self, degree: int, tile: tuple[int, int], method: Method) -> float:
         if not method.rotates:
@@ -188,10 +248,10 @@ class _Bounds:
         kv = kv_slots * kv_heads * (p.head_dim + p.v_dim)
         return q * p.element_bytes, out * p.element_bytes, kv * p.element_bytes
 
-    def _exchange(self, degree: int, setting: Mapping[str, Any]) -> float:
-        """Tokens for heads, and back."""
+    def _exchange(self, degree: int, setting: Mapping[str, Any]) -> tuple[float, float]:
+        """Tokens for heads, and back: seconds of the bytes, and of the messages."""
         if degree == 1:
-            return 0.0
+            return 0.0, 0.0
         q, out, kv = self._sides(degree)
         each = q + out + kv
         if self._backward:
@@ -200,30 +260,56 @@ class _Bounds:
         node = self._cluster.node
         units = setting.get("units_per_node")
         here = node.ranks // units if units else min(degree, node.ranks)
-        far, near = max(0, degree - here) * each, (here - 1) * each
-        network = self._cluster.network.many_peers
-        return max(
-            near / (node.all_to_all_gb_per_second * 1e9), far / (network.gb_per_second * 1e9)
-        )
+        return self._to_all((here - 1) * each, max(0, degree - here), each, times=2)
+
+    def _to_all(
+        self, near_bytes: float, far_peers: int, far_bytes: float, *, times: int
+    ) -> tuple[float, float]:
+        """So many all-to-alls together: seconds of the bytes, those of each far peer, and of the
+        messages."""
+        node, network = self._cluster.node, self._cluster.network
+        many = network.many_peers
+        near = near_bytes / (node.all_to_all_gb_per_second * 1e9)
+        far = far_peers * far_bytes / (many.gb_per_second * 1e9)
+        link = network if far_peers else node
+        each = link.collective.base_microseconds + far_peers * many.message_microseconds
+        return max(near, far), times * each * 1e-6
 
     def _tile(
-        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], *, rotates: bool
-    ) -> float:
-        """Queries and keys of other units, and partial results back."""
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], method: Method
+    ) -> tuple[float, float]:
+        """Queries and keys of other units, and partial results back: seconds of the bytes, and of
+        the messages."""
         (a, b), node, network = tile, self._cluster.node, self._cluster.network
+        if a * b == 1:
+            return 0.0, 0.0
         q, out, kv = self._sides(degree)
+        rotates = method.rotates
         again = self._backward and setting.get("keep") != Keep.GATHERED
         grads = 2 if again or (self._backward and rotates) else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
         if rotates:
             link = network.peer if self._ranks > node.ranks else node.peer
-            return (b - 1) * kv_side / (link.gb_per_second * 1e9)
+            seconds = (b - 1) * kv_side / (link.gb_per_second * 1e9)
+            return seconds, (b - 1) * grads * link.latency_microseconds * 1e-6
         units = setting.get("units_per_node") or max(1, node.ranks // degree)
         near_a, near_b = min(a, units), min(b, max(1, units // a))
         near = (near_a - 1) * q_side + (near_b - 1) * kv_side
         far = (a - 1) * q_side + (b - 1) * kv_side - near
+        times = 1 + (a > 1 or self._backward)
+        if method.by_stretches:
+            far_peers = max(1, a - near_a + b - near_b) if far else 0
+            return self._to_all(near, far_peers, far / max(1, far_peers), times=times)
         rate = network.collective.gb_per_second * network.nics / node.ranks
-        return max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
+        seconds = max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
+        latency = 0.0
+        for size, inside, each in ((a, near_a, 2), (b, near_b, grads)):
+            nodes = -(-size // inside)
+            link = network.collective if nodes > 1 else node.collective
+            hops = (nodes - 1) * network.collective.hop_microseconds
+            hops += (size - nodes) * node.collective.hop_microseconds
+            latency += (size > 1) * each * (link.base_microseconds + hops) * 1e-6
+        return seconds, latency
 
 
 _CUT_OPTIONS = ("chunks", "head_slices")
@@ -256,7 +342,7 @@ _GATHERED = {
 _EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
 _ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
 _QUERIES_ALONE = _parts("2x1 1x1 4x1")
-_WHOLE_ROWS = _parts("1x1/2 1x1 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
+_WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
 
 # Seconds of attention. Of less, cuts cost more in launches and latency than they hide: few parts
 # are tried first, or none at all.
