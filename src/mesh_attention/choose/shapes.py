@@ -35,6 +35,8 @@ from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.row_ranges import RowRanges
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -67,8 +69,10 @@ class Shape:
 
     @property
     def promise(self) -> tuple[float, float]:
-        """The bound first; of equal bounds the one that leaves less to hide."""
-        return self.least_seconds + self.moving_seconds, self.moving_seconds
+        """About as long as it takes in four parts: the longer of attention and transfers hides all
+        but a quarter of the shorter. Of equals the one that leaves less to hide."""
+        shorter, longer = sorted((self.least_seconds, self.moving_seconds))
+        return longer + shorter / 4, self.moving_seconds
 
 
 def setting_key(method: str, options: Mapping[str, Any]) -> str:
@@ -100,20 +104,15 @@ def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node:
     return ranks
 
 
-def _far_rows(
-    plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int
-) -> NDArray[np.float64]:
+def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:
     """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
     and where rows of the grid do not begin where nodes do."""
     problem, node = plan.problem, np.array(plan.devices) // per_node
     weights = problem.num_heads, problem.kv_heads
     if METHODS[method].by_stretches:
-        finders = needed_queries, needed_keys
         layouts = plan.q_layout, plan.kv_layout
-        found = (find(*layouts, problem.rows, tile[0]).tokens_between() for find in finders)
-        tokens = sum(weight * each for weight, each in zip(weights, found, strict=True))
-        far = np.where(node[:, None] == node, 0, tokens)
-        return np.maximum(far.sum(0), far.sum(1)).astype(float)
+        queries, keys = _needed_tokens(*layouts, problem.rows, tile[0], per_node)[1]
+        return np.max(weights[0] * queries + weights[1] * keys, axis=0)
     unit, member = np.divmod(np.arange(plan.num_ranks), degree)
     groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
     far = np.zeros(plan.num_ranks)
@@ -122,6 +121,24 @@ def _far_rows(
         _, at, count = np.unique(ids, return_inverse=True, return_counts=True)
         far += weight * (size - count[at])
     return far
+
+
+@lru_cache(maxsize=64)  # both passes, all cuts and the bounds ask for the same
+def _needed_tokens(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, a: int, per_node: int
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Tokens of each rank of a tile a x b that travel one by one, as arrays (sent or received,
+    rank): queries and keys inside its node, and queries and keys from other nodes."""
+    node = np.arange(q_layout.num_ranks) // per_node
+    is_near = node[:, None] == node
+    sides = []
+    for find in (needed_queries, needed_keys):
+        tokens = find(q_layout, kv_layout, rows, a).tokens_between().astype(float)
+        np.fill_diagonal(tokens, 0.0)
+        near, far = np.where(is_near, tokens, 0.0), np.where(is_near, 0.0, tokens)
+        sides.append([np.stack([x.sum(0), x.sum(1)]) for x in (near, far)])
+    (near_q, far_q), (near_k, far_k) = sides
+    return (near_q, near_k), (far_q, far_k)
 
 
 _COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
@@ -190,10 +207,6 @@ class _Bounds:
         kernels = cluster.passes(direction).values()
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         self._flops_per_second = best * 1e12
-        # The part of all that a mask without a window and documents would show: about as much of
-        # the rows travels where only those do that are seen.
-        whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
-        self._seen = min(1.0, self._pairs / whole)
         # Rows that a mask hides from everybody may stay at home.
         self._all_travels = not shows_little(problem)
 
@@ -204,13 +217,14 @@ class _Bounds:
         moving = bound = 0.0
         if n > 1:
             exchange, latency = self._exchange(degree, setting)
-            gather, more = self._tile(degree, tile, setting, method)
+            if method.by_stretches and not self._all_travels:
+                gather, more = self._needed(tile, setting, layout)
+            else:
+                gather, more = self._tile(degree, tile, setting, method)
             bound, moving = exchange + gather, exchange + gather + latency + more
-        if method.by_stretches:
-            moving *= self._seen
-        if not self._all_travels:
+        if not (self._all_travels or method.by_stretches):
             bound = 0.0
-        elif not method.is_plain_box and n > 1:
+        elif not (method.is_plain_box or method.by_stretches) and n > 1:
             # A ring of rings has most of its hops inside nodes.
             bound = self._inner_ring(degree, tile, method)
         attention = self._attention(degree, tile, setting, layout)
@@ -222,14 +236,34 @@ class _Bounds:
         """Of the rank with the most work: the largest share of heads of the tile that shows most.
         Tiles of a zigzag show equally much unless the mask shows little."""
         problem, pairs = self._problem, self._pairs * degree / self._ranks
-        kind = LayoutKind(setting.get("layout") or layout)
-        if kind in _COUNTED and not problem.mask.is_full:
-            if kind is not LayoutKind.ZIGZAG or not self._all_travels:
-                layouts = [Layout(kind, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
-                pairs = max(pairs, _busiest_unit(*layouts, problem.rows, tile, degree)[1])
+        kind, layouts = self._layouts(setting, layout)
+        balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
+        if kind in _COUNTED and not balanced:
+            pairs = max(pairs, _busiest_unit(*layouts, problem.rows, tile, degree)[1])
         share = -(-problem.num_heads // degree) / problem.num_heads
         flops = problem.flops(1, backward=self._backward) * pairs * share
         return flops / self._flops_per_second
+
+    def _layouts(
+        self, setting: Mapping[str, Any], layout: LayoutKind
+    ) -> tuple[LayoutKind, list[Layout]]:
+        kind, problem = LayoutKind(setting.get("layout") or layout), self._problem
+        counted = kind if kind in _COUNTED else LayoutKind.CONTIGUOUS
+        return kind, [Layout(counted, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
+
+    def _needed(
+        self, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
+    ) -> tuple[float, float]:
+        """Rows that travel one by one, and partial results back: seconds of the bytes, and of the
+        messages."""
+        (a, b), sizes, slots = tile, self._sides(1), self._slots()
+        q, out, kv = (size / rows for size, rows in zip(sizes, slots, strict=True))
+        grads = 2 if self._backward and setting.get("keep") != Keep.GATHERED else 1
+        _, layouts = self._layouts(setting, layout)
+        tokens = _needed_tokens(*layouts, self._problem.rows, a, self._cluster.node.ranks)
+        near, far = (float(np.max((grads * q + out) * x + grads * kv * y)) for x, y in tokens)
+        peers = a + b - 2 if far else 0
+        return self._to_all(near, peers, far / max(1, peers), times=1 + (a > 1 or self._backward))
 
     def _inner_ring(self, degree: int, tile: tuple[int, int], method: Method) -> float:
         if not method.rotates:
@@ -240,13 +274,18 @@ class _Bounds:
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
         """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""
-        p, n = self._problem, self._ranks
-        slots, kv_slots = -(-p.q_tokens // n), -(-p.keys // n)
+        p = self._problem
+        slots, _, kv_slots = self._slots()
         heads = -(-p.num_heads // degree)
         kv_heads = max(1, -(-heads // p.heads_per_kv_head))
         q, out = slots * heads * p.head_dim, slots * heads * p.v_dim
         kv = kv_slots * kv_heads * (p.head_dim + p.v_dim)
         return q * p.element_bytes, out * p.element_bytes, kv * p.element_bytes
+
+    def _slots(self) -> tuple[int, int, int]:
+        """Rows of Q, of O and of K in a partition."""
+        slots = -(-self._problem.q_tokens // self._ranks)
+        return slots, slots, -(-self._problem.keys // self._ranks)
 
     def _exchange(self, degree: int, setting: Mapping[str, Any]) -> tuple[float, float]:
         """Tokens for heads, and back: seconds of the bytes, and of the messages."""
@@ -284,11 +323,10 @@ class _Bounds:
         if a * b == 1:
             return 0.0, 0.0
         q, out, kv = self._sides(degree)
-        rotates = method.rotates
         again = self._backward and setting.get("keep") != Keep.GATHERED
-        grads = 2 if again or (self._backward and rotates) else 1
+        grads = 2 if again or (self._backward and method.rotates) else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
-        if rotates:
+        if method.rotates:
             link = network.peer if self._ranks > node.ranks else node.peer
             seconds = (b - 1) * kv_side / (link.gb_per_second * 1e9)
             return seconds, (b - 1) * grads * link.latency_microseconds * 1e-6
@@ -296,10 +334,10 @@ class _Bounds:
         near_a, near_b = min(a, units), min(b, max(1, units // a))
         near = (near_a - 1) * q_side + (near_b - 1) * kv_side
         far = (a - 1) * q_side + (b - 1) * kv_side - near
-        times = 1 + (a > 1 or self._backward)
         if method.by_stretches:
-            far_peers = max(1, a - near_a + b - near_b) if far else 0
-            return self._to_all(near, far_peers, far / max(1, far_peers), times=times)
+            peers = max(1, a - near_a + b - near_b) if far else 0
+            times = 1 + (a > 1 or self._backward)
+            return self._to_all(near, peers, far / max(1, peers), times=times)
         rate = network.collective.gb_per_second * network.nics / node.ranks
         seconds = max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
         latency = 0.0
