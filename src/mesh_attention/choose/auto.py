@@ -20,6 +20,7 @@ from mesh_attention.choose.passes_together import (
 )
 from mesh_attention.choose.scored import (
     DEFAULT,
+    DEFAULT_OF_FEW,
     DEFAULT_OF_MANY,
     SEARCH,
     Scored,
@@ -42,7 +43,7 @@ from mesh_attention.plan.problem.problem import Problem
 
 Progress = Callable[[int, int], None]  # settings tried, and about how many there will be
 
-_FEW_RANKS = 64
+_FEW_RANKS, _MANY_RANKS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,14 @@ def find_default(
     directions: Sequence[Direction | str] = BOTH,
 ) -> PlanChoice:
     """What every door takes if the caller names no method."""
+    few, many = number("ranks", num_ranks) <= _FEW_RANKS, num_ranks > _MANY_RANKS
     return find_best(
         problem,
         num_ranks,
         cluster,
         directions=directions,
         options=options,
-        effort=DEFAULT if number("ranks", num_ranks) <= _FEW_RANKS else DEFAULT_OF_MANY,
+        effort=DEFAULT_OF_FEW if few else DEFAULT_OF_MANY if many else DEFAULT,
         moves_tokens=False,
     )
 

@@ -13,13 +13,12 @@ here looks at a clock: ranks choose alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import (
-    SHORT,
-    TINY,
     Shape,
     busiest_ranks,
     cuts_of,
@@ -33,7 +32,7 @@ from mesh_attention.cost.planning import PLACES, tokens_stay
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 
 _CUTS = (
@@ -44,6 +43,10 @@ _CUTS = (
     "backward_chunks",
     "backward_head_slices",
 )
+
+# Simulated over estimated seconds of chunks that both halves of a zigzag share: at most 1.09. What
+# was exchanged for heads is chunked half by half, and up to 1.33 times as slow as its estimate.
+_WAITING = 1.07
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
@@ -98,13 +101,10 @@ class PassSearch:
         effort = self._asked.effort
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
-        # Where latency or the mask decides, bytes say less about the order.
-        uncertain = TINY < bound < SHORT or self._sparse
-        most_shapes = effort.shapes * (2 if uncertain else 1)
         taken: list[tuple[Score, int]] = []  # and the number of the shape
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
-            if len(taken) >= most_shapes:
+            if len(taken) >= effort.shapes:
                 break
             if shape.box in boxes and not effort.every_name:
                 continue
@@ -160,13 +160,16 @@ class PassSearch:
             if key in shape_of:
                 cuts.setdefault(key, []).append(scored)
         even = self._may_be_even and self._asked.num_ranks <= effort.ranks_of_even_variants
+        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
         for key in [*cuts][: effort.varied]:
             shape = shape_of[key]
-            if self._is_backward and shape.held > 1 and not effort.every_name:
-                continue  # attention of a slice outlasts its first transfers
+            # Backward, attention of a slice outlasts its first transfers.
+            starts_late = self._is_backward and shape.held > 1 and not effort.every_name
+            far = self._is_backward and ranks > per_node > shape.degree * shape.tile[0]
             for scored in cuts[key][: effort.varied_cuts]:
-                for setting in variants_of(scored.options, shape, even=even):
-                    self.attempt(scored.name, setting)
+                for setting in variants_of(scored.options, shape, even=even, reduces_far=far):
+                    if not starts_late or "combine" in setting:
+                        self.attempt(scored.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
@@ -198,10 +201,6 @@ class PassSearch:
             kernel=asked.kernel,
             ranks=sorted(ranks),
         )
-        unlike = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
-        # Under such a mask ranks also wait for each other at every step of a ring.
-        rings = self._sparse and not (gathers := METHODS[method]).by_stretches
-        rings = rings and (gathers.rotates or not gathers.is_plain_box)
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -220,25 +219,37 @@ class PassSearch:
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=(self._ranks_wait and unlike) or rings,
+            may_wait=self._may_wait(METHODS[method], setting),
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
 
+    def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
+        """Whether ranks have unlike work before they meet. In one unit all have the same; under a
+        mask that shows little they meet at every step of a ring."""
+        if method.all_exchange:
+            return False
+        if self._sparse and not method.by_stretches and not method.is_plain_box:
+            return True
+        chunked = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
+        return (self._ranks_wait and chunked) or (self._sparse and method.rotates)
+
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
         """Of settings in the order of their estimates: simulated until the next estimate is no
-        shorter than the best simulation; the best estimate where none can be afforded. Settings of
-        one shape differ less than shapes do, so the best of each shape come first."""
-        effort, best, operations, count = self._asked.effort, None, 0, 0
+        shorter than the best simulation. Settings of one shape differ less than shapes do, so the
+        best of each shape come first. An estimate that may leave out waiting must be as much
+        shorter."""
+        effort, operations, count = self._asked.effort, 0, 0
+        best, least = None, (True, math.inf)
         if self._is_backward and not effort.every_name:
             # Even chunks were tried in their place, and need no simulation.
-            scored = [setting for setting in scored if not setting.may_wait] or scored
+            scored = [x for x in scored if not (x.may_wait and _is_exchanged(x))] or scored
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
         rest = [setting for setting in scored if setting not in firsts.values()]
         for setting in (*firsts.values(), *rest):
-            if best is not None and best.score <= setting.score:
+            if least <= setting.score:
                 continue
             if setting.timeline is None and (setting.may_wait or effort.every_name):
                 more = operations + setting.operations
@@ -246,11 +257,16 @@ class PassSearch:
                     operations, count = more, count + 1
                     setting = self._asked.simulated(setting)
                     self._known[setting_key(setting.name, setting.options)] = setting
-                elif setting.may_wait:
+                elif setting.may_wait and _is_exchanged(setting):
                     continue  # its estimate says too little
-            if best is None or setting.score < best.score:
-                best = setting
+            score = not setting.fits, setting.seconds * (_WAITING if setting.may_wait else 1.0)
+            if score < least:
+                best, least = setting, score
         return best or next(iter(scored), None)
+
+
+def _is_exchanged(setting: Scored) -> bool:
+    return bool((setting.options.get("ulysses") or 1) > 1)
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from mesh_attention.plan.methods.needed_rows import usual_layout
 from mesh_attention.plan.methods.parts.assignment import best_tile
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -382,9 +383,9 @@ _ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
 _QUERIES_ALONE = _parts("2x1 1x1 4x1")
 _WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
 
-# Seconds of attention. Of less, cuts cost more in launches and latency than they hide: few parts
-# are tried first, or none at all.
-SHORT, TINY = 1e-3, 1e-4
+# Seconds that a shape takes. Of less, cuts cost more in launches and latency than they hide: few
+# parts are tried first, or none at all.
+_SHORT, _TINY = 1e-3, 1e-4
 
 
 def _num_parts(parts: _Parts) -> int:
@@ -410,9 +411,10 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
     else:
         gathers = shape.tile != (1, 1) and not rotates
         parts = _GATHERED[direction] if gathers else _EXCHANGED
-    if shape.least_seconds < SHORT:
+    seconds, _ = shape.promise
+    if seconds < _SHORT:
         parts = tuple(sorted(parts, key=_num_parts))
-    if shape.least_seconds < TINY:
+    if seconds < _TINY:
         parts = (((1, 1), 1, 1),)
     # Forward the whole of one head is exchanged before there is something to compute.
     starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
@@ -433,12 +435,15 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
 
 
 def variants_of(
-    setting: Mapping[str, Any], shape: Shape, *, even: bool
+    setting: Mapping[str, Any], shape: Shape, *, even: bool, reduces_far: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The same setting with a short first chunk of keys, and with chunks of even work (`even`:
-    where the mask gives ranks chunks of unlike work)."""
+    """The same setting with a short first chunk of keys, with chunks of even work (`even`: where
+    the mask gives ranks chunks of unlike work), and with gradients of keys that are added inside
+    nodes first (`reduces_far`: where columns of the grid leave nodes)."""
     known = METHODS[shape.name].options()
     kq, kkv = setting.get("chunks") or (1, 1)
+    if reduces_far and "combine" in known and "combine" not in setting and shape.tile[1] > 1:
+        yield {**setting, "combine": Combine.NODES.value}
     if shape.degree == 1:  # both are about what is exchanged for heads
         return
     if "short_start" in known and "short_start" not in setting and kkv > 1:
