@@ -33,7 +33,8 @@ class SearchEffort(NamedTuple):
     every_name               also a shape that another method has under its own name
     ranks_of_even_chunks     even chunks are not tried on more ranks
     ranks_of_even_variants   nor beside chunks of unlike work on more ranks than this
-    tolerance                a setting so near to the bound of all shapes is good enough
+    tolerance                a setting so near to the bound of all shapes, or to the estimate of
+                             another, is good enough
     """
 
     shapes: int

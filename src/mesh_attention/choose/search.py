@@ -102,6 +102,8 @@ class PassSearch:
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape
+        # Programs of even chunks take four times as long to make.
+        all_even = self._asked.num_ranks <= effort.ranks_of_even_variants
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
             if len(taken) >= effort.shapes:
@@ -113,7 +115,7 @@ class PassSearch:
                 continue
             if self._is_sure_of(enough):
                 break
-            best_cut = self._try_cuts(shape, slice(0, 1), even=False)
+            best_cut = self._try_cuts(shape, slice(0, 1))
             if best_cut is not None:
                 taken.append((best_cut.score, number))
         for num_shapes, which in (
@@ -124,17 +126,18 @@ class PassSearch:
             for at, (score, number) in enumerate(taken[:num_shapes]):
                 if self._is_sure_of(enough):
                     break
-                best_cut = self._try_cuts(shapes[number], which)
+                best_cut = self._try_cuts(shapes[number], which, even=all_even)
                 if best_cut is not None:
                     taken[at] = min(score, best_cut.score), number
+        for _, number in () if all_even else sorted(taken)[: effort.in_four_cuts]:
+            self._make_even(shapes[number])
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
         return self._sure is not None and self._sure <= enough
 
-    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = True) -> Scored | None:
-        """The best of these cuts of a shape. Not `even`: for a first look, since programs of even
-        chunks take four times as long to make."""
+    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = False) -> Scored | None:
+        """The best of these cuts of a shape; `even`: with even chunks where they are better."""
         tried = []
         for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
@@ -149,6 +152,13 @@ class PassSearch:
         if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
+
+    def _make_even(self, shape: Shape) -> None:
+        """The two best cuts of a shape: one rank takes about as long with even chunks."""
+        key = _shape_key(shape.name, shape.options)
+        cuts = [x.options for x in self.scored if key == _shape_key(x.name, x.options)]
+        for cut in [cut for cut in cuts if self._prefers_even(shape, cut)][:2]:
+            self.attempt(shape.name, {**cut, "even_chunks": True})
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         """Of the best cuts of the best of these shapes."""
@@ -235,8 +245,8 @@ class PassSearch:
         return (self._ranks_wait and chunked) or (self._sparse and method.rotates)
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
-        """Of settings in the order of their estimates: simulated until the next estimate is no
-        shorter than the best simulation. Settings of one shape differ less than shapes do, so the
+        """Of settings in the order of their estimates: simulated until the next estimate is not
+        shorter than the best simulation, by more than the tolerance. Settings of one shape differ less than shapes do, so the
         best of each shape come first. An estimate that may leave out waiting must be as much
         shorter."""
         effort, operations, count = self._asked.effort, 0, 0
@@ -252,6 +262,8 @@ class PassSearch:
             if least <= setting.score:
                 continue
             if setting.timeline is None and (setting.may_wait or effort.every_name):
+                if least <= (not setting.fits, setting.seconds * (1 + effort.tolerance)):
+                    continue  # too little to gain
                 more = operations + setting.operations
                 if count < effort.simulated and more <= effort.simulated_operations:
                     operations, count = more, count + 1
