@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.busiest import shows_little
 from mesh_attention.choose.passes_together import (
     PassSearches,
     in_one_place,
@@ -27,7 +28,7 @@ from mesh_attention.choose.scored import (
     SearchEffort,
     SearchQuestion,
 )
-from mesh_attention.choose.shapes import default_layout, shows_little
+from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.planning import PLACES, ask_on, collector_paused
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap

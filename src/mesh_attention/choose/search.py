@@ -17,15 +17,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mesh_attention.choose.busiest import busiest_ranks, shows_little
+from mesh_attention.choose.cuts import cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import (
     Shape,
-    busiest_ranks,
-    cuts_of,
     setting_key,
     shapes_of,
-    shows_little,
-    variants_of,
 )
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
@@ -245,10 +243,9 @@ class PassSearch:
         return (self._ranks_wait and chunked) or (self._sparse and method.rotates)
 
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
-        """Of settings in the order of their estimates: simulated until the next estimate is not
-        shorter than the best simulation, by more than the tolerance. Settings of one shape differ less than shapes do, so the
-        best of each shape come first. An estimate that may leave out waiting must be as much
-        shorter."""
+        """Of settings in the order of their estimates: simulated until no other estimate is shorter
+        than the best simulation by more than the tolerance. Settings of one shape differ less than
+        shapes do, so the best of each shape come first."""
         effort, operations, count = self._asked.effort, 0, 0
         best, least = None, (True, math.inf)
         if self._is_backward and not effort.every_name:

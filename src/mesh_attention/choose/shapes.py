@@ -1,42 +1,37 @@
-"""Settings worth trying: shapes, the most promising first, and a short list of cuts of each.
+"""Shapes worth trying, the most promising first.
 
 A box exchanges tokens for heads among `degree` ranks, and on the units that this makes a tile a x b
 gathers (or rotates) a parts of the queries and b of the keys. Bytes, messages and work of a box are
 known without a plan, so two numbers are too: `moving_seconds`, and `least_seconds`, below which no
 cut of it can be. The second is a bound: links carry nothing but this at their best rate, and the
 rank with the most work does it at the best rate of any kernel.
-
-A cut is a number of slices of heads and of chunks of rows. Cuts are listed in the order in which
-they help: over the questions of `benchmarks/default_against_best.py` the first is within 3 % of the
-best cut in the mean, the first three within 1 %. `search.py` tries both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mesh_attention.choose.busiest import (
+    COUNTED,
+    MOST_COUNTED,
+    busiest_unit,
+    degree_and_tile,
+    needed_tokens,
+    shows_little,
+)
 from mesh_attention.cost.planning import PLACES, num_pairs
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Kind
-from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
-from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.needed_rows import usual_layout
-from mesh_attention.plan.methods.parts.assignment import best_tile
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
-from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.row_ranges import RowRanges
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -84,88 +79,6 @@ def default_layout(problem: Problem) -> LayoutKind:
     return LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
 
 
-def shows_little(problem: Problem) -> bool:
-    """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
-    mask = problem.mask
-    return mask.window is not None or mask.documents is not None or mask.slices is not None
-
-
-def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """The ranks that may end last, of which an estimate looks at all."""
-    layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
-    degree, tile = degree_and_tile(method, setting, problem, num_ranks)
-    ranks = {num_ranks // 2}  # where a causal mask leaves the mean of the work
-    if shows_little(problem) and all(layout.kind in _COUNTED for layout in layouts):
-        ranks = {degree * _busiest_unit(*layouts, problem.rows, tile, degree)[0]}
-    far = _far_rows(plan, method, degree, tile, per_node)
-    if far.max() > max(far[rank] for rank in ranks):
-        ranks.add(int(far.argmax()))
-    if problem.num_heads % degree or problem.q_tokens < 2 * num_ranks:
-        ranks.add(0)  # a large share of heads; or others have no token
-    return ranks
-
-
-def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:
-    """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
-    and where rows of the grid do not begin where nodes do."""
-    problem, node = plan.problem, np.array(plan.devices) // per_node
-    weights = problem.num_heads, problem.kv_heads
-    if METHODS[method].by_stretches:
-        layouts = plan.q_layout, plan.kv_layout
-        queries, keys = _needed_tokens(*layouts, problem.rows, tile[0], per_node)[1]
-        return np.max(weights[0] * queries + weights[1] * keys, axis=0)
-    unit, member = np.divmod(np.arange(plan.num_ranks), degree)
-    groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
-    far = np.zeros(plan.num_ranks)
-    for weight, size, group in zip(weights, tile, groups, strict=True):
-        ids = (group * degree + member) * plan.num_ranks + node
-        _, at, count = np.unique(ids, return_inverse=True, return_counts=True)
-        far += weight * (size - count[at])
-    return far
-
-
-@lru_cache(maxsize=64)  # both passes, all cuts and the bounds ask for the same
-def _needed_tokens(
-    q_layout: Layout, kv_layout: Layout, rows: RowRanges, a: int, per_node: int
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Tokens of each rank of a tile a x b that travel one by one, as arrays (sent or received,
-    rank): queries and keys inside its node, and queries and keys from other nodes."""
-    node = np.arange(q_layout.num_ranks) // per_node
-    is_near = node[:, None] == node
-    sides = []
-    for find in (needed_queries, needed_keys):
-        tokens = find(q_layout, kv_layout, rows, a).tokens_between().astype(float)
-        np.fill_diagonal(tokens, 0.0)
-        near, far = np.where(is_near, tokens, 0.0), np.where(is_near, 0.0, tokens)
-        sides.append([np.stack([x.sum(0), x.sum(1)]) for x in (near, far)])
-    (near_q, far_q), (near_k, far_k) = sides
-    return (near_q, near_k), (far_q, far_k)
-
-
-_COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
-
-
-@lru_cache(maxsize=256)  # both passes, all cuts and the bounds ask for the same
-def _busiest_unit(
-    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int
-) -> tuple[int, int]:
-    """The unit whose tile shows most, and how many pairs; units follow each other along rows of
-    the grid."""
-    pairs = pairs_of_tiles(q_layout, kv_layout, rows, tile, degree)
-    return int(pairs.argmax()), int(pairs.max())
-
-
-def degree_and_tile(
-    method: str, setting: Mapping[str, Any], problem: Problem, num_ranks: int
-) -> tuple[int, tuple[int, int]]:
-    degree, tile = METHODS[method].degree(setting, num_ranks), setting.get("tile")
-    units = max(1, num_ranks // degree)
-    if tile is None:
-        chosen = METHODS[method].is_plain_box and "tile" in METHODS[method].options()
-        tile = best_tile(units, problem) if chosen else (1, units)
-    return degree, tile
-
-
 def shapes_of(
     problem: Problem,
     num_ranks: int,
@@ -208,6 +121,11 @@ class _Bounds:
         kernels = cluster.passes(direction).values()
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         self._flops_per_second = best * 1e12
+        self._counts_ranks = num_ranks <= MOST_COUNTED
+        # The part of all that a mask without a window and documents would show: about as much of
+        # the rows travels where only those do that are seen.
+        whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
+        self._seen = min(1.0, self._pairs / whole)
         # Rows that a mask hides from everybody may stay at home.
         self._all_travels = not shows_little(problem)
 
@@ -218,16 +136,19 @@ class _Bounds:
         moving = bound = 0.0
         if n > 1:
             exchange, latency = self._exchange(degree, setting)
-            if method.by_stretches and not self._all_travels:
+            counts = method.by_stretches and self._counts_ranks and not self._all_travels
+            if counts:
                 gather, more = self._needed(tile, setting, layout)
             else:
                 gather, more = self._tile(degree, tile, setting, method)
-            bound, moving = exchange + gather, exchange + gather + latency + more
-        if not (self._all_travels or method.by_stretches):
-            bound = 0.0
-        elif not (method.is_plain_box or method.by_stretches) and n > 1:
-            # A ring of rings has most of its hops inside nodes.
-            bound = self._inner_ring(degree, tile, method)
+            moving = exchange + gather + latency + more
+            if counts or (self._all_travels and (method.is_plain_box or method.by_stretches)):
+                bound = exchange + gather
+            elif self._all_travels:
+                # A ring of rings has most of its hops inside nodes.
+                bound = self._inner_ring(degree, tile, method)
+            elif method.by_stretches:
+                moving *= self._seen
         attention = self._attention(degree, tile, setting, layout)
         return Shape(name, setting, degree, tile, held, max(attention, bound), moving)
 
@@ -239,8 +160,8 @@ class _Bounds:
         problem, pairs = self._problem, self._pairs * degree / self._ranks
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
-        if kind in _COUNTED and not balanced:
-            pairs = max(pairs, _busiest_unit(*layouts, problem.rows, tile, degree)[1])
+        if kind in COUNTED and self._counts_ranks and not balanced:
+            pairs = max(pairs, busiest_unit(*layouts, problem.rows, tile, degree)[1])
         share = -(-problem.num_heads // degree) / problem.num_heads
         flops = problem.flops(1, backward=self._backward) * pairs * share
         return flops / self._flops_per_second
@@ -249,7 +170,7 @@ class _Bounds:
         self, setting: Mapping[str, Any], layout: LayoutKind
     ) -> tuple[LayoutKind, list[Layout]]:
         kind, problem = LayoutKind(setting.get("layout") or layout), self._problem
-        counted = kind if kind in _COUNTED else LayoutKind.CONTIGUOUS
+        counted = kind if kind in COUNTED else LayoutKind.CONTIGUOUS
         return kind, [Layout(counted, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
 
     def _needed(
@@ -261,7 +182,7 @@ class _Bounds:
         q, out, kv = (size / rows for size, rows in zip(sizes, slots, strict=True))
         grads = 2 if self._backward and setting.get("keep") != Keep.GATHERED else 1
         _, layouts = self._layouts(setting, layout)
-        tokens = _needed_tokens(*layouts, self._problem.rows, a, self._cluster.node.ranks)
+        tokens = needed_tokens(*layouts, self._problem.rows, a, self._cluster.node.ranks)
         near, far = (float(np.max((grads * q + out) * x + grads * kv * y)) for x, y in tokens)
         peers = a + b - 2 if far else 0
         return self._to_all(near, peers, far / max(1, peers), times=1 + (a > 1 or self._backward))
@@ -349,104 +270,3 @@ class _Bounds:
             hops += (size - nodes) * node.collective.hop_microseconds
             latency += (size > 1) * each * (link.base_microseconds + hops) * 1e-6
         return seconds, latency
-
-
-_CUT_OPTIONS = ("chunks", "head_slices")
-_Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice
-
-
-def _parts(text: str) -> tuple[_Parts, ...]:
-    """Of words CHUNKS/SLICES:LARGEST, where /1:1 and :1 are left out.
-
-    >>> _parts("2x2 1x2/4 1x1/8:4")
-    (((2, 2), 1, 1), ((1, 2), 4, 1), ((1, 1), 8, 4))
-    """
-    parts = []
-    for word in text.split():
-        chunks, _, rest = word.partition("/")
-        slices, _, largest = rest.partition(":")
-        kq, kkv = map(int, chunks.split("x"))
-        parts.append(((kq, kkv), int(slices or 1), int(largest or 1)))
-    return tuple(parts)
-
-
-_GATHERED = {
-    Direction.FORWARD: _parts(
-        "2x2/2 1x2/2:4 1x1/8:4 2x2 1x1 2x1/4:4 2x2/2:2 1x1/2 2x1/2 1x2/4:4 1x2/4 2x1/2:4"
-    ),
-    Direction.BACKWARD: _parts(
-        "2x2/2 2x1/2:4 1x2/4 2x1/2 1x1/8:4 2x4/2 2x1/4:4 1x2/2:4 1x1/2 2x2/2:2 1x1"
-    ),
-}
-_EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
-_ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
-_QUERIES_ALONE = _parts("2x1 1x1 4x1")
-_WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
-
-# Seconds that a shape takes. Of less, cuts cost more in launches and latency than they hide: few
-# parts are tried first, or none at all.
-_SHORT, _TINY = 1e-3, 1e-4
-
-
-def _num_parts(parts: _Parts) -> int:
-    (kq, kkv), slices, _ = parts
-    return kq * kkv * slices
-
-
-def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
-    """Options of each cut. If the caller's options say a cut, there is no other. `sparse`: the mask
-    shows little, so that chunks of keys are of unlike work."""
-    known, said = METHODS[shape.name].options(), shape.options
-    free = [name for name in _CUT_OPTIONS if name in known]
-    if not free or any(name.removeprefix("backward_") in _CUT_OPTIONS for name in said):
-        yield {}
-        return
-    rotates = METHODS[shape.name].rotates and shape.tile != (1, 1)
-    if "chunks" not in free:
-        parts = _WHOLE_ROWS
-    elif shape.held == 1:
-        parts = _ONE_HEAD
-        if rotates or sparse:
-            parts = tuple(dict.fromkeys((*_QUERIES_ALONE, *(() if rotates else _ONE_HEAD))))
-    else:
-        gathers = shape.tile != (1, 1) and not rotates
-        parts = _GATHERED[direction] if gathers else _EXCHANGED
-    seconds, _ = shape.promise
-    if seconds < _SHORT:
-        parts = tuple(sorted(parts, key=_num_parts))
-    if seconds < _TINY:
-        parts = (((1, 1), 1, 1),)
-    # Forward the whole of one head is exchanged before there is something to compute.
-    starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
-    starts_short = starts_short and "short_start" in known and "short_start" not in said
-    seen = []
-    for chunks, slices, first in parts:
-        cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
-        if slices > 1:
-            most = shape.held // slices
-            if most < 1:
-                continue
-            cut["head_slices"] = (max(1, most // first), most)
-        if starts_short and chunks[1] > 1:
-            cut["short_start"] = True
-        if cut not in seen:
-            seen.append(cut)
-            yield cut
-
-
-def variants_of(
-    setting: Mapping[str, Any], shape: Shape, *, even: bool, reduces_far: bool = False
-) -> Iterator[dict[str, Any]]:
-    """The same setting with a short first chunk of keys, with chunks of even work (`even`: where
-    the mask gives ranks chunks of unlike work), and with gradients of keys that are added inside
-    nodes first (`reduces_far`: where columns of the grid leave nodes)."""
-    known = METHODS[shape.name].options()
-    kq, kkv = setting.get("chunks") or (1, 1)
-    if reduces_far and "combine" in known and "combine" not in setting and shape.tile[1] > 1:
-        yield {**setting, "combine": Combine.NODES.value}
-    if shape.degree == 1:  # both are about what is exchanged for heads
-        return
-    if "short_start" in known and "short_start" not in setting and kkv > 1:
-        yield {**setting, "short_start": True}
-    if "even_chunks" in known and even and "even_chunks" not in setting and kq * kkv > 1:
-        yield {**setting, "even_chunks": True}
