@@ -1,11 +1,11 @@
-"""One pass: shapes in the order of their bounds, cuts of the best of them, the best few simulated.
+"""One pass: shapes in the order of their promise, cuts of the best, the best few simulated.
 
-1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of
-   it (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
-2. The best of them in three more cuts, the best of these in more of their list, and the best
-   settings with a short start and with even chunks.
-3. The best settings simulated with all ranks, in the order of their estimates, until the next
-   estimate is no shorter than the best simulation.
+1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what the busiest rank
+   sees of it (`cost/estimate.py`). A shape is left out when its bound exceeds the best so far.
+2. The best of them in three more cuts, the best of these in more of their list (`cuts.py`), and the
+   best settings with a short start, with even chunks and with gradients added inside nodes.
+3. The best settings simulated with all ranks, in the order of their estimates, until no other
+   estimate is shorter than the best simulation.
 
 `SearchEffort` says how many in each step. `auto.py` runs a search for each pass and layout. Nothing
 here looks at a clock: ranks choose alike.
@@ -20,11 +20,7 @@ from typing import Any
 from mesh_attention.choose.busiest import busiest_ranks, shows_little
 from mesh_attention.choose.cuts import cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
-from mesh_attention.choose.shapes import (
-    Shape,
-    setting_key,
-    shapes_of,
-)
+from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
 from mesh_attention.errors import PlanError
@@ -250,7 +246,8 @@ class PassSearch:
         best, least = None, (True, math.inf)
         if self._is_backward and not effort.every_name:
             # Even chunks were tried in their place, and need no simulation.
-            scored = [x for x in scored if not (x.may_wait and _is_exchanged(x))] or scored
+            evens = [x.name for x in scored if x.options.get("even_chunks")]
+            scored = [x for x in scored if not x.may_wait or x.name not in evens]
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
@@ -266,7 +263,7 @@ class PassSearch:
                     operations, count = more, count + 1
                     setting = self._asked.simulated(setting)
                     self._known[setting_key(setting.name, setting.options)] = setting
-                elif setting.may_wait and _is_exchanged(setting):
+                elif setting.may_wait and _may_wait_long(setting):
                     continue  # its estimate says too little
             score = not setting.fits, setting.seconds * (_WAITING if setting.may_wait else 1.0)
             if score < least:
@@ -274,8 +271,10 @@ class PassSearch:
         return best or next(iter(scored), None)
 
 
-def _is_exchanged(setting: Scored) -> bool:
-    return bool((setting.options.get("ulysses") or 1) > 1)
+def _may_wait_long(setting: Scored) -> bool:
+    """Whether it has chunks of what was exchanged for heads, or rings."""
+    method, degree = METHODS[setting.name], setting.options.get("ulysses") or 1
+    return degree > 1 or method.rotates or not method.is_plain_box
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:
