@@ -56,10 +56,11 @@ def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_n
     if METHODS[method].by_stretches:
         layouts = plan.q_layout, plan.kv_layout
         queries, keys = needed_tokens(*layouts, problem.rows, tile[0], per_node)[1]
-        return np.max(weights[0] * queries + weights[1] * keys, axis=0)
+        far: Floats = np.max(weights[0] * queries + weights[1] * keys, axis=0)
+        return far
     unit, member = np.divmod(np.arange(plan.num_ranks), degree)
     groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
-    far = np.zeros(plan.num_ranks)
+    far = np.zeros(plan.num_ranks)  # of each rank
     for weight, size, group in zip(weights, tile, groups, strict=True):
         ids = (group * degree + member) * plan.num_ranks + node
         _, at, count = np.unique(ids, return_inverse=True, return_counts=True)

@@ -265,8 +265,8 @@ class _Bounds:
         latency = 0.0
         for size, inside, each in ((a, near_a, 2), (b, near_b, grads)):
             nodes = -(-size // inside)
-            link = network.collective if nodes > 1 else node.collective
+            ring = network.collective if nodes > 1 else node.collective
             hops = (nodes - 1) * network.collective.hop_microseconds
             hops += (size - nodes) * node.collective.hop_microseconds
-            latency += (size > 1) * each * (link.base_microseconds + hops) * 1e-6
+            latency += (size > 1) * each * (ring.base_microseconds + hops) * 1e-6
         return seconds, latency
