@@ -158,7 +158,7 @@ def test_contenders_hold_what_the_search_finds_and_more() -> None:
         assert found == sorted(found, key=lambda one: one.seconds)
         assert found[0].seconds <= best.unmoved[direction].seconds * (1 + 1e-9)
         assert len({one.place for one in found}) == 1  # tokens stay where objects have them
-        assert any(one.text == "mesh chunks=1x1" for one in found)  # the best that is not cut
+        assert any(one.text == "allgather-kv chunks=1x1" for one in found)  # not cut
         assert not any(one.text.startswith("mesh tile=1x3") for one in found)  # the same, longer
         assert not any(one.is_simulated for one in found)  # timelines are large, and not sent
     assert Tuning(every).next() is not None

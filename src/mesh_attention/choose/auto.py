@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.busiest import shows_little
 from mesh_attention.choose.passes_together import (
     PassSearches,
     in_one_place,
@@ -20,13 +21,14 @@ from mesh_attention.choose.passes_together import (
 )
 from mesh_attention.choose.scored import (
     DEFAULT,
+    DEFAULT_OF_FEW,
     DEFAULT_OF_MANY,
     SEARCH,
     Scored,
     SearchEffort,
     SearchQuestion,
 )
-from mesh_attention.choose.shapes import default_layout, shows_little
+from mesh_attention.choose.shapes import default_layout
 from mesh_attention.cost.planning import PLACES, ask_on, collector_paused
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
@@ -42,7 +44,7 @@ from mesh_attention.plan.problem.problem import Problem
 
 Progress = Callable[[int, int], None]  # settings tried, and about how many there will be
 
-_FEW_RANKS = 64
+_FEW_RANKS, _MANY_RANKS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,7 @@ def find_best(
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(options) if method is None else (method,)
     if not effort.every_name:
-        few = num_ranks <= cluster.node.ranks or problem.q_tokens < 2 * num_ranks
-        names = _likely(names, rows=few or shows_little(problem)) or names
+        names = _likely(names) or names
     layouts = _layouts(problem, options, moves_tokens=moves_tokens and kernel is None)
     tried, expected = 0, 60 * len(directions) * len(layouts)
 
@@ -191,23 +192,21 @@ def find_default(
     directions: Sequence[Direction | str] = BOTH,
 ) -> PlanChoice:
     """What every door takes if the caller names no method."""
+    few, many = number("ranks", num_ranks) <= _FEW_RANKS, num_ranks > _MANY_RANKS
     return find_best(
         problem,
         num_ranks,
         cluster,
         directions=directions,
         options=options,
-        effort=DEFAULT if number("ranks", num_ranks) <= _FEW_RANKS else DEFAULT_OF_MANY,
+        effort=DEFAULT_OF_FEW if few else DEFAULT_OF_MANY if many else DEFAULT,
         moves_tokens=False,
     )
 
 
-def _likely(names: Sequence[str], *, rows: bool) -> tuple[str, ...]:
-    """Plain boxes; and what sends single rows, where the mask hides many or ranks are few."""
-    methods = [(name, METHODS[name]) for name in names]
-    return tuple(
-        n for n, method in methods if method.is_plain_box or (rows and method.by_stretches)
-    )
+def _likely(names: Sequence[str]) -> tuple[str, ...]:
+    """Plain boxes, and what sends single rows: their bytes are known without a plan."""
+    return tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches)
 
 
 def _layouts(

@@ -91,17 +91,19 @@ def _of_one_setting(
     if are_of_one_setting(forward, backward):
         return pair
     apart = {**backward.options, "keep": Keep.SHARDS.value}
-    pairs = [
+    tries = [
         (searches[Direction.FORWARD].attempt(backward.name, dict(backward.options)), backward),
         (forward, searches[Direction.BACKWARD].attempt(forward.name, dict(forward.options))),
         (forward, searches[Direction.BACKWARD].attempt(backward.name, apart)),
     ]
-    tried = [
-        [(simulates and searches[x.direction].best_of([x])) or x for x in both if x is not None]
-        for both in pairs
-        if all(x is not None and x.place == forward.place for x in both)
-    ]
-    best = min(tried, key=sum_of)
+    pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
+    best: list[Scored] = []
+    for both in sorted([both for both in pairs if len(both) == 2], key=sum_of):
+        if best and sum_of(best) <= sum_of(both):
+            break  # a simulation is not shorter than its estimate
+        if simulates:
+            both = [searches[x.direction].best_of([x]) or x for x in both]
+        best = min([x for x in (best, both) if x], key=sum_of)
     return best if pair[0].direction is Direction.FORWARD else best[::-1]
 
 

@@ -33,7 +33,8 @@ class SearchEffort(NamedTuple):
     every_name               also a shape that another method has under its own name
     ranks_of_even_chunks     even chunks are not tried on more ranks
     ranks_of_even_variants   nor beside chunks of unlike work on more ranks than this
-    tolerance                a setting so near to the bound of all shapes is good enough
+    tolerance                a setting so near to the bound of all shapes, or to the estimate of
+                             another, is good enough
     """
 
     shapes: int
@@ -62,8 +63,8 @@ SEARCH = SearchEffort(
 )
 # What a constructor can afford.
 DEFAULT = SearchEffort(
-    shapes=5,
-    in_four_cuts=2,
+    shapes=6,
+    in_four_cuts=3,
     in_all_cuts=1,
     cuts=5,
     varied=2,
@@ -75,8 +76,9 @@ DEFAULT = SearchEffort(
     ranks_of_even_variants=64,
     tolerance=0.02,
 )
-# Settings of many ranks take longer to look at.
-DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1, cuts=4)
+# Settings of few ranks take less long to look at, those of many longer.
+DEFAULT_OF_FEW = DEFAULT._replace(in_four_cuts=6)
+DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1)
 GLANCE = SearchEffort(shapes=1, every_name=False)
 
 

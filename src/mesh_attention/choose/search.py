@@ -1,11 +1,11 @@
-"""One pass: shapes in the order of their bounds, cuts of the best of them, the best few simulated.
+"""One pass: shapes in the order of their promise, cuts of the best, the best few simulated.
 
-1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what one rank sees of
-   it (`cost/estimate.py`). A shape is left out when its bound exceeds the best estimate so far.
-2. The best of them in three more cuts, the best of these in more of their list, and the best
-   settings with a short start and with even chunks.
-3. The best settings simulated with all ranks, in the order of their estimates, until the next
-   estimate is no shorter than the best simulation.
+1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what the busiest rank
+   sees of it (`cost/estimate.py`). A shape is left out when its bound exceeds the best so far.
+2. The best of them in three more cuts, the best of these in more of their list (`cuts.py`), and the
+   best settings with a short start, with even chunks and with gradients added inside nodes.
+3. The best settings simulated with all ranks, in the order of their estimates, until no other
+   estimate is shorter than the best simulation.
 
 `SearchEffort` says how many in each step. `auto.py` runs a search for each pass and layout. Nothing
 here looks at a clock: ranks choose alike.
@@ -13,27 +13,20 @@ here looks at a clock: ranks choose alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mesh_attention.choose.busiest import busiest_ranks, shows_little
+from mesh_attention.choose.cuts import cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
-from mesh_attention.choose.shapes import (
-    SHORT,
-    TINY,
-    Shape,
-    busiest_ranks,
-    cuts_of,
-    setting_key,
-    shapes_of,
-    shows_little,
-    variants_of,
-)
+from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 
 _CUTS = (
@@ -44,6 +37,10 @@ _CUTS = (
     "backward_chunks",
     "backward_head_slices",
 )
+
+# Simulated over estimated seconds of chunks that both halves of a zigzag share: at most 1.09. What
+# was exchanged for heads is chunked half by half, and up to 1.33 times as slow as its estimate.
+_WAITING = 1.07
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
@@ -98,13 +95,12 @@ class PassSearch:
         effort = self._asked.effort
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
-        # Where latency or the mask decides, bytes say less about the order.
-        uncertain = TINY < bound < SHORT or self._sparse
-        most_shapes = effort.shapes * (2 if uncertain else 1)
         taken: list[tuple[Score, int]] = []  # and the number of the shape
+        # Programs of even chunks take four times as long to make.
+        all_even = self._asked.num_ranks <= effort.ranks_of_even_variants
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
-            if len(taken) >= most_shapes:
+            if len(taken) >= effort.shapes:
                 break
             if shape.box in boxes and not effort.every_name:
                 continue
@@ -113,7 +109,7 @@ class PassSearch:
                 continue
             if self._is_sure_of(enough):
                 break
-            best_cut = self._try_cuts(shape, slice(0, 1), even=False)
+            best_cut = self._try_cuts(shape, slice(0, 1))
             if best_cut is not None:
                 taken.append((best_cut.score, number))
         for num_shapes, which in (
@@ -124,17 +120,18 @@ class PassSearch:
             for at, (score, number) in enumerate(taken[:num_shapes]):
                 if self._is_sure_of(enough):
                     break
-                best_cut = self._try_cuts(shapes[number], which)
+                best_cut = self._try_cuts(shapes[number], which, even=all_even)
                 if best_cut is not None:
                     taken[at] = min(score, best_cut.score), number
+        for _, number in () if all_even else sorted(taken)[: effort.in_four_cuts]:
+            self._make_even(shapes[number])
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
         return self._sure is not None and self._sure <= enough
 
-    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = True) -> Scored | None:
-        """The best of these cuts of a shape. Not `even`: for a first look, since programs of even
-        chunks take four times as long to make."""
+    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = False) -> Scored | None:
+        """The best of these cuts of a shape; `even`: with even chunks where they are better."""
         tried = []
         for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
@@ -150,6 +147,13 @@ class PassSearch:
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
 
+    def _make_even(self, shape: Shape) -> None:
+        """The two best cuts of a shape: one rank takes about as long with even chunks."""
+        key = _shape_key(shape.name, shape.options)
+        cuts = [x.options for x in self.scored if key == _shape_key(x.name, x.options)]
+        for cut in [cut for cut in cuts if self._prefers_even(shape, cut)][:2]:
+            self.attempt(shape.name, {**cut, "even_chunks": True})
+
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         """Of the best cuts of the best of these shapes."""
         effort = self._asked.effort
@@ -160,13 +164,16 @@ class PassSearch:
             if key in shape_of:
                 cuts.setdefault(key, []).append(scored)
         even = self._may_be_even and self._asked.num_ranks <= effort.ranks_of_even_variants
+        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
         for key in [*cuts][: effort.varied]:
             shape = shape_of[key]
-            if self._is_backward and shape.held > 1 and not effort.every_name:
-                continue  # attention of a slice outlasts its first transfers
+            # Backward, attention of a slice outlasts its first transfers.
+            starts_late = self._is_backward and shape.held > 1 and not effort.every_name
+            far = self._is_backward and ranks > per_node > shape.degree * shape.tile[0]
             for scored in cuts[key][: effort.varied_cuts]:
-                for setting in variants_of(scored.options, shape, even=even):
-                    self.attempt(scored.name, setting)
+                for setting in variants_of(scored.options, shape, even=even, reduces_far=far):
+                    if not starts_late or "combine" in setting:
+                        self.attempt(scored.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
@@ -189,13 +196,7 @@ class PassSearch:
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = {asked.num_ranks // 2}  # where a causal mask leaves the mean of the work
-        if self._sparse:
-            ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
-        if asked.problem.num_heads % METHODS[method].degree(setting, asked.num_ranks):
-            ranks.add(0)  # shares of heads differ, and the first is a large one
-        if asked.problem.q_tokens < 2 * asked.num_ranks:
-            ranks.add(0)  # others may have no token
+        ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
         seen = estimate(
             plan,
             asked.cluster,
@@ -204,7 +205,6 @@ class PassSearch:
             kernel=asked.kernel,
             ranks=sorted(ranks),
         )
-        chunks = setting.get("chunks") or (1, 1)
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -223,37 +223,58 @@ class PassSearch:
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=self._ranks_wait and chunks != (1, 1) and not setting.get("even_chunks"),
+            may_wait=self._may_wait(METHODS[method], setting),
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
 
+    def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
+        """Whether ranks have unlike work before they meet. In one unit all have the same; under a
+        mask that shows little they meet at every step of a ring."""
+        if method.all_exchange:
+            return False
+        if self._sparse and not method.by_stretches and not method.is_plain_box:
+            return True
+        chunked = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
+        return (self._ranks_wait and chunked) or (self._sparse and method.rotates)
+
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
-        """Of settings in the order of their estimates: simulated until the next estimate is no
-        shorter than the best simulation; the best estimate where none can be afforded. Settings of
-        one shape differ less than shapes do, so the best of each shape come first."""
-        effort, best, operations, count = self._asked.effort, None, 0, 0
+        """Of settings in the order of their estimates: simulated until no other estimate is shorter
+        than the best simulation by more than the tolerance. Settings of one shape differ less than
+        shapes do, so the best of each shape come first."""
+        effort, operations, count = self._asked.effort, 0, 0
+        best, least = None, (True, math.inf)
         if self._is_backward and not effort.every_name:
             # Even chunks were tried in their place, and need no simulation.
-            scored = [setting for setting in scored if not setting.may_wait] or scored
+            evens = [x.name for x in scored if x.options.get("even_chunks")]
+            scored = [x for x in scored if not x.may_wait or x.name not in evens]
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
         rest = [setting for setting in scored if setting not in firsts.values()]
         for setting in (*firsts.values(), *rest):
-            if best is not None and best.score <= setting.score:
+            if least <= setting.score:
                 continue
             if setting.timeline is None and (setting.may_wait or effort.every_name):
+                if least <= (not setting.fits, setting.seconds * (1 + effort.tolerance)):
+                    continue  # too little to gain
                 more = operations + setting.operations
                 if count < effort.simulated and more <= effort.simulated_operations:
                     operations, count = more, count + 1
                     setting = self._asked.simulated(setting)
                     self._known[setting_key(setting.name, setting.options)] = setting
-                elif setting.may_wait:
+                elif setting.may_wait and _may_wait_long(setting):
                     continue  # its estimate says too little
-            if best is None or setting.score < best.score:
-                best = setting
+            score = not setting.fits, setting.seconds * (_WAITING if setting.may_wait else 1.0)
+            if score < least:
+                best, least = setting, score
         return best or next(iter(scored), None)
+
+
+def _may_wait_long(setting: Scored) -> bool:
+    """Whether it has chunks of what was exchanged for heads, or rings."""
+    method, degree = METHODS[setting.name], setting.options.get("ulysses") or 1
+    return degree > 1 or method.rotates or not method.is_plain_box
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:

@@ -124,7 +124,7 @@ class CallPairs:
     def __init__(self, plan: Plan) -> None:
         self._rows_of_mask = plan.problem.rows
         self._q_runs, self._k_runs = (
-            cache(lambda spans, layout=layout: _join([r for at in spans for r in layout.runs(*at)]))
+            cache(lambda spans, layout=layout: _runs_of(layout, spans))
             for layout in (plan.q_layout, plan.kv_layout)
         )
         self._known: dict[tuple[Spans, Spans], int] = {}
@@ -152,6 +152,20 @@ class CallPairs:
             slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop),
             slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop),
         )
+
+
+def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
+    """The positions of intervals of places, as few runs as join simply, in any order."""
+    blocks = layout.blocks_of(spans)
+    if blocks is None:
+        return _join([run for span in spans for run in layout.runs(*span)])
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(blocks):
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return [Run(start, stop - start) for start, stop in joined]
 
 
 def _join(runs: list[Run]) -> list[Run]:

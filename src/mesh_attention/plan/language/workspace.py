@@ -118,9 +118,11 @@ class _History:
         """Remember this write, and forget earlier uses inside the same piece: whatever overlaps
         them overlaps this write, which waited for them. Otherwise long programs would take
         quadratic time."""
+        single = heads is not None and heads[1] - heads[0] == 1  # no other heads lie inside
         for uses in (self.reads, self.writes):
-            for others, rows in uses.items():
-                if rows and (heads is None or others == heads or _inside(others, heads)):
+            for others in (heads,) if single else uses:
+                rows = uses.get(others)
+                if rows and (single or _inside(others, heads)):
                     rows[:] = [row for row in rows if row[0] < start or stop < row[1]]
         self.writes.setdefault(heads, []).append((start, stop, at))
 

@@ -1,0 +1,107 @@
+"""Which rank has the most to do, and how much: counted from mask, tile and nodes, without programs.
+
+Ranks differ in the pairs that their tiles show, and in the rows that they exchange with other
+nodes. Bounds of shapes go by the most of either; an estimate looks at the ranks that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
+from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.methods.parts.assignment import best_tile
+from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.problem.row_ranges import RowRanges
+
+Floats = NDArray[np.float64]
+COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
+MOST_COUNTED = 1024  # ranks: counting for more takes longer than an estimate
+
+
+def shows_little(problem: Problem) -> bool:
+    """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
+    mask = problem.mask
+    return mask.window is not None or mask.documents is not None or mask.slices is not None
+
+
+def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
+    """The ranks that may end last, of which an estimate looks at all."""
+    layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
+    degree, tile = degree_and_tile(method, setting, problem, num_ranks)
+    ranks = {num_ranks // 2}  # where a causal mask leaves the mean of the work
+    if shows_little(problem) and all(layout.kind in COUNTED for layout in layouts):
+        ranks = {degree * busiest_unit(*layouts, problem.rows, tile, degree)[0]}
+    far = _far_rows(plan, method, degree, tile, per_node)
+    if far.max() > max(far[rank] for rank in ranks):
+        ranks.add(int(far.argmax()))
+    if problem.num_heads % degree or problem.q_tokens < 2 * num_ranks:
+        ranks.add(0)  # a large share of heads; or others have no token
+    return ranks
+
+
+def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:
+    """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
+    and where rows of the grid do not begin where nodes do."""
+    problem, node = plan.problem, np.array(plan.devices) // per_node
+    weights = problem.num_heads, problem.kv_heads
+    if METHODS[method].by_stretches:
+        layouts = plan.q_layout, plan.kv_layout
+        queries, keys = needed_tokens(*layouts, problem.rows, tile[0], per_node)[1]
+        far: Floats = np.max(weights[0] * queries + weights[1] * keys, axis=0)
+        return far
+    unit, member = np.divmod(np.arange(plan.num_ranks), degree)
+    groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
+    far = np.zeros(plan.num_ranks)  # of each rank
+    for weight, size, group in zip(weights, tile, groups, strict=True):
+        ids = (group * degree + member) * plan.num_ranks + node
+        _, at, count = np.unique(ids, return_inverse=True, return_counts=True)
+        far += weight * (size - count[at])
+    return far
+
+
+@lru_cache(maxsize=64)  # both passes, all cuts and the bounds ask for the same
+def needed_tokens(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, a: int, per_node: int
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Tokens of each rank of a tile a x b that travel one by one, as arrays (sent or received,
+    rank): queries and keys inside its node, and queries and keys from other nodes."""
+    nears, fars = [], []
+    for find in (needed_queries, needed_keys):
+        tokens = find(q_layout, kv_layout, rows, a).tokens_between()
+        near = np.zeros((2, len(tokens)))
+        for first in range(0, len(tokens), per_node):
+            node = slice(first, first + per_node)
+            near[:, node] = tokens[node, node].sum(0), tokens[node, node].sum(1)
+        fars.append(np.stack([tokens.sum(0), tokens.sum(1)]) - near)
+        nears.append(near - tokens.diagonal())
+    return (nears[0], nears[1]), (fars[0], fars[1])
+
+
+@lru_cache(maxsize=256)  # both passes, all cuts and the bounds ask for the same
+def busiest_unit(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int
+) -> tuple[int, int]:
+    """The unit whose tile shows most, and how many pairs; units follow each other along rows of
+    the grid."""
+    pairs = pairs_of_tiles(q_layout, kv_layout, rows, tile, degree)
+    return int(pairs.argmax()), int(pairs.max())
+
+
+def degree_and_tile(
+    method: str, setting: Mapping[str, Any], problem: Problem, num_ranks: int
+) -> tuple[int, tuple[int, int]]:
+    degree, tile = METHODS[method].degree(setting, num_ranks), setting.get("tile")
+    units = max(1, num_ranks // degree)
+    if tile is None:
+        chosen = METHODS[method].is_plain_box and "tile" in METHODS[method].options()
+        tile = best_tile(units, problem) if chosen else (1, units)
+    return degree, tile

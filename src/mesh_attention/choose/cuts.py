@@ -1,0 +1,116 @@
+"""How a shape may be cut: into slices of heads and chunks of rows, and variants of that.
+
+Cuts are listed in the order in which they help: over the questions of
+`benchmarks/default_against_best.py` the first is within 3 % of the best cut in the mean, the first
+three within 1 %. `search.py` tries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mesh_attention.choose.shapes import Shape
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.methods.table import METHODS
+
+_CUT_OPTIONS = ("chunks", "head_slices")
+_Parts = tuple[tuple[int, int], int, int]  # chunks, slices of heads, and largest over first slice
+
+
+def _parts(text: str) -> tuple[_Parts, ...]:
+    """Of words CHUNKS/SLICES:LARGEST, where /1:1 and :1 are left out.
+
+    >>> _parts("2x2 1x2/4 1x1/8:4")
+    (((2, 2), 1, 1), ((1, 2), 4, 1), ((1, 1), 8, 4))
+    """
+    parts = []
+    for word in text.split():
+        chunks, _, rest = word.partition("/")
+        slices, _, largest = rest.partition(":")
+        kq, kkv = map(int, chunks.split("x"))
+        parts.append(((kq, kkv), int(slices or 1), int(largest or 1)))
+    return tuple(parts)
+
+
+_GATHERED = {
+    Direction.FORWARD: _parts(
+        "2x2/2 1x2/2:4 1x1/8:4 2x2 1x1 2x1/4:4 2x2/2:2 1x1/2 2x1/2 1x2/4:4 1x2/4 2x1/2:4"
+    ),
+    Direction.BACKWARD: _parts(
+        "2x2/2 2x1/2:4 1x2/4 2x1/2 1x1/8:4 2x4/2 2x1/4:4 1x2/2:4 1x1/2 2x2/2:2 1x1"
+    ),
+}
+_EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
+_ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
+_QUERIES_ALONE = _parts("2x1 1x1 4x1")
+_WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
+
+# Seconds that a shape takes. Of less, cuts cost more in launches and latency than they hide: few
+# parts are tried first, or none at all.
+_SHORT, _TINY = 1e-3, 1e-4
+
+
+def _num_parts(parts: _Parts) -> int:
+    (kq, kkv), slices, _ = parts
+    return kq * kkv * slices
+
+
+def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
+    """Options of each cut. If the caller's options say a cut, there is no other. `sparse`: the mask
+    shows little, so that chunks of keys are of unlike work."""
+    known, said = METHODS[shape.name].options(), shape.options
+    free = [name for name in _CUT_OPTIONS if name in known]
+    if not free or any(name.removeprefix("backward_") in _CUT_OPTIONS for name in said):
+        yield {}
+        return
+    rotates = METHODS[shape.name].rotates and shape.tile != (1, 1)
+    if "chunks" not in free:
+        parts = _WHOLE_ROWS
+    elif shape.held == 1:
+        parts = _ONE_HEAD
+        if rotates or sparse:
+            parts = tuple(dict.fromkeys((*_QUERIES_ALONE, *(() if rotates else _ONE_HEAD))))
+    else:
+        gathers = shape.tile != (1, 1) and not rotates
+        parts = _GATHERED[direction] if gathers else _EXCHANGED
+    seconds, _ = shape.promise
+    if seconds < _SHORT:
+        parts = tuple(sorted(parts, key=_num_parts))
+    if seconds < _TINY:
+        parts = (((1, 1), 1, 1),)
+    # Forward the whole of one head is exchanged before there is something to compute.
+    starts_short = direction is Direction.FORWARD and parts is _ONE_HEAD and shape.degree > 1
+    starts_short = starts_short and "short_start" in known and "short_start" not in said
+    seen = []
+    for chunks, slices, first in parts:
+        cut: dict[str, Any] = {"chunks": chunks} if "chunks" in free else {}
+        if slices > 1:
+            most = shape.held // slices
+            if most < 1:
+                continue
+            cut["head_slices"] = (max(1, most // first), most)
+        if starts_short and chunks[1] > 1:
+            cut["short_start"] = True
+        if cut not in seen:
+            seen.append(cut)
+            yield cut
+
+
+def variants_of(
+    setting: Mapping[str, Any], shape: Shape, *, even: bool, reduces_far: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The same setting with a short first chunk of keys, with chunks of even work (`even`: where
+    the mask gives ranks chunks of unlike work), and with gradients of keys that are added inside
+    nodes first (`reduces_far`: where columns of the grid leave nodes)."""
+    known = METHODS[shape.name].options()
+    kq, kkv = setting.get("chunks") or (1, 1)
+    if reduces_far and "combine" in known and "combine" not in setting and shape.tile[1] > 1:
+        yield {**setting, "combine": Combine.NODES.value}
+    if shape.degree == 1:  # both are about what is exchanged for heads
+        return
+    if "short_start" in known and "short_start" not in setting and kkv > 1:
+        yield {**setting, "short_start": True}
+    if "even_chunks" in known and even and "even_chunks" not in setting and kq * kkv > 1:
+        yield {**setting, "even_chunks": True}

@@ -1,0 +1,71 @@
+"""What is known of a shape without a plan: a bound, and the rank that ends last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesh_attention.choose.busiest import busiest_ranks
+from mesh_attention.choose.shapes import default_layout, shapes_of
+from mesh_attention.cost import load_cluster, simulate
+from mesh_attention.cost.estimate import estimate
+from mesh_attention.cost.planning import plan_on
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
+
+PAPER = load_cluster("paper")
+NODES_OF_4 = replace(
+    PAPER, node=replace(PAPER.node, ranks=4), network=replace(PAPER.network, nics=4)
+)
+RANKS = 6  # one node and a half
+K = 1024
+MASKS = {
+    "full": Mask(),
+    "causal": Mask(causal=True),
+    "window": Mask(causal=True, window=(2 * K, 0)),
+    "documents": Mask(causal=True, documents=(0, K, 20 * K, 23 * K, 24 * K)),
+}
+SOME = [pytest.param(mask, marks=[pytest.mark.slow] * (mask == "window")) for mask in MASKS]
+
+
+@pytest.mark.parametrize("mask", SOME)
+def test_no_simulation_is_shorter_than_the_bound_of_its_shape(mask: str) -> None:
+    problem = Problem(24 * K, 12, 64, num_kv_heads=4, mask=MASKS[mask])
+    layout = default_layout(problem)
+    for direction in Direction:
+        shapes = shapes_of(problem, RANKS, NODES_OF_4, direction, [*METHODS], {}, layout)
+        assert len({shape.name for shape in shapes}) == len(METHODS)
+        bounds = []
+        for shape in shapes:
+            how = {"method": shape.name, "directions": (direction,), **shape.options}
+            try:
+                plan = plan_on(NODES_OF_4, problem, RANKS, **how)
+            except PlanError:
+                continue
+            seconds = simulate(plan, NODES_OF_4, direction).runtime_seconds
+            assert shape.least_seconds <= seconds, (shape, seconds)
+            bounds.append(shape.least_seconds)
+        assert len({*bounds}) > 1  # they tell shapes apart
+
+
+@pytest.mark.parametrize("mask", SOME)
+def test_an_estimate_looks_at_the_rank_that_ends_last(mask: str) -> None:
+    problem = Problem(24 * K, 12, 64, num_kv_heads=4, mask=MASKS[mask])
+    for method, options in (
+        ("mesh", {"tile": (3, 2)}),
+        ("mesh", {"tile": (2, 3)}),
+        ("mesh-usp", {"ulysses": 2, "tile": (1, 3)}),
+        ("seen", {"tile": (3, 2)}),
+        ("seen", {"tile": (1, 6)}),
+    ):
+        plan = plan_on(NODES_OF_4, problem, RANKS, method=method, **options)
+        ranks = busiest_ranks(plan, method, options, 4)
+        assert len(ranks) <= 3
+        for direction in Direction:
+            some = estimate(plan, NODES_OF_4, direction, ranks=sorted(ranks)).seconds
+            every = estimate(plan, NODES_OF_4, direction, ranks=range(RANKS)).seconds
+            assert some >= 0.93 * every, (method, options, direction, ranks, some / every)
