@@ -117,7 +117,7 @@ def test_the_verdict_has_tokens_per_second_of_the_model_as_the_step_has_them(
     answer = json.loads(capsys.readouterr().out)
     fits, _, batch, model = answer["verdict"]
     assert f"needs {bytes_text(4 * answer['chosen']['peak_bytes'])} of the 80.00 GiB" in fits
-    assert batch.startswith("4 sequences at a time hold and receive 4 times as much")
+    assert batch.startswith("4 sequences at a time need 4 times the memory and traffic of one")
     step = plan_step("qwen3-0.6b", 16384, 2, cluster="hgx-h100", batch=4, context=2).best
     speed = step.tokens_per_second_per_gpu
     assert f"trains at {2 * speed:,.0f} tokens a second ({speed:,.0f} a GPU)" in model

@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         )
         # -5MiB is a value that does not fit, not an unknown option.
         self._negative_number_matcher = re.compile(r"^-[0-9]")
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
+        self.add_argument("--help-all", "--all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
         if command.more_flags is not None:

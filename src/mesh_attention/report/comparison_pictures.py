@@ -204,7 +204,7 @@ def memory_picture(facts: ReportFacts) -> Picture:
             heights.append(limit)
         layout: dict[str, Any] = {
             "xaxis": log_axis("milliseconds, modelled", [x for trace in data for x in trace["x"]]),
-            "yaxis": log_axis("GiB a rank, batch 1", heights),
+            "yaxis": log_axis("GiB a rank, one sequence", heights),
             "legend": _LEGEND_BELOW,
         }
         if limit in heights:
@@ -216,7 +216,7 @@ def memory_picture(facts: ReportFacts) -> Picture:
         caption = (
             f"{' and '.join(directions)}: every method at its best, and the tiles and slices of "
             f"the map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for "
-            f"all of a model{' (the dashed line)' if limit in heights else ''}."
+            f"all of a model{' and one of these sequences' if facts.batch > 1 else ''}{' (the dashed line)' if limit in heights else ''}."
         )
         return Variant(caption, data, layout)
 
