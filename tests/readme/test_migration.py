@@ -151,7 +151,8 @@ def test_every_block_of_a_peer_fits_the_signatures_of_the_version_on_the_page(
     section = SECTIONS[title]
     if title in VERSIONS:
         assert f"{VERSIONS[title]}." in section.partition("```")[0]
-    assert len(theirs := blocks(section, ours=False)) == len(blocks(section))
+    theirs = blocks(section, ours=False)
+    assert len(theirs) == len(blocks(section))
     for block in theirs:
         run_of_peers(block, monkeypatch)
 
