@@ -188,7 +188,7 @@ def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
     """Needs 6 and 12."""
     for told in pool.run(refused, 2):
         for name in ("the batch", "moved", "for models", "a tensor"):
-            assert "a batch is sharded once" in told[name]
+            assert "give the whole batch, which is cut once" in told[name]
         assert "only once" in told["length"]
         assert "shift_labels=False" in told["next tokens"]
         assert "attention_mask has shape (2, 1, 19, 19)" in told["4-D"]

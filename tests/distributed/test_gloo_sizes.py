@@ -143,7 +143,7 @@ def test_the_choice_is_told_of_the_latest_call_with_documents_too(pool: WorkerPo
         assert "seen on contiguous shards" in chosen  # for heads of the usual size
         # The heads of the call are others, and so is what was chosen for them: in both parts.
         assert told.startswith("mesh (tile 1x2"), told
-        assert "for the documents of the latest call, a mesh 1x2 on contiguous shards: " in told
+        assert "for the documents of the latest call, mesh 1x2 on contiguous shards: " in told
         assert (method, documents, sends) == ("mesh", (0, 7, 20), True)
         assert "for the sizes of each call" in after
 

@@ -34,7 +34,7 @@ def check_flags(args: argparse.Namespace) -> None:
     others = {"--pass": args.passes, "--kernel": args.kernel, "--output": args.output}
     flags = [*question_flags(args), *(flag for flag, value in others.items() if value)]
     for flag in (flag for flag in flags if flag not in _TAKEN):
-        raise UsageError(f"--step takes attention as ContextParallel chooses it; leave {flag} out")
+        raise UsageError(f"--step plans the default attention of ContextParallel; leave {flag} out")
 
 
 def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:

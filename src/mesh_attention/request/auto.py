@@ -146,7 +146,7 @@ def tuned_for(method: Any, tuned: Any) -> Tuned | None:
         return None
     if not is_auto({"method": method}):
         raise MeshAttentionError(
-            f"tuned={str(tuned)!r}: the file says the method; leave one of it and method out"
+            f"tuned={str(tuned)!r}: the file sets the method; leave tuned or method out"
         )
     return read_tuned(tuned)
 
