@@ -277,7 +277,7 @@ def test_small_mistakes_are_told_with_the_way_out(pool: WorkerPool) -> None:
         assert "their `pack` travels" in each["documents"]
         assert "it goes into ContextParallel(..., softmax_scale=...)" in each["scale"]
         assert "it goes into ContextParallel(..., mask=Mask(...))" in each["mask"]
-        assert "no ContextParallel has the number 'mine'" in each["operator"]
+        assert "'mine' is the name of no object" in each["operator"]
         assert "modified by an inplace operation" in each["in place"]  # not that it is a view
     assert said[0]["planned"] == "rank 1: ZeroDivisionError: division by zero"
     assert said[1]["planned"] == "division by zero"

@@ -36,7 +36,7 @@ def with_same_bits(arguments: dict[str, Any]) -> dict[str, Any]:
     left_to_us = {"method": AUTO, "deterministic": False, "differentiable_lse": False}
     for name in ("plan", "tuned", "head_slices", "relayout"):
         if arguments.get(name):
-            raise _refused(f"{name}={arguments[name]!r} contradicts that; leave it out")
+            raise _refused(f"{name}={arguments[name]!r} says otherwise; leave it out")
     for name, wanted in _OPTIONS.items():
         value = arguments.get(name)
         if value not in (None, wanted) and value != left_to_us.get(name):

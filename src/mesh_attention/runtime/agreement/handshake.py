@@ -29,7 +29,6 @@ from mesh_attention.runtime.agreement.identity import (
     BATCH_NUMBER,
     OF_ONE_KIND,
     ORDER,
-    WHOLE_BATCH,
     Statement,
 )
 from mesh_attention.runtime.transport.groups import Groups, default_store
@@ -232,7 +231,7 @@ def verdict_on(said: Said, *, complete: bool) -> str:
     differ = _odd_statement(statements)
     if differ and is_of_order(said):
         return f"{differ}{_COUNTED if BATCH_NUMBER in differ else ''}; {OUT_OF_STEP}"
-    if WHOLE_BATCH in differ:
+    if "the whole batch is" in differ:  # as `CallIdentity` names it
         return f"{differ}; all ranks of the group must load the same batch"
     if differ or not complete:
         return differ

@@ -33,7 +33,6 @@ from mesh_attention.version import TESTED_TORCH
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
 BATCH_NUMBER = "number of the batch"
-WHOLE_BATCH = "the whole batch"
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
 ORDER = (
@@ -104,7 +103,7 @@ class Identity:
             "number of its forward call": self.belongs_to,
             "sinks": self.sinks,
             BATCH_NUMBER: self.batch.number,
-            WHOLE_BATCH: self.batch.contents,
+            "the whole batch": self.batch.contents,
         }
 
 

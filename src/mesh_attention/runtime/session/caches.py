@@ -81,8 +81,8 @@ class WeakRegistry(WeakValueDictionary[int, T]):
     def find(self, number: int | str) -> T:
         if not str(number).isdecimal():
             raise MeshAttentionError(
-                f"no ContextParallel has the number {number!r}: call ContextParallel.attention, "
-                "not the operator itself"
+                f"{number!r} is the name of no object: call ContextParallel.attention, which calls "
+                "the operators with its own"
             )
         entry = self.get(int(number))
         if entry is None:
