@@ -299,6 +299,7 @@ def test_shards_that_were_copied_are_found_since_ranks_differ(pool: WorkerPool) 
     """Need 12."""
     for told in pool.run(sharded_and_copied, 2):
         assert "disagrees: the whole batch is" in told
+        assert "all ranks of the group must load the same batch" in told
 
 
 def other_contents(rank: int, world_size: int) -> list[str]:
