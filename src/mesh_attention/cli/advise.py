@@ -205,8 +205,8 @@ def _table_notes(ranking: Ranking, cluster: Cluster, problem: Problem) -> list[s
         notes.append(f"{_TOO_MUCH} needs more than the {limit} that a sequence has of a GPU.")
     if not problem.mask.is_full:
         notes.append(
-            "least possible: by the visible area alone, as if all of it lay in full boxes; plans "
-            "come near to it under a full mask only (docs/theory.md)."
+            "least possible: a lower bound by the visible area, which plans come close to under a "
+            "full mask only (docs/theory.md)."
         )
     return notes
 
@@ -273,7 +273,7 @@ FLAGS = (
         "NAME|FILE",
     ),
     Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--kernel", "one of the cluster's kernels, where it can", str, "NAME"),
+    Flag("--kernel", "use this kernel of the cluster where possible", str, "NAME"),
 )
 COMMAND = Command(
     name="advise",

@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
         if left_out:
-            formatter.add_text(f"{left_out} more options that are seldom needed: --help-all")
+            formatter.add_text(f"{left_out} more options: --help-all")
         return with_flags(formatter.format_help(), self)
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -105,8 +105,8 @@ def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
     if not missing:
         return []
     return [
-        f"Not installed here: {missing}; the rates used are those of the cluster's file, and "
-        f"--kernel NAME chooses another."
+        f"Not installed here: {missing}; the times assume them. --kernel NAME chooses another "
+        "kernel."
     ]
 
 

@@ -51,7 +51,7 @@ def _of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
     if not step.fits:
         return (
             f"To train all of {model.name}, {ranks} ranks are too few: {lacking_text(step)}. "
-            "--step looks at every split, --step --largest for the longest context that fits."
+            "--step compares every split; --step --largest finds the longest context that fits."
         )
     speed = step.tokens_per_second_per_gpu
     return (

@@ -198,9 +198,9 @@ def _methods(facts: ReportFacts) -> str:
 <h2>{_TABLE}</h2>
 <p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
 with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
-other take longer. What is as fast as the choice is {TIE_TEXT}. Received bytes and memory are a
-rank's; below received bytes is how many times the least possible they are, which is a bound by the
-visible area alone: in reach under a full mask only. <span class="hint">The table scrolls to the
+other take longer. &ldquo;As fast&rdquo; means {TIE_TEXT}. Received bytes and memory are those of a
+rank. Below received bytes is their ratio to the least possible, a lower bound by the visible area,
+which plans come close to under a full mask only. <span class="hint">The table scrolls to the
 side.</span></p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
