@@ -48,7 +48,7 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert {*METHODS} <= {*begins}
     assert ">=" not in out
     assert any(line.startswith("least possible  ") for line in lines)
-    assert any(line.startswith("least possible: by the visible area") for line in lines)
+    assert any(line.startswith("least possible: a lower bound by the visible area") for line in lines)
     assert 'The default, method="auto", ' in out
     assert any(line.startswith("cp = ContextParallel(") for line in lines)
 
@@ -160,7 +160,7 @@ def test_simulate_says_which_kernels_are_not_here(
     words = ["simulate", *SMALL, "--causal", "--kernel", "cudnn", "--pass", "forward"]
     monkeypatch.setattr(output, "find_spec", lambda name: None)
     assert main(words) == 0
-    assert "Not installed here: cudnn; the rates used are those" in capsys.readouterr().out
+    assert "Not installed here: cudnn; the times assume them" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels_not_installed"] == ["cudnn"]
     monkeypatch.setattr(output, "find_spec", lambda name: name)

@@ -124,7 +124,7 @@ def shard_batch(
         )
     ahead = _distance(ahead)
     if ahead is not None and "labels" not in whole.tensors:
-        raise MeshAttentionError(f"ahead={ahead} needs labels")
+        raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
     if type(ignore_index) is not int:
         raise MeshAttentionError(f"ignore_index={ignore_index!r}: must be a whole number")
     if not whole.says_documents:
