@@ -338,10 +338,11 @@ def test_a_page_about_a_batch_says_what_its_numbers_are(
     page = tmp_path / "page.html"
     line = f"report --ranks 2 --tokens 1k --heads 2 --cluster {report_cluster} --scaling-ranks 2"
     words = [*line.split(), "--pass", "forward", "--output", str(page), "--json"]
-    alone, four = [], []
-    for batch, facts in (("1", alone), ("4", four)):
+    facts: list[dict[str, Any]] = []
+    for batch in ("1", "4"):
         assert main([*words, "--batch", batch]) == 0
         facts.append(json.loads(capsys.readouterr().out))
-    assert four[0]["gpu_bytes"] == alone[0]["gpu_bytes"] // 4
-    assert "4 sequences at a time" in " ".join(four[0]["notes"])
+    alone, four = facts
+    assert four["gpu_bytes"] == alone["gpu_bytes"] // 4
+    assert "4 sequences at a time" in " ".join(four["notes"])
     assert "Batch 4: each sequence has" in page.read_text()
