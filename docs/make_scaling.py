@@ -1,7 +1,7 @@
 """Writes docs/scaling.md: strong and weak scaling of the methods, simulated, and draws some of it.
 
-    python docs/make_scaling.py                      all of it; hours of two cores, with a bar
-    python docs/make_scaling.py --max-ranks 32       a part of the page, to try it
+    python docs/make_scaling.py                      the page; an hour of two cores, with a bar
+    python docs/make_scaling.py --max-ranks 256      more rows than the page has; hours
     python docs/make_scaling.py --jobs 8             on so many processes
     python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
 
@@ -74,7 +74,7 @@ mesh-attention advise --cluster paper --ranks 16 --tokens 512k --heads 64 --caus
 
 ![Modelled MFU of methods under a causal mask, strong scaling](pictures/scaling.png)
 
-Written by `python docs/make_scaling.py`.
+Written by `python docs/make_scaling.py`, in one run; `--max-ranks 256` adds rows and takes hours.
 """
 
 
@@ -244,7 +244,7 @@ def page(
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write docs/scaling.md from simulations.")
-    parser.add_argument("--max-ranks", type=int, default=256, help="leave larger runs out")
+    parser.add_argument("--max-ranks", type=int, default=64, help="leave larger runs out")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="clusters to simulate")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--found", type=Path, help="a file of points, to go on from")
