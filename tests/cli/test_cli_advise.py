@@ -48,7 +48,7 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert {*METHODS} <= {*begins}
     assert ">=" not in out
     assert any(line.startswith("least possible  ") for line in lines)
-    assert any(line.startswith("least possible: a lower bound by the visible area") for line in lines)
+    assert any(line.startswith("least possible: a lower bound") for line in lines)
     assert 'The default, method="auto", ' in out
     assert any(line.startswith("cp = ContextParallel(") for line in lines)
 
