@@ -44,6 +44,7 @@ from script import host, provenance, save, script_parser
 from sockets import Sockets
 
 from mesh_attention.cli.output import table
+from mesh_attention.cli.values import size
 from mesh_attention.measure.ranks import ranks_of_launcher
 
 USUAL: dict[bool, dict[str, Any]] = {  # by --gloo
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gloo", action="store_true", help="on CPUs, in place of NCCL ranks on one GPU")
     add("--mbit", type=float, help="with --gloo: links of so many Mbit/s a rank (needs root)")
     add("--ranks", type=int, nargs="+", help="default 2 4 8, or with --gloo 4")
-    add("--tokens", type=int, nargs="+", help="default 32768, or with --gloo 2048")
+    add("--tokens", type=size, nargs="+", help="default 32768, or with --gloo 2048")
     add("--heads", nargs="+", type=_heads, help="of Q:KV; default 32:8 16:16, --gloo 16:16 8:2")
     add("--dim", type=int, help="of a head; default 128, or with --gloo 64")
     add("--masks", nargs="+", choices=MASKS, default=[*MASKS])

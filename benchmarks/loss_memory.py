@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mesh_attention import ContextParallel
+from mesh_attention.cli.values import size
 
 TOLERANCE = 0.02  # of gradients in bfloat16, by their largest element
 CHUNKS = (None, 512, 2048, 4096)
@@ -125,8 +126,8 @@ def ideal_ms(hidden: Tensor, weight: Tensor) -> float:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--vocabulary", type=int, default=131072)
+    parser.add_argument("--tokens", type=size, default=32768)
+    parser.add_argument("--vocabulary", type=size, default=131072)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

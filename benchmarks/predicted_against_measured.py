@@ -58,6 +58,7 @@ from rank_processes import LaunchError, RankProcesses
 from script import host, provenance, save, script_parser
 from sockets import Sockets
 
+from mesh_attention.cli.values import size
 from mesh_attention.cost import load_cluster
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.text import plan_text
@@ -78,7 +79,7 @@ def main() -> None:
     )
     parser.add_argument("--between", type=float, default=40, help="Mbit/s of a node")
     parser.add_argument("--inside", type=float, default=320, help="Mbit/s of a rank in a node")
-    parser.add_argument("--tokens", type=int, help="512, or 32768 on a GPU")
+    parser.add_argument("--tokens", type=size, help="512, or 32768 on a GPU")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128)

@@ -14,11 +14,10 @@ PAGE, DATA = FOLDER / "needs.md", FOLDER / "needs.toml"
 
 INTRODUCTION = """# Needs and their tests
 
-This page answers: what users of such libraries suffer from, which test shows that it does not
-happen here, and what is not met. The statements come from about 120 public issue threads of
-libraries for context parallelism, the most painful first. Numbers are those by which tests name
-them. Tests are in `tests/`; those in `gpu/` need a GPU (`make test-gpu`), all others run by `make
-test`. What happens when ranks go wrong: [guarantees](guarantees.md).
+This page answers: which problems users of such libraries report, which test shows that each does
+not happen here, and what is not met. The statements come from about 120 public issue threads, most
+painful first; tests refer to their numbers. Tests are in `tests/`; those in `gpu/` need a GPU
+(`make test-gpu`). For faults of ranks see [guarantees](guarantees.md).
 
 Written by `python docs/make_needs.py` from `docs/needs.toml`.
 """

@@ -26,27 +26,30 @@ MASKS = ("causal", "full", "window", "packed")
 
 INTRODUCTION = """# Beside its peers
 
-Milliseconds of one attention, forward and backward together: less is better. **These are several
-ranks on one GPU**: NCCL over sockets, MPS, so transfers are slow and kernels share the device. They
-show what each library computes, sends and refuses, and not how fast it is on GPUs of its own, which
-has not been measured. On such a GPU the ranks' comparison of calls ([guarantees](guarantees.md))
-costs milliseconds; it is part of our time.
+This page answers: how the default compares with PyTorch, Ulysses by hand, ring-flash-attention and
+yunchang, what each refuses, and how to repeat it.
 
-`torch` is PyTorch's `context_parallel` with either rotation; Ulysses by hand is all-to-all, SDPA
-and all-to-all in 15 lines; `llama3` is a second algorithm of ring-flash-attention; USP has Ulysses
-on half of the ranks. Ours is the default of `ContextParallel`, with a cluster file that was
-profiled on these ranks.
+Milliseconds of one attention, forward and backward; less is better. **All ranks share one GPU**
+(NCCL over sockets, MPS): transfers are slow and kernels share the device. The table shows what each
+library computes, sends and refuses, not its speed on several GPUs, which was not measured. Our
+times include the comparison of calls ([guarantees](guarantees.md)), milliseconds here.
 
-All take turns in one run on the same tensors, and are compared with one device first: a result that
-is wrong is not timed. ring-flash-attention and yunchang run on PyTorch's flash kernels through a
-shim (`benchmarks/flash_attn_shim.py`), because flash-attn could not be installed there; with
-flash-attn 3 they would compute faster. `context_parallel` and Ulysses by hand take the kernel that
-PyTorch chooses. DeepSpeed's Ulysses sends what Ulysses by hand sends. TransformerEngine, Megatron
-and MagiAttention were not run.
+| column | what it is |
+|---|---|
+| torch | PyTorch's `context_parallel`, with both rotations |
+| Ulysses by hand | all-to-all, SDPA, all-to-all in 15 lines; DeepSpeed's Ulysses sends the same |
+| llama3 | the second algorithm of ring-flash-attention |
+| yunchang USP | Ulysses on half of the ranks |
+| ours | the default of `ContextParallel`, with a cluster file profiled on these ranks |
 
-Repeat it with `make compare`: on a machine with a GPU in minutes, on others over gloo in float32,
-where flash kernels are missing and the rings of the two libraries are wrong (they add up in views
-of buffers that bfloat16 would have copied).
+All take turns in one run on the same tensors. Each is compared with one device first, and a wrong
+result is not timed. ring-flash-attention and yunchang use PyTorch's flash kernels through a shim
+(`benchmarks/flash_attn_shim.py`), because flash-attn could not be installed; with flash-attn 3 they
+would be faster. TransformerEngine, Megatron and MagiAttention were not run.
+
+Repeat it with `make compare`: in minutes on a GPU, otherwise over gloo in float32. There flash
+kernels are missing, and the rings of the two libraries give wrong results (they add up in views of
+buffers that bfloat16 would copy).
 """
 
 
@@ -67,7 +70,7 @@ def page() -> str:
         f"{result['device']}, {result['machine']}, {result['date'][:10]}" for result in results
     )
     parts.append(
-        "A dash: not run. A window is an eighth of the tokens; packed are four documents. Medians "
+        "A dash: not run. Window: an eighth of the tokens. Packed: four documents. Medians "
         "of rounds; each round, bytes, errors and settings are in "
         f"{', '.join(f'`benchmarks/results/{file.name}`' for file in files)}.\n\n"
         f"Machine: {'; '.join(machines)}. Written by `python docs/make_peers.py`.\n"

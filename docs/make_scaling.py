@@ -1,7 +1,7 @@
 """Writes docs/scaling.md: strong and weak scaling of the methods, simulated, and draws some of it.
 
-    python docs/make_scaling.py                      all of it; hours of two cores, with a bar
-    python docs/make_scaling.py --max-ranks 32       a part of the page, to try it
+    python docs/make_scaling.py                      the page; an hour of two cores, with a bar
+    python docs/make_scaling.py --max-ranks 256      more rows than the page has; hours
     python docs/make_scaling.py --jobs 8             on so many processes
     python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
 
@@ -52,30 +52,29 @@ WEAK = {4: 64 * K, 16: 128 * K, 64: 256 * K, 256: 512 * K}
 
 INTRODUCTION = f"""# Scaling, modelled
 
-This page answers: how each method scales on two clusters, what the default takes, and what a
-longer search finds.
+This page answers: how each method scales on two clusters, which method is the default, and how much
+a longer search gains.
 
-**Modelled, not measured.** Every number is a simulation ([what is modelled](simulate.md)). `paper`
-is the machine of the Mesh-Attention paper, whose point-to-point links are slow; `hgx-h100` has
-healthy links, on which a ring does much better.
+**Modelled, not measured**: every number is a [simulation](simulate.md). `paper` is the machine of
+the Mesh-Attention paper, with slow point-to-point links; `hgx-h100` has healthy links, on which a
+ring does much better.
 
-A cell is MFU in percent, forward/backward. {HEADS} heads of {HEAD_DIM}, bf16, batch 1; each method
-is at the best setting for each pass, USP with Ulysses degree 8 (or the number of ranks), StarTrail
-with teams of at least 2, Ulysses up to as many GPUs as heads. The last two columns choose among
-all methods, and name the one they chose for each pass: `default` is what `ContextParallel` takes by
-itself, `search` is what `advise` and `simulate --best` find. Bold is the fastest of its row, both
-passes together.
+A cell is MFU in percent, forward/backward, for {HEADS} heads of {HEAD_DIM}, bf16, batch 1. Each
+method has its best setting for each pass, except: USP has Ulysses degree 8 (or the number of
+ranks), StarTrail has teams of at least 2, and Ulysses stops at one GPU per head. The last two
+columns name the method of each pass: `default` is the choice of `ContextParallel`, `search` that of
+`advise` and `simulate --best`. Bold: the fastest of a row, both passes together.
 
-Any cell can be asked for again:
+To repeat a cell:
 
 ```bash
-mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 524288 --heads 64 --best
-mesh-attention advise --cluster paper --ranks 16 --tokens 524288 --heads 64 --causal
+mesh-attention simulate --cluster paper --method mesh --ranks 16 --tokens 512k --heads 64 --best
+mesh-attention advise --cluster paper --ranks 16 --tokens 512k --heads 64 --causal
 ```
 
 ![Modelled MFU of methods under a causal mask, strong scaling](pictures/scaling.png)
 
-Written by `python docs/make_scaling.py`.
+Written by `python docs/make_scaling.py`, in one run; `--max-ranks 256` adds rows and takes hours.
 """
 
 
@@ -245,7 +244,7 @@ def page(
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write docs/scaling.md from simulations.")
-    parser.add_argument("--max-ranks", type=int, default=256, help="leave larger runs out")
+    parser.add_argument("--max-ranks", type=int, default=64, help="leave larger runs out")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="clusters to simulate")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--found", type=Path, help="a file of points, to go on from")

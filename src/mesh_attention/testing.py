@@ -80,9 +80,7 @@ def run_local(
     if grad_lse is not None and (
         grad_out is None or grad_lse.shape != (q.shape[0], q.shape[2], q.shape[1])
     ):
-        raise MeshAttentionError(
-            "grad_lse is given beside grad_out, (batch, heads, tokens) in shape"
-        )
+        raise MeshAttentionError("grad_lse needs grad_out, and has shape (batch, heads, tokens)")
     scores = Scores(scale, 0.0 if softcap is None else real("softcap", softcap))
     run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, poison)
     inputs = [

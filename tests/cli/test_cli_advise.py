@@ -48,7 +48,7 @@ def test_it_answers_with_a_table_a_reason_and_a_line_to_paste(
     assert {*METHODS} <= {*begins}
     assert ">=" not in out
     assert any(line.startswith("least possible  ") for line in lines)
-    assert any(line.startswith("least possible: by the visible area") for line in lines)
+    assert any(line.startswith("least possible: a lower bound") for line in lines)
     assert 'The default, method="auto", ' in out
     assert any(line.startswith("cp = ContextParallel(") for line in lines)
 
@@ -117,7 +117,7 @@ def test_the_verdict_has_tokens_per_second_of_the_model_as_the_step_has_them(
     answer = json.loads(capsys.readouterr().out)
     fits, _, batch, model = answer["verdict"]
     assert f"needs {bytes_text(4 * answer['chosen']['peak_bytes'])} of the 80.00 GiB" in fits
-    assert batch.startswith("4 sequences at a time hold and receive 4 times as much")
+    assert batch.startswith("4 sequences at a time need 4 times the memory and traffic of one")
     step = plan_step("qwen3-0.6b", 16384, 2, cluster="hgx-h100", batch=4, context=2).best
     speed = step.tokens_per_second_per_gpu
     assert f"trains at {2 * speed:,.0f} tokens a second ({speed:,.0f} a GPU)" in model
@@ -160,7 +160,7 @@ def test_simulate_says_which_kernels_are_not_here(
     words = ["simulate", *SMALL, "--causal", "--kernel", "cudnn", "--pass", "forward"]
     monkeypatch.setattr(output, "find_spec", lambda name: None)
     assert main(words) == 0
-    assert "Not installed here: cudnn; the rates used are those" in capsys.readouterr().out
+    assert "Not installed here: cudnn; the times assume them" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels_not_installed"] == ["cudnn"]
     monkeypatch.setattr(output, "find_spec", lambda name: name)

@@ -63,6 +63,8 @@ def test_help_of_a_command_names_its_options_and_defaults(
 ) -> None:
     assert main([name, "--help-all"]) == 0
     out = capsys.readouterr().out
+    assert main([name, "--all"]) == 0
+    assert capsys.readouterr().out == out
     for option in OPTIONS:
         assert option in out
     assert "default 64k" in out

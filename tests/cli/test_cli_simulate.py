@@ -195,3 +195,25 @@ def test_passes_of_two_methods_are_told_apart() -> None:
     assert any(line.startswith("backward: mesh-usp, ") for line in lines)
     assert to_text(found[:1]).startswith("usp on 4 ranks")
     assert "forward: usp" not in to_text(found[:1])
+
+
+def test_a_batch_multiplies_bytes_and_says_how_long_it_takes_at_most(
+    plain: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for direction, numbers in as_json(f"{SMALL} --batch 3", capsys).items():
+        alone = plain[direction]
+        assert (alone["batch"], numbers["batch"]) == (1, 3)
+        assert numbers["peak_bytes"] == 3 * alone["peak_bytes"]
+        assert numbers["received_bytes"]["max"] == 3 * alone["received_bytes"]["max"]
+        assert numbers["runtime_seconds"] == alone["runtime_seconds"]
+    both = 3e3 * sum(numbers["runtime_seconds"] for numbers in plain.values())
+    assert f"at most 3 times as long: {both:.3g} ms." in output(f"{SMALL} --batch 3", capsys)
+
+
+def test_a_batch_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    peak = as_json(f"{SMALL} --pass forward", capsys)["peak_bytes"]
+    fits = int(80 * 2**30 / peak)
+    assert "needs more than" not in output(f"{SMALL} --pass forward --batch {fits}", capsys)
+    assert "needs more than the 80.00 GiB" in output(
+        f"{SMALL} --pass forward --batch {fits + 1}", capsys
+    )

@@ -25,7 +25,7 @@ def test_it_answers_with_splits_a_verdict_and_lines_to_paste(
     assert lines[2].split()[:4] == ["data", "x", "context", "sequences"]
     assert lines[3].startswith("1 x 2 ")
     assert "Largest context on 2 ranks: " in out
-    assert "are lacking." in out
+    assert "each GPU lacks " in out
     assert 'cp = ContextParallel(mesh["cp"], seq_len=262144, num_heads=16, num_kv_heads=8' in out
     assert "block.mlp.forward = cp.tiled(block.mlp.forward, tokens=8192)" in lines
     assert "keep = cp.keep_attention(offload=True)" in lines

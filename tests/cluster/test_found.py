@@ -24,14 +24,14 @@ from mesh_attention.cost.detect_cluster import Machine, find_cluster, gpu_of_dri
 def test_a_known_gpu_has_its_cluster(gpu: str, name: str) -> None:
     cluster, line = find_cluster(Machine(gpu))
     assert cluster == load_cluster(name)
-    assert line == f"{gpu}: reckoned as {name}"
+    assert line == f"{gpu}: modelled as {name}"
 
 
 def test_what_is_not_known_is_taken_for_the_nearest_and_said() -> None:
     for machine in (Machine(), Machine("NVIDIA GeForce RTX 4090")):
         cluster, line = find_cluster(machine)
         assert cluster == load_cluster("hgx-h100")
-        assert "the nearest that is known; cluster= says another" in line
+        assert "the most similar known; cluster= changes it" in line
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_of_another_gpu_the_file_is_the_nearest_and_memory_its_own(
     assert cluster.node == file.node
     called = name if gib == file.gpu.memory_gib else f"{name} with {gib} GiB a GPU"
     assert line == (
-        f"{gpu}: reckoned as {called}, {file.node.ranks} ranks a node, the nearest that is known; "
-        "cluster= says another"
+        f"{gpu}: modelled as {called}, {file.node.ranks} ranks a node, the most similar known; "
+        "cluster= changes it"
     )
     same, _ = find_cluster(Machine(gpu, memory_gib=0.985 * gib))  # as devices count it
     assert same == cluster
@@ -69,7 +69,7 @@ def test_a_device_knows_its_memory() -> None:
         assert find_cluster(Machine(gpu, memory_gib=gib)) == find_cluster(Machine(gpu))
     cluster, line = find_cluster(Machine("NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory_gib=9.75))
     assert cluster.gpu.memory_gib == 10
-    assert "the nearest that is known" in line
+    assert "the most similar known" in line
 
 
 def test_nodes_and_links_are_those_of_the_machine() -> None:

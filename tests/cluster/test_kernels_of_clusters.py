@@ -214,8 +214,8 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
             "sm_margin = 0\nlaunch_microseconds = 1\n",
             "kernels.mine.forward has no curve",
         ),
-        ('[more_kernels.""]\n', "is no name of a kernel"),
-        ('[more_kernels."a\\nb"]\n', "is no name of a kernel"),
+        ('[more_kernels.""]\n', "is not the name of a kernel"),
+        ('[more_kernels."a\\nb"]\n', "is not the name of a kernel"),
     ],
 )  # fmt: skip
 def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:

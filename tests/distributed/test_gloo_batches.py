@@ -188,7 +188,7 @@ def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
     """Needs 6 and 12."""
     for told in pool.run(refused, 2):
         for name in ("the batch", "moved", "for models", "a tensor"):
-            assert "a batch is sharded once" in told[name]
+            assert "give the whole batch, which is cut once" in told[name]
         assert "only once" in told["length"]
         assert "shift_labels=False" in told["next tokens"]
         assert "attention_mask has shape (2, 1, 19, 19)" in told["4-D"]
@@ -299,6 +299,7 @@ def test_shards_that_were_copied_are_found_since_ranks_differ(pool: WorkerPool) 
     """Need 12."""
     for told in pool.run(sharded_and_copied, 2):
         assert "disagrees: the whole batch is" in told
+        assert "all ranks of the group must load the same batch" in told
 
 
 def other_contents(rank: int, world_size: int) -> list[str]:

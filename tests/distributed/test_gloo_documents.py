@@ -81,7 +81,7 @@ def test_layers_of_a_batch_with_tokens_on_other_ranks_are_refused(pool: WorkerPo
     starts = [f"[{6 * at}, {6 * at + 1}]" for at in (0, 3, 1, 4, 2, 5)]
     for (first, second, at), wanted in zip(pool.run(other_places, 6), starts, strict=True):
         for refusal in (first, second):
-            assert refusal.startswith("this attention has its tokens on other ranks than the docum")
+            assert refusal.startswith("this attention places tokens on other ranks than the docum")
         assert at == wanted
 
 

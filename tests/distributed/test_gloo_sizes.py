@@ -140,10 +140,10 @@ def choices(rank: int, world_size: int) -> list[Any]:
 def test_the_choice_is_told_of_the_latest_call_with_documents_too(pool: WorkerPool) -> None:
     for before, chosen, told, method, documents, sends, after in pool.run(choices, 2):
         assert before.startswith("nothing yet, for no call has said the sizes: auto: chosen for")
-        assert "only what is seen on contiguous shards" in chosen  # for heads of the usual size
+        assert "seen on contiguous shards" in chosen  # for heads of the usual size
         # The heads of the call are others, and so is what was chosen for them: in both parts.
         assert told.startswith("mesh (tile 1x2"), told
-        assert "for the documents of the latest call, a mesh 1x2 on contiguous shards: " in told
+        assert "for the documents of the latest call, mesh 1x2 on contiguous shards: " in told
         assert (method, documents, sends) == ("mesh", (0, 7, 20), True)
         assert "for the sizes of each call" in after
 

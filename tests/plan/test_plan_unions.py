@@ -292,8 +292,8 @@ def test_an_impossible_slice_is_refused_by_its_number(slices: Any, says: str) ->
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Mask(causal=True, slices=()), "nothing else beside them"),
-        (lambda: Mask(documents=(0, 3), slices=()), "nothing else beside them"),
+        (lambda: Mask(causal=True, slices=()), "slices define the whole mask"),
+        (lambda: Mask(documents=(0, 3), slices=()), "slices define the whole mask"),
         (lambda: Mask.tree([None, 1], [1, 1]), "node 1 has the parent 1"),
         (lambda: Mask.tree([None], [1, 1]), "1 parents and 2 lengths"),
         (lambda: Mask.tree([None], [-1]), "lengths=-1"),

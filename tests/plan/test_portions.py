@@ -156,5 +156,7 @@ def test_exchanges_hide_behind_attention() -> None:
 def test_uneven_shares_are_exchanged_at_once() -> None:
     problem = Problem(64, 8, 8)
     assert verify(make_plan(problem, 3, method="ulysses", **WHOLE)) == []
-    with pytest.raises(PlanError, match=r"8 heads evenly.*leave 'chunks' and 'head_slices' out"):
+    with pytest.raises(
+        PlanError, match=r"8 heads, and uneven.*leave 'chunks' and 'head_slices' out"
+    ):
         make_plan(problem, 3, method="ulysses", head_slices=(1, 1))

@@ -32,7 +32,7 @@ def test_an_unknown_need_is_refused_by_task_name() -> None:
 
 def test_a_compute_task_may_not_need_a_compute_task() -> None:
     first = compute("C-0-0", 1.0)
-    with pytest.raises(ValueError, match="no communication task"):
+    with pytest.raises(ValueError, match="not a communication task"):
         TaskGraph((), (first, compute("C-0-1", 1.0, "C-0-0")))
 
 

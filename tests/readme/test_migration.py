@@ -1,16 +1,21 @@
-"""The blocks of docs/migration.md that are ours run as they stand, as on one process."""
+"""The blocks of docs/migration.md run: ours as on one process, peers' with their signatures."""
 
 from __future__ import annotations
 
 import re
+import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import experimental
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from support.peers import VERSIONS, stub_modules
 from support.pool import WorkerPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
@@ -52,8 +57,9 @@ def on_one_process(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def blocks(section: str) -> list[str]:
-    return re.findall(r'```python title="mesh_attention"\n(.*?)```', section, flags=re.DOTALL)
+def blocks(section: str, ours: bool = True) -> list[str]:
+    found = re.findall(r'```python title="(.*?)"\n(.*?)```', section, flags=re.DOTALL)
+    return [block for title, block in found if (title == "mesh_attention") == ours]
 
 
 def errors_of_the_page(rank: int, world_size: int) -> dict[str, list[float]]:
@@ -106,3 +112,64 @@ def test_every_block_of_ours_gives_the_numbers_of_one_process(pool: WorkerPool) 
             "MagiAttention": 1,
         }
         assert {title: found for title, found in errors.items() if max(found) > 1e-5} == {}
+
+
+def names_of_peers(modules: dict[str, Any]) -> dict[str, Any]:
+    """What the peers' blocks use without making it."""
+    q = torch.zeros(1, HEADS, TOKENS, WIDTH)
+    ids = torch.zeros(1, TOKENS)
+    parts = ("tokens", "position_ids", "labels", "loss_mask")
+    unused = "group mesh flash_attention x local_q local_k local_v q_ranges k_ranges attn_mask_type"
+    names: dict[str, Any] = dict.fromkeys(unused.split())
+    names |= {"q": q, "k": q, "v": q, "rank": 0, "world_size": 4, "tokens": TOKENS}
+    names |= {"cu_seqlens": DOCUMENTS, "batch": dict.fromkeys(parts, ids)}
+    return names | {"model": modules["megatron.core.models.gpt.gpt_model"].GPTModel()}
+
+
+def run_of_peers(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = stub_modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    parameters = signature(experimental.context_parallel)
+
+    class Block:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            parameters.bind(*args, **options)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(experimental, "context_parallel", Block)
+    exec(block, names_of_peers(modules))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_every_block_of_a_peer_fits_the_signatures_of_the_version_on_the_page(
+    title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = SECTIONS[title]
+    if title in VERSIONS:
+        assert f"{VERSIONS[title]}." in section.partition("```")[0]
+    theirs = blocks(section, ours=False)
+    assert len(theirs) == len(blocks(section))
+    for block in theirs:
+        run_of_peers(block, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("group=group)", "process_group=group)"),
+        ("import zigzag_ring_flash_attn_func", "import zigzag_ring_attention"),
+        (", batch_dim_idx=0", ""),
+        ("mesh, buffers=", "mesh, tensors="),
+    ],
+)
+def test_a_call_that_a_peer_does_not_have_is_seen(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = [block for section in SECTIONS.values() for block in blocks(section, ours=False)]
+    block = next(block for block in theirs if right in block)
+    with pytest.raises((TypeError, ImportError)):
+        run_of_peers(block.replace(right, wrong), monkeypatch)

@@ -330,3 +330,19 @@ def test_the_demonstration_without_plotly_says_why_it_has_no_page(
     assert page is None
     assert line.startswith("no page: the page is drawn by plotly: pip install ")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_page_about_a_batch_says_what_its_numbers_are(
+    tmp_path: Path, report_cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    line = f"report --ranks 2 --tokens 1k --heads 2 --cluster {report_cluster} --scaling-ranks 2"
+    words = [*line.split(), "--pass", "forward", "--output", str(page), "--json"]
+    facts: list[dict[str, Any]] = []
+    for batch in ("1", "4"):
+        assert main([*words, "--batch", batch]) == 0
+        facts.append(json.loads(capsys.readouterr().out))
+    alone, four = facts
+    assert four["gpu_bytes"] == alone["gpu_bytes"] // 4
+    assert "4 sequences at a time" in " ".join(four["notes"])
+    assert "Batch 4: each sequence has" in page.read_text()

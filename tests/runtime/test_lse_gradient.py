@@ -86,7 +86,7 @@ def with_out(plan: Plan) -> Plan:
 def test_wrong_shapes_are_named() -> None:
     case = Case(1, 16, 16, mask=Mask(), dtype=torch.float32)
     q, k, v, grad_out = case.tensors()
-    with pytest.raises(MeshAttentionError, match="grad_lse is given beside grad_out"):
+    with pytest.raises(MeshAttentionError, match="grad_lse needs grad_out"):
         run_local(case.plan(), q, k, v, grad_out, grad_lse=torch.ones(3))
-    with pytest.raises(MeshAttentionError, match="grad_lse is given beside grad_out"):
+    with pytest.raises(MeshAttentionError, match="grad_lse needs grad_out"):
         run_local(case.plan(), q, k, v, grad_lse=torch.ones(q.shape[0], q.shape[2], 16))

@@ -54,8 +54,8 @@ class Batches:
             pack = cu_seqlens
         else:
             raise MeshAttentionError(
-                "a Pack holds all documents, and was chosen for the layers of its packer: give "
-                "'kv_cu_seqlens' and 'also' there, not beside it"
+                "a Pack holds all documents and the choice for the layers of its packer: give "
+                "'kv_cu_seqlens' and 'also' to the packer instead"
             )
         return Documents(self._calls.session, pack)
 

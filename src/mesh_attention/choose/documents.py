@@ -37,7 +37,6 @@ Shards = tuple[LayoutKind, Stretches | None]
 # A plan with heads first is the same for every mask: others must be so much faster to be worth a
 # plan for each batch.
 WORTH_A_PLAN = 1.05
-_WORDS = {HEADS_FIRST: "heads first", SEEN: "only what is seen", MESH: "a mesh"}
 _LAYOUTS = {kind: str(kind) for kind in LayoutKind} | {LayoutKind.LISTED: "balanced"}
 
 
@@ -158,15 +157,15 @@ class _LayoutBoard:
     def words(self, method: str) -> str:
         """Where heads come first the layout makes no difference."""
         if method == HEADS_FIRST:
-            return _WORDS[method]
+            return method
         tile = f" {self._tile[0]}x{self._tile[1]}" if method == MESH and self._tile else ""
         kind = _LAYOUTS[self.layout.kind]
         where = f"in {kind} order inside contiguous" if self._moves else f"on {kind}"
-        return f"{_WORDS[method]}{tile} {where} shards"
+        return f"{method}{tile} {where} shards"
 
     def all_alike(self) -> Iterator[tuple[str, float]]:
         """Seconds of all layers if all were done by one method, for those that can."""
-        for method in _WORDS:
+        for method in (HEADS_FIRST, SEEN, MESH):
             costs = [self._costs[problem].get(method) for problem in self._asked]
             if all(costs):
                 yield self.words(method), sum(cost.seconds for cost in costs if cost)
@@ -177,7 +176,7 @@ def _score(method: str, cost: Cost) -> float:
 
 
 def _reason(best: _LayoutBoard, boards: Sequence[_LayoutBoard], asked: Sequence[Problem]) -> str:
-    """Such as: heads first, 3.1 ms forward and backward of 2 layers (mesh ... 4.2 ms); work
+    """Such as: ulysses: 3.1 ms forward and backward of 2 layers (others: mesh ... 4.2 ms); work
     max/mean 1.00, a rank receives up to 12.0 MiB."""
     chosen = list(dict.fromkeys(best.words(best.best_method(problem)) for problem in asked))
     costs = [best.cost(problem) for problem in asked]
@@ -185,7 +184,7 @@ def _reason(best: _LayoutBoard, boards: Sequence[_LayoutBoard], asked: Sequence[
     seconds = {words: value for board in boards for words, value in board.all_alike()}
     others = [f"{words} {s * 1e3:.3g} ms" for words, s in seconds.items() if chosen != [words]]
     layers = "a layer" if len(asked) == 1 else f"{len(asked)} layers"
-    against = f" (otherwise {', '.join(others)})" if others else ""
+    against = f" (others: {', '.join(others)})" if others else ""
     received = max(cost.received_bytes for cost in costs) / 2**20
     return (
         f"{' and '.join(chosen)}: {total * 1e3:.3g} ms forward and backward of {layers}{against}; "

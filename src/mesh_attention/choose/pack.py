@@ -108,8 +108,8 @@ class Pack:
         if layer.relayout != self.relayout:
             raise PlanError(
                 f"the documents were made with relayout={self.relayout}, and this attention has "
-                f"relayout={layer.relayout}: the shards of a batch lie in one way; say the same in "
-                "both objects"
+                f"relayout={layer.relayout}: all objects of a batch share its layout; set the "
+                "same in both"
             )
         problem = layer.problem.with_documents(self.documents, self.kv_documents)
         if (
@@ -117,9 +117,9 @@ class Pack:
             != self.devices
         ):
             raise PlanError(
-                "this attention has its tokens on other ranks than the documents were made for: "
-                "'alpha' and 'units_per_node' say where, and must be the same in all layers of a "
-                "batch; make the documents with also=[...], or say relayout=True in all"
+                "this attention places tokens on other ranks than the documents do: "
+                "'alpha' and 'units_per_node' must be equal in all layers of a batch; make the "
+                "documents with also=[...], or set relayout=True in all layers"
             )
         if layer.question is not None:
             return layer.question.for_batch(problem, self.layout_kind, self.stretches)

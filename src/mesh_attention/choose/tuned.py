@@ -230,7 +230,7 @@ def _answer(table: Any, asked: Mapping[str, Any]) -> Answer:
     for direction in Direction:
         method = table[direction.value]["method"]
         if method not in METHODS:
-            raise ValueError(f"{method!r} is no method")
+            raise ValueError(f"{method!r} is not a method")
         known = METHODS[method].options()
         said = table[direction.value]["options"]
         options = {name: known[name].read(value) for name, value in said.items()}
@@ -249,7 +249,7 @@ def _answer(table: Any, asked: Mapping[str, Any]) -> Answer:
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 

@@ -97,7 +97,7 @@ def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
     cluster, found_by = _cluster_of(args)
     batch = getattr(args, "batch", None) or 1
-    share = _with_memory(cluster, gpu_bytes(cluster) / batch)
+    share = with_memory(cluster, gpu_bytes(cluster) / batch)
     question = (problem, ranks, share, found_by, directions_of(args), options, args.kernel)
     return AskedOfAll(*question, batch)
 
@@ -111,10 +111,10 @@ def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
         cluster = load_cluster(args.cluster)
         found_by = f"{cluster.name}, as given"
     memory = getattr(args, "memory", None)
-    return _with_memory(cluster, memory) if memory else cluster, found_by
+    return with_memory(cluster, memory) if memory else cluster, found_by
 
 
-def _with_memory(cluster: Cluster, num_bytes: float) -> Cluster:
+def with_memory(cluster: Cluster, num_bytes: float) -> Cluster:
     return replace(cluster, gpu=replace(cluster.gpu, memory_gib=num_bytes / 2**30))
 
 
@@ -205,8 +205,8 @@ def _table_notes(ranking: Ranking, cluster: Cluster, problem: Problem) -> list[s
         notes.append(f"{_TOO_MUCH} needs more than the {limit} that a sequence has of a GPU.")
     if not problem.mask.is_full:
         notes.append(
-            "least possible: by the visible area alone, as if all of it lay in full boxes; plans "
-            "come near to it under a full mask only (docs/theory.md)."
+            "least possible: a lower bound by the visible area, which plans come close to under a "
+            "full mask only (docs/theory.md)."
         )
     return notes
 
@@ -273,7 +273,7 @@ FLAGS = (
         "NAME|FILE",
     ),
     Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--kernel", "one of the cluster's kernels, where it can", str, "NAME"),
+    Flag("--kernel", "use this kernel of the cluster where possible", str, "NAME"),
 )
 COMMAND = Command(
     name="advise",

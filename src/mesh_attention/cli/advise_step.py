@@ -16,9 +16,9 @@ from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, p
 from mesh_attention.step.step_memory import Keeps
 
 FLAGS = (
-    Flag("--step", "plan a whole training step of --model: memory, time, what to switch on"),
+    Flag("--step", "plan a whole training step of --model: memory, time, what to enable"),
     Flag("--host-memory", "of a node, for --step (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--largest", "also the largest context that fits, and what ends it"),
+    Flag("--largest", "also find the largest context that fits, and what limits it"),
 )
 _TAKEN = {"--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix"}
 
@@ -34,7 +34,7 @@ def check_flags(args: argparse.Namespace) -> None:
     others = {"--pass": args.passes, "--kernel": args.kernel, "--output": args.output}
     flags = [*question_flags(args), *(flag for flag, value in others.items() if value)]
     for flag in (flag for flag in flags if flag not in _TAKEN):
-        raise UsageError(f"--step takes attention as ContextParallel chooses it; leave {flag} out")
+        raise UsageError(f"--step plans the default attention of ContextParallel; leave {flag} out")
 
 
 def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
@@ -142,8 +142,10 @@ def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_r
 
 def lacking_text(step: PlannedStep) -> str:
     places = zip(step.lacking_bytes, ("GPU", "host"), strict=True)
-    lacking = [f"{gb_text(num_bytes)} of a {place}" for num_bytes, place in places if num_bytes]
-    return f"{' and '.join(lacking)} are lacking"
+    lacking = [
+        f"each {place} lacks {gb_text(num_bytes)}" for num_bytes, place in places if num_bytes
+    ]
+    return " and ".join(lacking)
 
 
 def _python(step: PlannedStep) -> list[str]:

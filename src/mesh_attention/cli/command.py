@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         )
         # -5MiB is a value that does not fit, not an unknown option.
         self._negative_number_matcher = re.compile(r"^-[0-9]")
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
+        self.add_argument("--help-all", "--all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
         for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
             flag.add_to(self)
         if command.more_flags is not None:
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             formatter.add_arguments(group._group_actions)
             formatter.end_section()
         if left_out:
-            formatter.add_text(f"{left_out} more options that are seldom needed: --help-all")
+            formatter.add_text(f"{left_out} more options: --help-all")
         return with_flags(formatter.format_help(), self)
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from mesh_attention.choose.explain import time_text
+from mesh_attention.cli.command import Flag
+from mesh_attention.cli.values import size
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.kernel_facts import library_facts
 from mesh_attention.plan.language.tasks import Schedule
 
 Progress = Callable[[int, int], None]  # is called with (done, total)
+BATCH_FLAG = Flag("--batch", "sequences at a time (default 1)", size, "N", 1)
 _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 
@@ -27,6 +31,23 @@ def show(args: argparse.Namespace, to_json: Callable[[], Any], to_text: Callable
     """Prints the answer in the form that was asked for; the other form is not made."""
     print(json.dumps(to_json()) if args.json else to_text())
     return 0
+
+
+def of_batch(value: Any, batch: int, key: str = "") -> Any:
+    """Numbers of one sequence, for `batch` of them at a time: all bytes are multiplied."""
+    if isinstance(value, dict):
+        return {name: of_batch(inner, batch, f"{key} {name}") for name, inner in value.items()}
+    return value * batch if "bytes" in key and isinstance(value, int | float) else value
+
+
+def batch_note(batch: int, seconds: float) -> list[str]:
+    """How long a batch takes of which one sequence takes `seconds`."""
+    if batch == 1:
+        return []
+    return [
+        f"{batch} sequences at a time need {batch} times the memory and traffic of one, and take "
+        f"at most {batch} times as long: {time_text(batch * seconds)}."
+    ]
 
 
 def steps_json(schedule: Schedule) -> list[dict[str, Any]]:
@@ -84,8 +105,8 @@ def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
     if not missing:
         return []
     return [
-        f"Not installed here: {missing}; the rates used are those of the cluster's file, and "
-        f"--kernel NAME chooses another."
+        f"Not installed here: {missing}; the times assume them. --kernel NAME chooses another "
+        "kernel."
     ]
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text == "-" and args.json:
         raise UsageError("--text - and --json both want standard output; give --text a file")
     if args.rank is not None and args.target is None:
-        raise UsageError("--rank is whose program --target shows; give --target too")
+        raise UsageError("--rank selects the program that --target shows; give --target too")
     plan = plan_of(args)
     if args.target is not None:
         plan = compile_plan(plan, target_on(cluster_of_target(args.target), plan))

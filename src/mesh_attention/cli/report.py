@@ -9,7 +9,14 @@ from pathlib import Path
 from mesh_attention.cli.advise import FLAGS, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags
-from mesh_attention.cli.output import Progress, missing_kernels_note, progress, show
+from mesh_attention.cli.output import (
+    BATCH_FLAG,
+    Progress,
+    batch_note,
+    missing_kernels_note,
+    progress,
+    show,
+)
 from mesh_attention.cli.values import size
 from mesh_attention.report.estimates import RANKS
 from mesh_attention.report.facts import report_facts
@@ -33,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
             cluster_found=asked.found_by,
             most_ranks=args.scaling_ranks or min(RANKS[-1], max(64, 8 * asked.ranks)),
             command=args.command_line,
-            notes=missing_kernels_note([scored.timeline for scored in choice.chosen.values()]),
+            notes=[
+                *batch_note(asked.batch, choice.seconds),
+                *missing_kernels_note([scored.timeline for scored in choice.chosen.values()]),
+            ],
+            batch=asked.batch,
             progress=_part(tell, _SEARCH_PART, 1.0),
         )
     if output is not None:
@@ -66,6 +77,7 @@ COMMAND = Command(
     run=run,
     flags=(
         *FLAGS,
+        BATCH_FLAG,
         Flag(
             "--output",
             f"the page (default {OUTPUT}; with --json none, unless it is given)",

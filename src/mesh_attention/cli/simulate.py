@@ -14,6 +14,8 @@ from typing import Any
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
+from mesh_attention.choose.scored import gpu_bytes
+from mesh_attention.cli.advise import with_memory
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -24,9 +26,12 @@ from mesh_attention.cli.options import (
     tell_fewer_chunks,
 )
 from mesh_attention.cli.output import (
+    BATCH_FLAG,
+    batch_note,
     missing_kernels,
     missing_kernels_note,
     nodes_text,
+    of_batch,
     progress,
     show,
     table,
@@ -61,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     cluster = load_cluster(args.cluster)
     if args.gantt:
         check_gantt(args.gantt, gantt_ranks)
-    passes = simulated(args, cluster, args.overlap)
+    # Each sequence of a batch has its part of the memory; the search drops plans that need more.
+    share = with_memory(cluster, gpu_bytes(cluster) / args.batch)
+    passes = simulated(args, share, args.overlap)
     timelines = [pass_.timeline for pass_ in passes]
     files = []
     if args.trace:
@@ -72,11 +79,11 @@ def run(args: argparse.Namespace) -> int:
     if args.gantt:
         draw_gantt(timelines, args.gantt, gantt_ranks)
         files.append(f"picture: {args.gantt}")
-    by_pass = {pass_.direction.value: pass_.to_json() for pass_ in passes}
+    by_pass = {p.direction.value: p.to_json(args.batch) for p in passes}
     return show(
         args,
-        lambda: by_pass if len(by_pass) > 1 else passes[0].to_json(),
-        lambda: "\n".join([to_text(passes), *files]),
+        lambda: by_pass if len(by_pass) > 1 else by_pass[passes[0].direction.value],
+        lambda: "\n".join([to_text(passes, args.batch), *files]),
     )
 
 
@@ -96,10 +103,12 @@ class Simulated:
     def setting(self) -> dict[str, Any]:
         return setting_of(self.timeline.plan, self.timeline.pass_, self.options)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, batch: int = 1) -> dict[str, Any]:
+        """Bytes are those of a batch, seconds those of one sequence."""
         tried = {} if self.tried is None else {"settings_tried": self.tried}
         missing = {"kernels_not_installed": missing_kernels([self.timeline])}
-        return self.timeline.to_json() | {"setting": self.setting} | missing | tried
+        numbers: dict[str, Any] = of_batch(self.timeline.to_json(), batch)
+        return numbers | {"batch": batch, "setting": self.setting} | missing | tried
 
 
 def simulated(
@@ -150,11 +159,11 @@ def _show_clusters(args: argparse.Namespace) -> int:
     )
 
 
-def to_text(passes: Sequence[Simulated]) -> str:
+def to_text(passes: Sequence[Simulated], batch: int = 1) -> str:
     first = passes[0].timeline
     plan, cluster = first.plan, first.cluster
     methods = list(dict.fromkeys(f"{pass_.timeline.plan.method}" for pass_ in passes))
-    numbers = [pass_.to_json() for pass_ in passes]
+    numbers = [pass_.to_json(batch) for pass_ in passes]
     busy = [n["communication_busy_seconds"]["mean"] for n in numbers]
     rows = [
         ["", *(pass_.direction.value for pass_ in passes)],
@@ -171,7 +180,7 @@ def to_text(passes: Sequence[Simulated]) -> str:
         f"{nodes_text(plan.num_ranks, cluster.node.ranks)}\n{problem_text(plan.problem)}",
         table(rows),
     ]
-    limit = cluster.gpu.memory_gib * 2**30
+    limit = gpu_bytes(cluster) * batch
     for pass_ in passes:
         tried = "" if pass_.tried is None else f" (best of {pass_.tried} tried)"
         words = ", ".join(
@@ -180,9 +189,13 @@ def to_text(passes: Sequence[Simulated]) -> str:
         method = f"{pass_.timeline.plan.method}, " if len(methods) > 1 else ""
         lines.append(f"{pass_.direction}: {method}{words}{tried}")
         lines.append(f"{pass_.direction}: {_kernels_text(pass_.timeline.kernels)}")
-        if pass_.timeline.peak_bytes > limit:
+        if pass_.timeline.peak_bytes * batch > limit:
             lines.append(f"{pass_.direction}: needs more than the {bytes_text(limit)} of a GPU")
-    lines.append(f"Modelled, not measured; overlap {first.overlap}; memory for batch 1.")
+    lines += batch_note(batch, sum(pass_.timeline.runtime_seconds for pass_ in passes))
+    times = "" if batch == 1 else ", times for one sequence"
+    lines.append(
+        f"Modelled, not measured; overlap {first.overlap}; bytes for batch {batch}{times}."
+    )
     lines += missing_kernels_note([pass_.timeline for pass_ in passes])
     return "\n".join(lines)
 
@@ -233,6 +246,7 @@ COMMAND = Command(
     run=run,
     flags=(
         *CLUSTER_FLAGS,
+        BATCH_FLAG,
         Flag("--clusters", "list the clusters and stop"),
         Flag(
             "--overlap",

@@ -45,7 +45,9 @@ def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
     from mesh_attention.request.auto import cluster_here
 
     if args.ranks not in (None, ranks.size):
-        raise MeasureError(f"--ranks {args.ranks}: {ranks.size} were started; leave it out")
+        raise MeasureError(
+            f"--ranks {args.ranks}: torchrun started {ranks.size}; leave --ranks out"
+        )
     args.ranks = ranks.size
     asked: AskedOfAll = ranks.of_first(lambda: asked_of_all(args, "tune"))
     cluster, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))

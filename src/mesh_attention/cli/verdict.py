@@ -6,6 +6,7 @@ from mesh_attention.choose.explain import time_text
 from mesh_attention.choose.ranking import Ranking
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.advise_step import gb_text, lacking_text
+from mesh_attention.cli.output import batch_note
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.step.model_shapes import ModelShape, model_shape
@@ -22,12 +23,7 @@ def verdict_of(ranking: Ranking, batch: int, model: str | None) -> list[str]:
         )
         lines = [f"Use {chosen.name}. It fits: attention needs {needs} of the {limit} of a GPU."]
     lines.append(ranking.reason)
-    if batch > 1:
-        seconds = time_text(batch * chosen.seconds)
-        lines.append(
-            f"{batch} sequences at a time hold and receive {batch} times as much, and take at most "
-            f"{batch} times as long: {seconds}."
-        )
+    lines += batch_note(batch, chosen.seconds)
     if model is not None and len(chosen.passes) > 1:
         lines.append(_of_model(ranking, batch, model_shape(model)))
     return lines
@@ -55,7 +51,7 @@ def _of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
     if not step.fits:
         return (
             f"To train all of {model.name}, {ranks} ranks are too few: {lacking_text(step)}. "
-            "--step looks at every split, --step --largest for the longest context that fits."
+            "--step compares every split; --step --largest finds the longest context that fits."
         )
     speed = step.tokens_per_second_per_gpu
     return (

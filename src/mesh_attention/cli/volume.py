@@ -12,8 +12,7 @@ from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
-from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cli.values import size
+from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
@@ -26,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         return _show_comparison(args)
     plan = plan_of(args)
     counts, layers = count(plan), args.layers or 1
-    passes = {str(d): _of_batch(counted.to_json(), args.batch) for d, counted in counts.items()}
+    passes = {str(d): of_batch(counted.to_json(), args.batch) for d, counted in counts.items()}
     kept = None
     if len(plan.passes) > 1:
         sizes = astuple(kept_bytes(plan).of_layers(layers))
@@ -34,13 +33,6 @@ def run(args: argparse.Namespace) -> int:
     unit = next(iter(counts.values())).unit_bytes * args.batch
     between = {} if kept is None else {"between_passes": kept.to_json()}
     return show(args, lambda: passes | between, lambda: _to_text(plan, passes, kept, layers, unit))
-
-
-def _of_batch(value: Any, batch: int, key: str = "") -> Any:
-    """What was counted for one sequence, for so many at a time: all bytes are as many times."""
-    if isinstance(value, dict):
-        return {name: _of_batch(inner, batch, f"{key} {name}") for name, inner in value.items()}
-    return value * batch if "bytes" in key and isinstance(value, int | float) else value
 
 
 def _to_text(
@@ -102,7 +94,7 @@ def _show_comparison(args: argparse.Namespace) -> int:
         rows = compare(problem, ranks, ranks_per_node, options, progress=tell)
     return show(
         args,
-        lambda: [_of_batch(row.to_json(), args.batch) for row in rows],
+        lambda: [of_batch(row.to_json(), args.batch) for row in rows],
         lambda: _compared_text(rows, args.batch),
     )
 
@@ -144,7 +136,7 @@ COMMAND = Command(
     run=run,
     flags=(
         Flag("--compare", "all methods at their best settings, side by side"),
-        Flag("--batch", "sequences at a time (default 1)", size, "N", 1),
+        BATCH_FLAG,
     ),
     more_flags=add_plan_flags,
     examples=(

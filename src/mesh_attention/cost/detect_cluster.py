@@ -54,7 +54,7 @@ def is_known_gpu(name: str) -> bool:
 
 
 def find_cluster(machine: Machine) -> tuple[Cluster, str]:
-    """The nearest known cluster, and a line that names the machine and what it is reckoned as."""
+    """The nearest known cluster, and a line that names the machine and what it is modelled as."""
     gpu = machine.gpu or ""
     name, exact = next(((c, e) for word, c, e in _GPUS if re.search(word, gpu)), (NEAREST, None))
     file = cluster = load_cluster(name)
@@ -72,8 +72,8 @@ def find_cluster(machine: Machine) -> tuple[Cluster, str]:
         rates = sorted({f"{rate:g}" for rate in machine.nic_gbits})
         seen.append(f"{len(machine.nic_gbits)} NICs of {' and '.join(rates)} Gb/s")
         cluster = _with_nics(cluster, machine.nic_gbits)
-    nearest = "" if is_exact else f"{taken}, the nearest that is known; cluster= says another"
-    return cluster, f"{', '.join(seen)}: reckoned as {cluster.name}{nearest}"
+    nearest = "" if is_exact else f"{taken}, the most similar known; cluster= changes it"
+    return cluster, f"{', '.join(seen)}: modelled as {cluster.name}{nearest}"
 
 
 def _with_memory(cluster: Cluster, gpu: str, device_gib: float | None) -> Cluster:

@@ -119,7 +119,7 @@ class _Simulation:
         self._clock.run()
         stuck = [rank for rank, state in self._ranks.items() if not state.finished]
         if stuck:
-            raise ClusterError(f"ranks {stuck[:4]} deadlock; `verify` says why")
+            raise ClusterError(f"ranks {stuck[:4]} deadlock; run `verify` for the reason")
         copies = self._plan.num_ranks // len(self._ranks)
         simulated = [rank - rank % copies for rank in range(self._plan.num_ranks)]
         return Timeline(

@@ -22,7 +22,8 @@ def mesh_of_ranks(accelerator: Accelerator, cp_size: Any) -> DeviceMesh:
     if accelerator.num_processes != world_size:  # DDP would not be where ranks are
         raise MeshAttentionError(
             f"the default process group has {world_size} processes, and accelerate sees "
-            f"{accelerator.num_processes}: start them with torchrun, and leave the group to it"
+            f"{accelerator.num_processes}: start them with torchrun, and do not create the group "
+            "yourself; without a GPU also give TrainingArguments(use_cpu=True)"
         )
     if cp_size is not None and type(cp_size) is not int:
         raise MeshAttentionError(f"cp_size={cp_size!r}: must be a whole number, or None")

@@ -108,7 +108,7 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
         )
     for name in cluster.kernels:
         if not name.isprintable() or not name.strip():
-            raise ClusterError(f"{source}: {name!r} is no name of a kernel")
+            raise ClusterError(f"{source}: {name!r} is not the name of a kernel")
         if not any(name in cluster.passes(direction) for direction in DIRECTIONS):
             raise ClusterError(
                 f"{source}: kernels.{name} has neither forward nor backward: it can do nothing"

@@ -204,7 +204,7 @@ def memory_picture(facts: ReportFacts) -> Picture:
             heights.append(limit)
         layout: dict[str, Any] = {
             "xaxis": log_axis("milliseconds, modelled", [x for trace in data for x in trace["x"]]),
-            "yaxis": log_axis("GiB a rank, batch 1", heights),
+            "yaxis": log_axis("GiB a rank, one sequence", heights),
             "legend": _LEGEND_BELOW,
         }
         if limit in heights:
@@ -213,10 +213,12 @@ def memory_picture(facts: ReportFacts) -> Picture:
                 {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line}
                 | {"y0": limit, "y1": limit}
             ]
+        whose = "all of a model" if facts.batch == 1 else f"each of {facts.batch} sequences"
+        dashed = " (the dashed line)" if limit in heights else ""
         caption = (
             f"{' and '.join(directions)}: every method at its best, and the tiles and slices of "
             f"the map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for "
-            f"all of a model{' (the dashed line)' if limit in heights else ''}."
+            f"{whose}{dashed}."
         )
         return Variant(caption, data, layout)
 

@@ -115,6 +115,7 @@ class ReportFacts:
     shapes: tuple[ShapeTimes, ...]
     scaling: tuple[ScalingLine, ...]
     notes: tuple[str, ...]
+    batch: int = 1  # sequences that share the memory of a GPU; all numbers are those of one
     command: str = ""  # that asked for the page
 
     def to_json(self) -> dict[str, Any]:
@@ -129,10 +130,11 @@ def report_facts(
     cluster_found: str,
     most_ranks: int = 1024,
     notes: Sequence[str] = (),
+    batch: int = 1,
     command: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> ReportFacts:
-    """`most_ranks` ends scaling."""
+    """`most_ranks` ends scaling. With a batch, the cluster has the memory of one sequence."""
     asked, directions = searched.asked, tuple(searched.chosen)
     problem, num_ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
     at = points_of_scaling(num_ranks, cluster, most_ranks)
@@ -175,7 +177,7 @@ def report_facts(
         received_bytes={d: total for d, (total, _) in chosen.received.items()},
         peak_bytes=chosen.peak_bytes,
         fits_gpu=chosen.fits_gpu,
-        warnings=tuple(chosen.too_large()),
+        warnings=tuple(chosen.too_large(batch)),
         kernels={d: s.timeline.kernels for d, s in choice.chosen.items() if s.timeline},
         reason=ranking.reason,
         python=python_line(choice),
@@ -188,6 +190,7 @@ def report_facts(
         shapes=tuple(times for times in shapes if times is not None),
         scaling=tuple(lines),
         notes=tuple(notes),
+        batch=batch,
         command=command,
     )
 

@@ -104,7 +104,7 @@ def page_of(facts: ReportFacts, library: str) -> str:
 <header>
 <h1>{escape(title)}</h1>
 <button type="button" id="theme" aria-pressed="false">dark colours</button>
-<p>{escape(facts.problem)}. Modelled, not measured.</p>
+<p>{escape(facts.problem)}. Modelled, not measured.{_batch(facts)}</p>
 <nav aria-label="Parts of this page">{menu}</nav>
 </header>
 <main>
@@ -129,6 +129,15 @@ def _names(facts: ReportFacts) -> str:
     return " and ".join(dict.fromkeys(facts.chosen.values()))
 
 
+def _batch(facts: ReportFacts) -> str:
+    if facts.batch == 1:
+        return ""
+    return (
+        f" Batch {facts.batch}: each sequence has {bytes_text(facts.gpu_bytes)} of a GPU. Times, "
+        "bytes and pictures are those of one sequence."
+    )
+
+
 def _ms_text(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
 
@@ -139,7 +148,7 @@ def _choice(facts: ReportFacts) -> str:
         (f"{facts.mfu_percent:.1f} %", f"MFU, of {facts.gpu}"),
         (bytes_text(sum(facts.received_bytes.values())), "a rank receives"),
         (bytes_text(sum(facts.least_bytes.values())), "is the least possible"),
-        (bytes_text(facts.peak_bytes), "of memory a rank, batch 1"),
+        (bytes_text(facts.peak_bytes * facts.batch), f"of memory a rank, batch {facts.batch}"),
     ]
     cards = "".join(
         f"<div><dt>{escape(text)}</dt><dd>{escape(number)}</dd></div>" for number, text in numbers
@@ -189,9 +198,9 @@ def _methods(facts: ReportFacts) -> str:
 <h2>{_TABLE}</h2>
 <p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
 with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
-other take longer. What is as fast as the choice is {TIE_TEXT}. Received bytes and memory are a
-rank's; below received bytes is how many times the least possible they are, which is a bound by the
-visible area alone: in reach under a full mask only. <span class="hint">The table scrolls to the
+other take longer. &ldquo;As fast&rdquo; means {TIE_TEXT}. Received bytes and memory are those of a
+rank. Below received bytes is their ratio to the least possible, a lower bound by the visible area,
+which plans come close to under a full mask only. <span class="hint">The table scrolls to the
 side.</span></p>
 <div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
 <table>
@@ -309,8 +318,8 @@ def _notes(facts: ReportFacts) -> str:
         "others on time: mostly within a percent or two of a simulation, and less where ranks wait "
         "for each other.",
         "Everything is modelled from the cluster's file with its rates of kernels and links; "
-        "nothing was measured. Memory is the workspace, shards and results of attention for batch "
-        "1, without what kernels take for themselves.",
+        "nothing was measured. Memory is the workspace, shards and results of attention for one "
+        "sequence, without what kernels take for themselves.",
         *([f"Options that were given: {facts.options}."] if facts.options else []),
         *facts.notes,
     ]

@@ -91,7 +91,7 @@ def read_arguments(
         if arguments or options or tuned:
             names = ", ".join((*arguments, *options, *(["tuned"] if tuned else [])))
             raise MeshAttentionError(
-                f"{names}: the plan says what is computed and how; leave this out beside plan"
+                f"{names}: the plan defines this already; leave it out, or leave plan out"
             )
         if isinstance(plan, str | Path):
             plan = read_plan(plan, dist.get_world_size(group))
@@ -174,7 +174,7 @@ def layer_of_batches(
         )
     if asked.problem.mask.slices is not None:
         raise MeshAttentionError(
-            "the mask of this object is made of slices, which say all that is seen; make an object "
+            "the mask of this object is made of slices and cannot take documents; make an object "
             "with the slices and the seq_len of each batch: on one group a new mask costs a plan "
             "and nothing else"
         )

@@ -146,7 +146,7 @@ def tuned_for(method: Any, tuned: Any) -> Tuned | None:
         return None
     if not is_auto({"method": method}):
         raise MeshAttentionError(
-            f"tuned={str(tuned)!r}: the file says the method; leave one of it and method out"
+            f"tuned={str(tuned)!r}: the file sets the method; leave tuned or method out"
         )
     return read_tuned(tuned)
 
@@ -171,7 +171,7 @@ def cluster_here(group: dist.ProcessGroup, ranks_per_node: Any = None) -> tuple[
     machine = _machine(group, per_node)
     if machine.gpu is None:  # links of what has no GPU say nothing about a cluster
         cluster = usual_machine(len(ranks), per_node)
-        return cluster, f"{cluster.name} (no GPU found; cluster= says another)"
+        return cluster, f"{cluster.name} (no GPU found; cluster= changes it)"
     cluster, line = find_cluster(machine)
     return enough_nodes(cluster, len(ranks)), line
 

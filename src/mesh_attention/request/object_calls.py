@@ -240,8 +240,8 @@ class ObjectCalls:
             )
         if len({layer.relayout for layer in layers}) > 1:
             raise MeshAttentionError(
-                "objects that share a batch differ in relayout, and the shards of a batch lie in "
-                "one way; say relayout=True in all of them, or in none"
+                "objects that share a batch differ in relayout, but share its layout: set "
+                "relayout=True in all of them, or in none"
             )
         return Packer(layers, len(self.session.groups.ranks))
 

@@ -48,7 +48,7 @@ class KeepAttention(partial[Any]):
     def __init__(self, *, offload: bool = False, host_bytes: int | None = None) -> None:
         limit = None if host_bytes is None else number("host_bytes", host_bytes, least=0)
         if limit is not None and not offload:
-            raise MeshAttentionError(f"host_bytes={limit} limits what offload=True moves; say both")
+            raise MeshAttentionError(f"host_bytes={limit} limits offload=True; set both")
         self.host = HostMemory(limit) if flag("offload", offload) else None
 
     def __call__(self, *, inputs: bool = True) -> tuple[AroundAttention, AroundAttention]:

@@ -91,7 +91,7 @@ class WholeBatch:
         plain = (labels[:, :-1] == ids[:, :-1])[valid]
         if len(shifted) >= _FEWEST_LABELS and bool(shifted.all()) and not bool(plain.all()):
             raise MeshAttentionError(
-                "labels are the next tokens of input_ids already: say shift_labels=False, or give "
+                "labels are the next tokens of input_ids already: set shift_labels=False, or give "
                 "them unshifted"
             )
 
@@ -102,13 +102,13 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, x in tensors.items():
         if hasattr(x, MARK):
             raise MeshAttentionError(
-                f"{name} is what shard_batch returned; a batch is sharded once"
+                f"{name} comes from shard_batch already: give the whole batch, which is cut once"
             )
         fault = fault_of_kind(**{name: x}) if isinstance(x, Tensor) else None
         if fault is not None:
             raise fault
         if name in ("padding", "num_targets"):
-            raise MeshAttentionError(f"{name} is what shard_batch finds out; leave it out")
+            raise MeshAttentionError(f"{name}: shard_batch computes it; leave it out")
     first = next((n for n in ("input_ids", "inputs_embeds", "labels") if n in tensors), None)
     if first is None:
         raise MeshAttentionError("give input_ids (or inputs_embeds), of (batch, tokens)")

@@ -60,7 +60,9 @@ class TaskGraph:
             for node in streams[own]:
                 if not known.issuperset(node.needs):
                     missing = next(need for need in node.needs if need not in known)
-                    raise ValueError(f"task {node.task} needs {missing}, which is no {other} task")
+                    raise ValueError(
+                        f"task {node.task} needs {missing}, which is not a {other} task"
+                    )
         try:
             self.in_order()
         except CycleError as error:

@@ -117,7 +117,7 @@ def _check_uneven(problem: Problem, ranks: int, setting: UlyssesSetting) -> None
     slices = setting.head_slices or setting.backward_head_slices
     if slices or any(c not in (None, (1, 1)) for c in (setting.chunks, setting.backward_chunks)):
         raise PlanError(
-            f"{ranks} ranks do not share {problem.num_heads} heads evenly, and uneven shares are "
+            f"{ranks} ranks do not divide {problem.num_heads} heads, and uneven heads are "
             "not cut; leave 'chunks' and 'head_slices' out"
         )
 

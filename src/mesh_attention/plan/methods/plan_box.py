@@ -82,8 +82,8 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], tiles: dict[Direction, Tile]
     if cuts[forward] != cuts[backward] and (box.ulysses > 1 or box.keep is Keep.GATHERED):
         if box.keep not in (Keep.AUTO, Keep.SHARDS):
             raise PlanError(
-                f"keep={box.keep}: the backward pass reads the chunks that the forward pass has, "
-                "so both must be cut alike; leave 'backward_chunks' and 'backward_head_slices' "
+                f"keep={box.keep}: the backward pass reads the chunks of the forward pass, "
+                "so both need the same cuts; leave 'backward_chunks' and 'backward_head_slices' "
                 "out, or say keep=shards"
             )
         return Keep.SHARDS

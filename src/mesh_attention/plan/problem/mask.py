@@ -57,7 +57,9 @@ class Mask:
     def __post_init__(self) -> None:
         self._normalise()
         if self.slices is not None and replace(self, slices=None) != Mask():
-            raise PlanError("slices say all that is seen: give nothing else beside them")
+            raise PlanError(
+                "slices define the whole mask: leave causal, window, documents and prefix out"
+            )
         if self.prefix < 0 or (self.prefix and not self.causal):
             raise PlanError(
                 f"prefix={self.prefix} needs causal=True and a length >= 0: "

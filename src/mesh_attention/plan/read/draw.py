@@ -40,7 +40,8 @@ def _nodes_text(plan: Plan) -> str:
     if not plan.ranks_per_node:
         return ""
     mapped = "" if plan.devices == tuple(range(plan.num_ranks)) else ", mapped as patches of tiles"
-    return f" in {plan.num_nodes} nodes of {plan.ranks_per_node}{mapped}"
+    nodes = "node" if plan.num_nodes == 1 else "nodes"
+    return f" in {plan.num_nodes} {nodes} of {plan.ranks_per_node}{mapped}"
 
 
 def _layout_text(plan: Plan) -> str:

@@ -222,6 +222,8 @@ def verdict_on(said: Said, *, complete: bool) -> str:
     differ = _odd_statement(statements)
     if differ and is_of_order(said):
         return f"{differ}{_COUNTED if BATCH_NUMBER in differ else ''}; {OUT_OF_STEP}"
+    if "the whole batch is" in differ:  # as `CallIdentity` names it
+        return f"{differ}; all ranks of the group must load the same batch"
     if differ or not complete:
         return differ
     if len(said) > 1 and len(samples) == 1 and samples != {None}:

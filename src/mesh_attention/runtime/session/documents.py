@@ -135,7 +135,8 @@ class Documents:
         )
 
     def __repr__(self) -> str:
-        return f"<{len(self)} documents of {self.num_tokens} tokens: {self.pack.reason}>"
+        documents = "1 document" if len(self) == 1 else f"{len(self)} documents"
+        return f"<{documents} of {self.num_tokens} tokens: {self.pack.reason}>"
 
     def of_batch(self, batch: BatchIdentity) -> Documents:
         """The same for the tensors of one batch: calls compare which one it is."""

@@ -112,8 +112,8 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
     join, session = ctx.join, ctx.join.user.session
     if join.grad is None:
         raise MeshAttentionError(
-            "a loss depends on unshard(...), and 'grad' is missing, which says what becomes of its "
-            "gradient. For a loss that all ranks compute alike: grad='sum' under DDP or FSDP2, "
+            "a loss depends on unshard(...), but 'grad' is missing: it defines the gradient of the "
+            "shards. If all ranks compute the same loss: grad='sum' under DDP or FSDP2, "
             "which divide by the number of ranks; grad='mean' or grad='own' if gradients of "
             "parameters are added up. Without a gradient: unshard(x.detach(), ...)"
         )
