@@ -53,7 +53,7 @@ def test_json_has_every_policy_with_its_parts(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "16GB"]) == 0
+    assert main([*SMALL, "--model", "qwen3-0.6b", "--memory", "14GB"]) == 0
     out = capsys.readouterr().out
     assert "It does not fit: " in out
     assert "!" in out.splitlines()[3]

@@ -139,7 +139,9 @@ def test_of_ranks_that_wait_in_vain_four_are_named() -> None:
     plan = ring(6)
     idle = replace(plan.forward.programs[0], operations=())
     broken = replace(plan.forward, programs=(idle, *plan.forward.programs[1:]))
-    with pytest.raises(ClusterError, match=r"^ranks \[1, 2, 3, 4\] deadlock; `verify` says why$"):
+    with pytest.raises(
+        ClusterError, match=r"^ranks \[1, 2, 3, 4\] deadlock; run `verify` for the reason$"
+    ):
         simulate(replace(plan, passes=(broken,)), undisturbed(), costs=FixedCosts(lambda _: 1.0))
 
 

@@ -197,8 +197,8 @@ def told_by(work: Any) -> str:
 
 def test_what_documents_cannot_use_is_refused_by_name(pool: WorkerPool) -> None:
     parts = [
-        "give 'kv_cu_seqlens' and 'also' there",
-        "give 'kv_cu_seqlens' and 'also' there",
+        "give 'kv_cu_seqlens' and 'also' to the packer instead",
+        "give 'kv_cu_seqlens' and 'also' to the packer instead",
         "want different layouts: zigzag, contiguous",
         "a list of ContextParallel objects on the same group",
         "a function that takes them from a batch",
