@@ -83,6 +83,7 @@ IMPOSSIBLE = [
     ("simulate --ranks 4 --tokens 64 --trace /no/such/folder/trace.json", "No such file"),
     ("simulate --trace-ranks 0", "at least 1"),
     ("pln", "unknown command pln (did you mean plan?)"),
+    ("\x1b[31m", "unknown command '\\x1b[31m'; commands: "),
     ("vol", "commands: plan, volume, verify, simulate, advise, draw"),
     ("--colour", "unknown option --colour"),
 ]

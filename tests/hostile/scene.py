@@ -253,7 +253,9 @@ def _same_tensor(value: Any, usual: Tensor) -> bool:
 def _equal(found: Tensor, wanted: Tensor, what: str) -> None:
     if found.shape != wanted.shape:
         raise WrongNumberError(f"{what}: shape {tuple(found.shape)}, not {tuple(wanted.shape)}")
-    apart = (found.double() - wanted.double()).abs()[~wanted.isnan()]  # sinks may be NaN, say
+    if not torch.equal(found.isnan(), wanted.isnan()):  # sinks may be NaN, say
+        raise WrongNumberError(f"{what}: NaN in other places")
+    apart = (found.double() - wanted.double()).abs()[~wanted.isnan()]
     distance = apart.max().item() if apart.numel() else 0.0
     if not distance <= 1e-9:
         raise WrongNumberError(f"{what}: off by {distance}")

@@ -48,6 +48,7 @@ def _run(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
+        name = name if name.isprintable() else ascii(name)  # no codes of a terminal in an error
         raise UsageError(
             f"unknown {kind} {name}{did_you_mean(name, COMMANDS)}; "
             f"commands: {', '.join(COMMANDS)}; see {PROGRAM} --help"
