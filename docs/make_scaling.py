@@ -75,8 +75,7 @@ mesh-attention advise --cluster paper --ranks 16 --tokens 512k --heads 64 --caus
 ![Modelled MFU of methods under a causal mask, strong scaling](pictures/scaling.png)
 
 Written by `python docs/make_scaling.py`, in one minute on 16 cores; `--max-ranks 256` adds rows and
-takes much longer. In the mean of these rows the default is 0.7 % slower than the search, and 5 % at
-most (both passes together; 10 % in a single pass).
+takes much longer.
 """
 
 
