@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mesh_attention import ContextParallel, MeshAttentionError, doctor
 from support.pool import WorkerPool
+from support.sample import sample
 
 TOKENS, WIDTH, HEADS, VOCABULARY = 32, 16, 2, 23
 STARTS = (0, 12, 32)
@@ -266,7 +267,7 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
     return answers
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", sample(["fsdp", "ddp"], 2))
 def test_a_training_is_as_before_and_needs_no_other_code(pool: WorkerPool, way: str) -> None:
     """Its step runs on one process too; batches of padded rows, packed on ranks."""
     for answers in pool.run(in_the_middle, 4, way):

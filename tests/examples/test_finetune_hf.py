@@ -66,6 +66,7 @@ def run_sft(rank: int, world_size: int, *arguments: str) -> str:
     return run(rank, world_size, *arguments, name="sft_fsdp2.py")
 
 
+@pytest.mark.slow
 def test_supervised_fine_tuning_of_a_sharded_model_learns_and_saves_all_of_it(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:

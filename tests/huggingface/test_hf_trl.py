@@ -67,6 +67,7 @@ def on_two(pool: WorkerPool, folder: Path, names: list[str]) -> None:
     check(pool.run(on_ranks, 2, str(folder), names, 2), wanted, names)
 
 
+@pytest.mark.slow  # on two by two ranks in every run
 def test_fine_tuning_by_trl_on_two_ranks_is_that_of_one_process(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
