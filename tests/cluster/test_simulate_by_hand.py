@@ -291,6 +291,7 @@ def test_the_golden_example_lasts_seven_units_in_strict_steps() -> None:
     assert none.runtime_seconds == pytest.approx(3 * 1.0 + 6 * 0.5 + 9 * 0.5)
 
 
+@pytest.mark.slow
 def test_event_order_is_never_later_than_strict_steps_for_200_random_costs() -> None:
     rng = random.Random(5)
     cluster = undisturbed()

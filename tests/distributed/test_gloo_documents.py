@@ -233,6 +233,7 @@ def check_held(pool: WorkerPool, times: int, seconds: float) -> None:
         assert living <= 8  # bases of plans that serve any mask
 
 
+@pytest.mark.slow  # 30 lengths and masks leave nothing behind in every run
 def test_40_different_masks_leave_nothing_behind(pool: WorkerPool) -> None:
     check_held(pool, 40, 60)
 
