@@ -7,23 +7,22 @@ put into the page whole. A policy in the page tells browsers to load nothing fro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.explain import TIE_TEXT
 from mesh_attention.errors import MissingPackageError
 from mesh_attention.files import replacing
-from mesh_attention.plan.methods.table import all_options
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.report.comparison_pictures import (
     memory_picture,
     scaling_picture,
     shapes_picture,
 )
-from mesh_attention.report.facts import MethodFacts, ReportFacts
+from mesh_attention.report.facts import ReportFacts
+from mesh_attention.report.methods_table import TITLE as TABLE_TITLE
+from mesh_attention.report.methods_table import legend, methods_table, ms_text
 from mesh_attention.report.picture import Control, Picture
 from mesh_attention.report.plan_pictures import assignment_picture, gantt_picture
 from mesh_attention.version import __version__
@@ -40,7 +39,6 @@ _TITLES = {
     "scaling": "More ranks",
     "memory": "Memory and time",
 }
-_TABLE = "All methods"
 _OPERATIONS = {
     "C-1-2": "attention of chunk 1 of the queries with chunk 2 of the keys; chunks count from 0",
     "AG-Q-0, AG-KV-0": "gather a chunk of queries, or of keys and values, from other ranks",
@@ -82,9 +80,14 @@ def page_of(facts: ReportFacts, library: str) -> str:
         for name, picture in pictures.items()
     }
     here = files(__package__)
-    sections = [_choice(facts), _methods(facts), *map(_section, pictures.values()), _notes(facts)]
+    sections = [
+        _choice(facts),
+        methods_table(facts),
+        *map(_section, pictures.values()),
+        _notes(facts),
+    ]
     title = f"{_names(facts)} on {facts.ranks} ranks of {facts.cluster}"
-    links = {"choice": "The choice", "methods": _TABLE}
+    links = {"choice": "The choice", "methods": TABLE_TITLE}
     links |= {name: _TITLES[name] for name in pictures} | {"notes": "How it was found"}
     menu = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items())
     return f"""<!DOCTYPE html>
@@ -138,13 +141,9 @@ def _batch(facts: ReportFacts) -> str:
     )
 
 
-def _ms_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
-
-
 def _choice(facts: ReportFacts) -> str:
     numbers = [
-        (f"{_ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
+        (f"{ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
         (f"{facts.mfu_percent:.1f} %", f"MFU, of {facts.gpu}"),
         (bytes_text(sum(facts.received_bytes.values())), "a rank receives"),
         (bytes_text(sum(facts.least_bytes.values())), "is the least possible"),
@@ -176,96 +175,6 @@ def _to_copy(label: str, text: str) -> str:
     )
 
 
-def _methods(facts: ReportFacts) -> str:
-    heads = ["method", *(f"{d}, ms" for d in facts.directions)]
-    if len(facts.directions) > 1:
-        heads.append("both, ms")
-    heads += ["MFU, %", *(f"received {d}" for d in facts.directions)]
-    heads += ["from other nodes", "memory", "setting"]
-    head = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}</button></th>'
-        for text in heads
-    )
-    rows = "".join(_row(facts, method) for method in facts.methods)
-    blank = "<td></td>"
-    foot = blank * (len(facts.directions) + (len(facts.directions) > 1) + 1)
-    foot += "".join(f"<td>{bytes_text(facts.least_bytes[d])}</td>" for d in facts.directions)
-    foot += blank * 3
-    refused = "".join(
-        f"<li>{escape(name)}: {escape(text)}</li>" for name, text in facts.refused.items()
-    )
-    return f"""<section id="methods">
-<h2>{_TABLE}</h2>
-<p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
-with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
-other take longer. &ldquo;As fast&rdquo; means {TIE_TEXT}. Received bytes and memory are those of a
-rank. Below received bytes is their ratio to the least possible, a lower bound by the visible area,
-which plans come close to under a full mask only. <span class="hint">The table scrolls to the
-side.</span></p>
-<div class="wide" tabindex="0" role="region" aria-label="{_TABLE}">
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>{rows}</tbody>
-<tfoot><tr><th scope="row">least possible</th>{foot}</tr></tfoot>
-</table>
-</div>
-{f"<p>Not possible here:</p><ul>{refused}</ul>" if refused else ""}
-{_legend("What the settings mean", _settings_in_words(facts))}
-</section>
-"""
-
-
-def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
-    """What the options of the table are, as the help of the command line says it."""
-    settings = [p.setting for method in facts.methods for p in method.passes.values()]
-    names = {word.partition("=")[0] for setting in settings for word in setting.split()}
-    return {
-        f"{name}={'True' if option.type is bool else option.metavar}": option.help.replace("`", "")
-        for name, (option, _) in all_options().items()
-        if name in names
-    }
-
-
-def _legend(title: str, words: Mapping[str, str]) -> str:
-    if not words:
-        return ""
-    rows = "".join(
-        f"<dt><code>{escape(code)}</code></dt><dd>{escape(text)}</dd>"
-        for code, text in words.items()
-    )
-    return f'<details><summary>{title}</summary><dl class="codes">{rows}</dl></details>'
-
-
-def _row(facts: ReportFacts, method: MethodFacts) -> str:
-    passes = [method.passes[d] for d in facts.directions]
-    times = [(p.seconds, p.is_simulated) for p in passes]
-    if len(passes) > 1:
-        times.append((method.seconds, method.is_simulated))
-    cells: list[tuple[float, str]] = [  # the value to sort by, and HTML
-        (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}")
-        for seconds, is_simulated in times
-    ]
-    cells.append((method.mfu_percent, f"{method.mfu_percent:.1f}"))
-    for direction, p in zip(facts.directions, passes, strict=True):
-        least = facts.least_bytes[direction]
-        ratio = f"<small>{p.received_bytes / least:.2f} x least</small>" if least else ""
-        cells.append((p.received_bytes, f"{bytes_text(p.received_bytes)}{ratio}"))
-    other, peak = sum(p.other_node_bytes for p in passes), method.peak_bytes
-    much = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
-    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{much}")]
-    numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
-    settings = list(dict.fromkeys(p.setting for p in passes))
-    if len(settings) > 1:
-        settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
-    words = "<br>".join(map(escape, settings))
-    words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
-    name, is_choice = escape(method.name), method is facts.methods[0]
-    mark = "<small>as fast</small>" if method.is_tie else ""
-    mark, shown = ("<small>the choice</small>", ' class="chosen"') if is_choice else (mark, "")
-    head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
-    return f"<tr{shown}>{head}{numbers}{words}</tr>\n"
-
-
 def _section(picture: Picture) -> str:
     controls = "".join(_control(picture.name, at, c) for at, c in enumerate(picture.controls))
     first = next(iter(picture.variants.values()))
@@ -277,7 +186,7 @@ def _section(picture: Picture) -> str:
 <div class="plot {picture.name}" role="img" aria-label="{title}"></div>
 <figcaption aria-live="polite">{escape(first.caption)}</figcaption>
 </figure>
-{_legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
+{legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
 </section>
 """
 
