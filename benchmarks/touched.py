@@ -208,8 +208,9 @@ def recorded(
 
 
 def start(tree: Path, arguments: list[str], plugin: object) -> int:
-    """Forks a process that runs pytest in a copy of the tree: what this one has imported is there
-    already."""
+    """Forks a process that runs pytest in a copy of the tree. Packages that this process has
+    imported are there already, except the library: this process has the checkout's modules, and
+    the copy's are to be tested."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -223,6 +224,8 @@ def start(tree: Path, arguments: list[str], plugin: object) -> int:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
             os.environ["PYTHONPATH"] = str(tree / "src")
             sys.path.insert(0, str(tree / "src"))
+            for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE.name]:
+                del sys.modules[name]
             options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir", str(tree)]
             code = int(pytest.main([*options, *arguments], plugins=[plugin]))
             sys.stdout.flush()
