@@ -25,6 +25,7 @@ LINKS = usual_links()
 # Of the forward pass; kernels of the backward pass have no SMs to leave.
 TARGET = target_with("flash_attn3", "flash_attn3", None, own_stream=True)
 SMS = TARGET.gpu.sms
+ROOM_FOR_PAIRS = 24  # by the facts of FlashAttention 3
 K = 1024
 
 
@@ -51,7 +52,7 @@ def calls_of(program: Program) -> list[tuple[Call, ...]]:
 
 
 def leaves(calls: tuple[Call, ...]) -> tuple[bool, ...]:
-    assert {call.leave_sms for call in calls} <= {0, SMS_OF_TRANSFERS}
+    assert {call.leave_sms for call in calls} <= {0, SMS_OF_TRANSFERS, ROOM_FOR_PAIRS}
     return tuple(call.leave_sms > 0 for call in calls)
 
 
@@ -112,6 +113,26 @@ def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin()
     # A ring of two: the second attention waits for the only transfer.
     two = make_plan(Problem(128 * K, 8, 128), 2, method="ring")
     assert [*map(leaves, calls_of(compiled(two, links(gb_per_second=1))))] == [(True,), (False,)]
+
+
+def test_calls_that_a_slow_ring_waits_for_leave_room_for_pairs_of_programs() -> None:
+    """The GPU is idle when the next transfer begins, and 1,024 tiles of 128 rows would leave 18
+    SMs, beside which pairs find no place. The first call waits for nothing; nothing is beside the
+    last."""
+    plan = ring(4 * 16 * K)
+    first, *rest, last = calls_of(compiled(plan, links(gb_per_second=1)))
+    assert [call.leave_sms for call in first] == [SMS_OF_TRANSFERS]
+    assert {call.leave_sms for calls in rest for call in calls} == {ROOM_FOR_PAIRS}
+    assert [call.leave_sms for call in last] == [0]
+    fast = calls_of(compiled(plan, links(gb_per_second=1e6)))
+    assert ROOM_FOR_PAIRS not in {call.leave_sms for calls in fast for call in calls}
+
+
+def test_an_exchange_lasts_as_long_as_the_slower_of_its_two_directions() -> None:
+    """Of two nodes of two, ranks 1 and 3 receive from their own node and send to the other."""
+    plan = ring(4 * 16 * K)
+    program = compile_pass(plan, plan.forward, replace(TARGET, links=links(ranks_per_node=2)))
+    assert calls_of(program.programs[0]) == calls_of(program.programs[1])
 
 
 def rounds_by_hand(first: int, leaving: int, sms: int) -> int:

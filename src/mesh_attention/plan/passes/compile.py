@@ -193,12 +193,14 @@ class PassCompiler:
                 known[place] = self._transfers.collective(op, flows, member)
                 return known[place]
             ranks = groups[op.group]
+            source, target = devices[ranks[op.from_member]], devices[ranks[op.to_member]]
             received = sum(size for size, _ in flows.received.values())
-            if received:
-                source = devices[ranks[op.from_member]]
-                return self._transfers.flow(source, devices[rank], received)
             sent = sum(flows.sent.values())
-            return self._transfers.flow(devices[rank], devices[ranks[op.to_member]], sent)
+            # Over when both directions are: one of them may go to another node.
+            return max(
+                self._transfers.flow(source, devices[rank], received) if received else 0.0,
+                self._transfers.flow(devices[rank], target, sent) if sent else 0.0,
+            )
 
         return seconds
 

@@ -28,7 +28,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
-from mesh_attention.machine.call_time import lost_by_leaving, rounds_of_parts
+from mesh_attention.machine.call_time import late_pairs, lost_by_leaving, rounds_of_parts
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.language.buffers import Buffer
@@ -116,6 +116,7 @@ def leave_sms(
             continue
         # Transfers end in their order, so all before an awaited transfer have ended too.
         last = max((i for i in waits[at] if i in in_flight), default=-1)
+        idle = last >= 0 and in_flight[last] > 0  # the GPU waits, and the next transfer begins then
         if last >= 0:
             in_flight = {i: left for i, left in in_flight.items() if i > last}
         if not in_flight or not isinstance(op, Attention) or not op.calls:
@@ -130,7 +131,8 @@ def leave_sms(
             made = replace(op, calls=_parts(op.calls, heads, needed, direction, target))
             # Otherwise whatever is in flight waits for the end of the attention.
             if _longer(made, table, direction, clock, target) <= sum(in_flight.values()):
-                operations[-1] = made
+                roomy = _with_room_for_pairs(made, table, direction, clock, target)
+                operations[-1] = roomy if idle else made
         for i, left in tuple(in_flight.items()):
             in_flight[i] = max(0.0, left - passed)
             passed = max(0.0, passed - left)
@@ -160,6 +162,26 @@ def _longer(
         if lost > call.leave_sms / sms:
             total += (clock.kernel(rates, size) or 0.0) * lost / (1 - lost)
     return total
+
+
+def _with_room_for_pairs(
+    op: Attention,
+    table: Mapping[str, Buffer],
+    direction: Direction,
+    clock: CallSeconds,
+    target: Target,
+) -> Attention:
+    """Beside a transfer that begins on an idle GPU, pairs of programs that find no place would
+    double a call: more SMs are left then, so that all find one."""
+
+    def with_room(call: Call) -> Call:
+        rates = target.kernels[call.kernel].of(direction)
+        if not call.leave_sms or rates is None or rates.pair_sms is None:
+            return call
+        late = late_pairs(rates, target.gpu.sms, clock.size(op, table, call), call.leave_sms)
+        return replace(call, leave_sms=rates.pair_sms) if late else call
+
+    return replace(op, calls=tuple(map(with_room, op.calls)))
 
 
 def _pairs(call: Call) -> int:
