@@ -90,7 +90,7 @@ class TileBlocks:
         fresh = (i not in self._begun_q, j not in self._begun_kv)
         self._begun_q.add(i)
         self._begun_kv.add(j)
-        return [mesh.compute(i, j, calls, fresh)]
+        return [mesh.attend(task, calls, fresh)]
 
     def rotate(self, task: Task) -> list[Operation]:
         raise NotImplementedError("nothing rotates in a tile that is gathered")
@@ -98,9 +98,9 @@ class TileBlocks:
     def empty(self, task: Task) -> list[Operation]:
         """Neutral results where a unit has computed none."""
         mesh, (index,) = self._mesh, task.index
-        if task.kind == mesh.q_reduce_kind:
-            return [] if index in self._begun_q else mesh.q.empty(task.kind, index)
-        return [] if index in self._begun_kv else mesh.kv.empty(task.kind, index)
+        if task.kind == mesh.q.reduce_kind:
+            return [] if index in self._begun_q else mesh.q.empty(index)
+        return [] if index in self._begun_kv else mesh.kv.empty(index)
 
 
 class BoxBuilder:
@@ -138,7 +138,7 @@ class BoxBuilder:
                     words["gradients"] = gradients.value
                 return words
             case TileOrder(ordered_by=ordered_by):
-                kv_reduce = mesh.kv.reduce_by.value if mesh.kv_reduce_kind else "none"
+                kv_reduce = mesh.kv.reduce_by.value if mesh.kv.reduce_kind else "none"
                 ways = {"q_reduce": q_reduce, "kv_reduce": kv_reduce, "scheduler": ordered_by}
                 rotation = "on" if mesh.tile.rotation else "off"
                 return {**shape, "rotation": rotation, **mesh.cut_setting, **ways}
@@ -164,7 +164,7 @@ class BoxBuilder:
                     operations += blocks.rotate(task)
                 case "C":
                     operations += blocks.attend(task)
-                case mesh.q_reduce_kind | mesh.kv_reduce_kind:  # combine
+                case mesh.q.reduce_kind | mesh.kv.reduce_kind:  # combine
                     if not task.stage:
                         operations += blocks.empty(task)
                     parts = mesh.parts(unit, task.whole)

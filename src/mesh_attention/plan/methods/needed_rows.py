@@ -36,9 +36,9 @@ from mesh_attention.plan.methods.parts.needed_side import (
     rows_of_rank,
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, attention
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
 from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
-from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_sides
+from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem

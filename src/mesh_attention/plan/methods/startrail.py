@@ -9,20 +9,27 @@ members j of the teams with equal u. algorithm.md, section 9; causal masks too. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllGather, Operation, SendRecv, Task
+from mesh_attention.plan.language.program import (
+    AllGather,
+    MergeRule,
+    Move,
+    Operation,
+    SendRecv,
+    Task,
+)
 from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.key_ring import KeyRing
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.reduce import Reduction, reduce_sum, stacks
+from mesh_attention.plan.methods.parts.reduce import Partial, Reduction
 from mesh_attention.plan.methods.parts.rotate import (
     GradientRoute,
     deliveries,
@@ -133,7 +140,7 @@ class StarTrailBuilder:
             following = Task("KV", (step + 1,)) if step + 1 < width else None
             steps.append(Step(following, (Task("C", (0, step)),)))
             steps += [Step(Task("dKV", (delivery.step,)), ()) for delivery in sent if backward]
-        after = (self.mesh.q_reduce_kind, "PB", "RS-dKV")
+        after = (self.mesh.q.reduce_kind, "PB", "RS-dKV")
         return Schedule((*steps, *(Step(Task(kind, (0,)), ()) for kind in after)))
 
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -193,7 +200,7 @@ class StarTrailBuilder:
             near, first = self._block(team), self._block(star.first_team(unit))
             blocks = {f"{kind}.team": near, f"{kind}.first": first}
             results = {f"{grad}.block": first, f"{grad}.team": near}
-            results |= stacks(self._reduction(unit), f"{grad}.team", owners, own)
+            results |= self._reduction(unit).stacks(f"{grad}.team", owners, own)
             for tensor, named in ((kind, blocks), (grad, results)):
                 made |= {name: Buffer(name, tensor, rows, heads) for name, rows in named.items()}
         return made
@@ -202,14 +209,17 @@ class StarTrailBuilder:
         mesh, team = self.mesh, unit // self.star.size
         operations: list[Operation] = []
         if self.star.size > 1:
-            k, v = self._pieces(self._team_names())
-            moves = mesh.moves(mesh.kv.chunks[0], {Kind.K: k, Kind.V: v})
+            wholes, chunk = self._pieces(self._team_names()), mesh.kv.chunks[0]
+            moves = tuple(
+                Move(chunk.local(self.head_group.local(kind)), whole, chunk.cuts)
+                for (kind, _), whole in zip(_SIDES, wholes, strict=True)
+            )
             gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
-            operations += [mesh.gather_q(team, 0), gather_kv]
+            operations += [*mesh.q.gather(unit, 0), gather_kv]
         if self._places(unit):
             first = self._pieces(("k.first", "v.first"))
             operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations(), *mesh.reduce_q(unit, 0)]
+        operations += [*keys.operations(), *mesh.q.reduce(unit, 0)]
         backward = self.direction is Direction.BACKWARD
         return operations + (self._reduce_gradients(unit) if backward else [])
 
@@ -230,10 +240,7 @@ class StarTrailBuilder:
 
     def _reduction(self, unit: int) -> Reduction:
         """The reduction of dK and dV in a team."""
-        size, chunk = self.star.size, self.mesh.kv.chunks[0]
-        by, group = self.mesh.q.reduce_by, f"Q{unit // size}"
-        reduction = Reduction(by, group, size, chunk, num_owners=size)
-        return reduction.of_member(unit % size, self.mesh.q.per_node)
+        return replace(self.mesh.q.reduction(unit, 0), chunk=self.mesh.kv.chunks[0])
 
     def _reduce_gradients(self, unit: int) -> list[Operation]:
         """The placement backwards, then the sum over the team's members at each owner."""
@@ -244,10 +251,10 @@ class StarTrailBuilder:
             )
             operations.append(self._place(unit, near, first, back=True))
         reduction = self._reduction(unit)
-        tensors = tuple(
-            (f"{grad}.team", f"{grad}.team", self.head_group.local(grad)) for _, grad in _SIDES
-        )
-        return operations + reduce_sum(Task("RS-dKV", (0,)), reduction, tensors)
+        names = [(f"{grad}.team", self.head_group.local(grad)) for _, grad in _SIDES]
+        tensors = [(Partial(total, total, result),) for total, result in names]
+        task = Task("RS-dKV", (0,))
+        return operations + reduction.operations(task, MergeRule.SUM, tensors)
 
 
 def plan_startrail(

@@ -115,7 +115,7 @@ class KeyRing:
         key: object = (index, number, self._own, calls, begun, first)
         if key not in self._shared:
             task, totals = Task("C", (index, number)), mesh.q.sums(index) + sums
-            operands = (mesh.queries(index), self._keys(step), totals)
+            operands = (mesh.q.pieces(index), self._keys(step), totals)
             self._shared[key] = [attention(task, *operands, calls, (not begun, first))]
         self._begun_q.add(index)
         self._begun.add(step)
@@ -138,7 +138,7 @@ class KeyRing:
         if index in self._begun_q:
             return []
         self._begun_q.add(index)
-        return [Merge(_EMPTY, self._mesh.merge_rule, (), self._mesh.q.sums(index))]
+        return [Merge(_EMPTY, self._mesh.q.merge_rule, (), self._mesh.q.sums(index))]
 
     def end(self) -> list[Operation]:
         """The owner's total, with the sum that travelled."""

@@ -139,7 +139,8 @@ class NeededSide:
         self.head_group = head_group
         self.rows_of = rows_of  # of a rank
         self.travels = travels  # whether some rank works on rows of another
-        self.inputs, self.partials, self.rule, _ = kinds
+        self.inputs, self._together, self.rule, *_ = kinds
+        self.partials = tuple([kind for group in self._together for kind in group])
         self._roles = dict.fromkeys(GATHERED, gathered_as)
         self.keeps_gathered = travels and gathered_as is not Role.WORKSPACE
         recalled = GATHERED if gathered_as is Role.RECALLED else ()
@@ -193,10 +194,9 @@ class NeededSide:
 
     def merges(self, task: Task, own: RankRows, part: int) -> list[Operation]:
         """Into the results of own rows; without inputs where nobody has a partial."""
-        together = self.rule is MergeRule.SOFTMAX
         heads = self.chunks[part].heads
         merges: list[Operation] = []
-        for kinds in [self.partials] if together else [(kind,) for kind in self.partials]:
+        for kinds in self._together:
             results = [self.head_group.local(kind) for kind in kinds]
             buffers = [(self._wire(own, kind, part), f"{kind}.{part}.in") for kind in kinds]
             for span, summands in own.sums:

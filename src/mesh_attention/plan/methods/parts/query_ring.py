@@ -51,7 +51,7 @@ class QueryRing:
         calls, sums = self._calls[step], self._partial(f"{step}.sum")
         self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
         if not calls:
-            return [Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums)]
+            return [Merge(Task("C", stage="empty"), mesh.q.merge_rule, (), sums)]
         queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
         fresh, self._begun = (True, not self._begun), True
         return [attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)]
@@ -72,7 +72,7 @@ class QueryRing:
 
     def empty(self, task: Task) -> list[Operation]:
         """Neutral gradients of keys that no query sees."""
-        return [] if self._begun else self._mesh.kv.empty(task.kind, *task.index)
+        return [] if self._begun else self._mesh.kv.empty(*task.index)
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
         rows = self._mesh.head_group.size(Kind.Q)
@@ -120,7 +120,7 @@ class QueryRing:
         self._declare(outgoing, self._kinds, step)
         self._declare(incoming, self._kinds, arrives)
         task = Task("O", (step,))
-        merge = Merge(task.at("merge"), self._mesh.merge_rule, parts, outgoing)
+        merge = Merge(task.at("merge"), self._mesh.q.merge_rule, parts, outgoing)
         return [merge, SendRecv(task, self._group, to, outgoing, source, incoming)]
 
     def _end(self) -> list[Operation]:
@@ -128,11 +128,11 @@ class QueryRing:
         if self._route is GradientRoute.TRAVEL and self._rotation.size > 1:
             came = self._partial("back")
         parts = self._partial("0.sum") + came
-        return [Merge(Task("O", stage="end"), self._mesh.merge_rule, parts, self._results)]
+        return [Merge(Task("O", stage="end"), self._mesh.q.merge_rule, parts, self._results)]
 
     def _exchange(self) -> list[Operation]:
         """Pass-Q: every partial to its owner in one all-to-all; the own one stays."""
-        mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q_reduce_kind, (0,))
+        mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q.reduce_kind, (0,))
         operations: list[Operation] = []
         sends: dict[int, Pieces] = {}
         receives: dict[int, Pieces] = {}
@@ -140,7 +140,7 @@ class QueryRing:
         for step in range(1, rotation.size):
             outgoing = []
             for kind, total in zip(self._kinds, self._partial(f"{step}.sum"), strict=True):
-                wire = total.buffer if kind.is_statistic else mesh.q.wire(total.buffer)
+                wire = mesh.q.wire(kind, total.buffer)
                 (travels,) = self._pieces([wire])
                 if travels != total:
                     self._declare((travels,), (kind,), step)
@@ -155,4 +155,4 @@ class QueryRing:
             by_step = (by_member(rotation.size, pieces) for pieces in (sends, receives))
             operations.append(AllToAll(task, self._group, *by_step))
         parts = self._partial("0.sum") + arrived
-        return [*operations, Merge(task.at("merge"), mesh.merge_rule, parts, self._results)]
+        return [*operations, Merge(task.at("merge"), mesh.q.merge_rule, parts, self._results)]

@@ -16,7 +16,8 @@ from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, ring
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, GATHER_Q, TilePass
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.tile_side import GATHER_KV, GATHER_Q
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED
 
 MOST_ATTENTIONS = 3  # of an uneven share of heads
@@ -52,7 +53,7 @@ class TileOrder:
         mesh, cut, came = self._mesh, self._mesh.head_group.cut, set[Task]()
         for task in schedule.order() if cut else ():
             assert cut is not None
-            key_side = task.kind in (GATHER_KV, mesh.kv_reduce_kind)
+            key_side = task.kind in (GATHER_KV, mesh.kv.reduce_kind)
             if task.kind in self._gathers:
                 exchange = comes_by(cut, key_side, *task.index)
                 if exchange not in came:
@@ -111,7 +112,7 @@ class UnevenOrder:
     in_parts = False
 
     def __init__(self, mesh: TilePass) -> None:
-        kinds = [kind for kind in (mesh.q_reduce_kind, mesh.kv_reduce_kind) if kind]
+        kinds = [kind for kind in (mesh.q.reduce_kind, mesh.kv.reduce_kind) if kind]
         steps: list[Step] = []
         for at in range(MOST_ATTENTIONS):
             steps.append(Step(None, (Task(COMPUTE, (at, at)),)))
@@ -189,7 +190,7 @@ class RingOrder:
                 beside.append(Task("KV", (number + 1,)))
             self._attend(Task(COMPUTE, (index, number)), [*beside, *self._going])
             if step == self.size - 1 and in_slice == self._num_kv - 1:
-                self._communicate([Task(self._mesh.q_reduce_kind, (index,))])
+                self._communicate([Task(self._mesh.q.reduce_kind, (index,))])
                 self._goes(index, key_side=False)
         self.tasks.append(Task("sent", (number,)))
         if self._backward:
@@ -243,8 +244,8 @@ class QueryOrder:
             steps += [Step(Task("O", (delivery.step,)), ()) for delivery in sent if results]
         self.tasks.append(Task("end", (0,)))
         if not results:
-            steps.append(Step(Task(mesh.q_reduce_kind, (0,)), ()))
-        if mesh.kv_reduce_kind:
-            self.tasks.append(Task(mesh.kv_reduce_kind, (0,)))
+            steps.append(Step(Task(mesh.q.reduce_kind, (0,)), ()))
+        if mesh.kv.reduce_kind:
+            self.tasks.append(Task(mesh.kv.reduce_kind, (0,)))
             steps.append(Step(self.tasks[-1], ()))
         self.steps = tuple(steps)
