@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.box import Box, Directions, Side
 from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, squarest
 from mesh_attention.plan.methods.parts.head_group import chosen_degree, ulysses_degrees
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
@@ -24,7 +23,8 @@ from mesh_attention.plan.methods.parts.setting import (
     TileSetting,
     option,
 )
-from mesh_attention.plan.methods.plan_box import plan_box
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side
+from mesh_attention.plan.methods.plan_box import Directions, plan_box
 from mesh_attention.plan.problem.problem import Problem
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)

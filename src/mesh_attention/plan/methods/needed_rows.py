@@ -14,7 +14,7 @@ with gradients. Owners combine what arrives in wide precision. `table.py` lists 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 from mesh_attention.errors import PlanError
@@ -22,8 +22,8 @@ from mesh_attention.plan.language.buffers import Piece, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
-from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
-from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
+from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
@@ -37,7 +37,7 @@ from mesh_attention.plan.methods.parts.needed_side import (
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
-from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -55,15 +55,13 @@ class NeededRowsSetting(ShapeSetting, SliceSetting):
 def plan_needed_rows(
     problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
-    shared = SharedOptions.of("seen", setting)
-    if shared.layout is None:
-        shared = replace(shared, layout=usual_layout(problem.mask))
-    tile = tile_for(setting.tile or (1, ranks), ranks)
-    planner = TilePlanner(problem, ranks, shared, tile)
-    layouts = planner.layouts
+    layout = setting.layout or usual_layout(problem.mask)
+    box = Box.of("seen", setting, tile=setting.tile or (1, ranks), layout=layout)
+    planner = TilePlanner(problem, ranks, box)
+    tile, layouts = planner.tile, planner.layouts
     what = f"layout={layouts[1].kind}: the keys lie in"
     check_ranges(layouts[1], what, "zigzag or contiguous")
-    kept = kept_kinds(shared.keep, problem, 1)
+    kept = kept_kinds(box.keep, problem, 1)
     head_group = HeadGroup(problem, *layouts, shards=planner.shards, kept=kept)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
@@ -78,7 +76,7 @@ def plan_needed_rows(
         direction: _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
         for direction in Direction
     }
-    keeps_gathered = shared.keep is Keep.GATHERED
+    keeps_gathered = box.keep is Keep.GATHERED
     if keeps_gathered and len({*slices_of.values()}) > 1:
         raise PlanError("keep=gathered needs equal slices; leave 'backward_head_slices' out")
 
@@ -98,7 +96,7 @@ def plan_needed_rows(
             for i in (0, 1)
         )
         builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
-        return with_exchanges([builder])
+        return with_exchanges([builder.on_group()])
 
     return planner.plan(map(build, directions))
 
@@ -131,7 +129,7 @@ def _slices(
 
 
 class NeededRowsBuilder:
-    """The method on its one head group: a `UnitBuilder`."""
+    """The method on its one head group."""
 
     def __init__(
         self,
@@ -148,19 +146,30 @@ class NeededRowsBuilder:
         self.head_group = head_group
         self.direction = direction
         self._q, self._kv = q, kv
-        self.needs = (*q.inputs, *kv.inputs)
         self._gathers = q.travels or kv.travels
-        self.keeps_gathered = q.keeps_gathered or kv.keeps_gathered
         # Queries that do not travel have their results where they belong.
         self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
         self._reduces = any(side.travels for side in self._reduced)
         self._reduce_kind = "RS-Q" if direction is Direction.FORWARD else "RS-dKV"
-        self.hold = HOLD if self._gathers else 0
         self._lowerings = lowerings
         self._slices = slices
         self._tile = tile
         self._known_gathers = gathers
         self.schedule = follow_each_other([self._of_slice(part) for part in range(len(slices))])
+
+    def on_group(self) -> GroupPass:
+        ranks = tuple(range(self.head_group.num_units))
+        return GroupPass(
+            self.head_group,
+            self.direction,
+            (*self._q.inputs, *self._kv.inputs),
+            {ALL_UNITS: ranks} if self._gathers else {},
+            self.schedule.steps,
+            self.setting,
+            self.unit,
+            hold=HOLD if self._gathers else 0,
+            keeps_gathered=self._q.keeps_gathered or self._kv.keeps_gathered,
+        )
 
     @property
     def setting(self) -> dict[str, str]:
@@ -169,9 +178,6 @@ class NeededRowsBuilder:
         if len(self._slices) > 1:
             setting["head_slices"] = "+".join(map(str, self._slices))
         return setting
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return {ALL_UNITS: tuple(range(self.head_group.num_units))} if self._gathers else {}
 
     def _of_slice(self, part: int) -> Schedule:
         fetches = any(side.travels and side.moved for side in (self._q, self._kv))

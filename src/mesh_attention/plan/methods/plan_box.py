@@ -11,25 +11,24 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
-from mesh_attention.plan.methods.box import Box, BoxBuilder, Directions, Order, Side
-from mesh_attention.plan.methods.parts.assemble import with_exchanges
-from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
+from mesh_attention.plan.methods.box import Order, box_on_group
+from mesh_attention.plan.methods.parts.assemble import GroupPass, with_exchanges
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
 from mesh_attention.plan.methods.parts.keep import Keep
-from mesh_attention.plan.methods.parts.task_orders import (
-    QueryOrder,
-    RingOrder,
-    TileOrder,
-    UnevenOrder,
-)
+from mesh_attention.plan.methods.parts.query_ring import QueryOrder
+from mesh_attention.plan.methods.parts.ring_order import RingOrder
+from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import TilePlanner, cut_of, is_cut
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+
+Directions = tuple[Direction, ...]
+_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
 
 
 def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
@@ -41,42 +40,29 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
-    units = num_ranks // box.ulysses
-    tile = tile_for(box.tile, units, rotation=box.rotation)
-    tiles = {Direction.FORWARD: tile, Direction.BACKWARD: tile}
-    if box.backward_tile:
-        tiles[Direction.BACKWARD] = tile_for(box.backward_tile, units, rotation=box.rotation)
-    planner = TilePlanner(problem, num_ranks, box, tile)
+    planner = TilePlanner(problem, num_ranks, box)
     _check_exchange(box, planner)
     is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
-    if is_even and not is_cut(box):
+    if is_even and all(getattr(box, name) is None for name in _CUTS):
         box = _cut_by_size(problem, num_ranks, box, directions)
-
-    cuts = {
-        direction: cut_of(box, direction, problem, box.ulysses)._replace(
-            even=box.even_chunks, short_start=box.short_start
-        )
-        for direction in Direction
-    }
-    keep = _kept(box, cuts, tiles)
+    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
+    keep = _kept(box, cuts, planner)
     rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
 
     def build(direction: Direction) -> Pass:
-        passes = planner.tile_passes(
-            direction, tiles[direction], cuts[direction], keep=keep, rotates=rotates
-        )
+        passes = planner.tile_passes(direction, cuts[direction], keep=keep, rotates=rotates)
         order = _order_of(box, passes[0]) if is_even else None
 
-        def builder(index: int) -> BoxBuilder:
-            own = order or UnevenOrder(passes[index])
-            return BoxBuilder(passes[index], planner.lowerings, box, own)
+        def on_group(index: int) -> GroupPass:
+            mesh = passes[index]
+            return box_on_group(mesh, planner.lowerings, order or UnevenOrder(mesh))
 
-        return with_exchanges(OnDemand(len(passes), builder))
+        return with_exchanges(OnDemand(len(passes), on_group))
 
     return planner.plan(map(build, directions))
 
 
-def _kept(box: Box, cuts: dict[Direction, PassCut], tiles: dict[Direction, Tile]) -> Keep:
+def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Keep:
     """What is kept: the backward pass reads rows as the forward pass has cut them."""
     forward, backward = Direction
     if cuts[forward] != cuts[backward] and (box.ulysses > 1 or box.keep is Keep.GATHERED):
@@ -87,7 +73,7 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], tiles: dict[Direction, Tile]
                 "out, or say keep=shards"
             )
         return Keep.SHARDS
-    if box.keep is Keep.GATHERED and tiles[forward] != tiles[backward]:
+    if box.keep is Keep.GATHERED and planner.tile != planner.backward_tile:
         raise PlanError("keep=gathered needs one tile for both passes; leave 'backward_tile' out")
     return box.keep
 

@@ -57,10 +57,12 @@ class TilePass:
         *,
         gather_out: bool,
         per_node: tuple[int, int],
-        keeps_gathered: tuple[bool, bool] = (False, False),
+        rotates: tuple[bool, bool] = (False, False),
+        keeps_gathered: bool = False,
     ) -> None:
-        """`per_node`: members of a Q group and of a KV group that follow each other in a node;
-        `keeps_gathered`: whether what they gather stays for the backward pass."""
+        """Of a Q group and of a KV group: `per_node`, members that follow each other in a node, and
+        `rotates`, whether blocks go round in it and are not gathered. `keeps_gathered`: what is
+        gathered stays for the backward pass."""
         self.head_group = head_group
         self.direction = direction
         self.problem = head_group.problem
@@ -77,7 +79,8 @@ class TilePass:
                 reduce_by,
                 per_node[keys],
                 keys=keys,
-                gathered_as=kept if keeps_gathered[keys] else Role.WORKSPACE,
+                rotates=rotates[keys],
+                gathered_as=kept if keeps_gathered and not rotates[keys] else Role.WORKSPACE,
             )
             for keys in (False, True)
         )
@@ -87,7 +90,7 @@ class TilePass:
             for side in (self.q, self.kv)
             for kind in (side.gather_kind, side.reduce_kind)
         }
-        self.keeps_gathered = any(keeps_gathered)
+        self.keeps_gathered = keeps_gathered and not all(rotates)
         self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
 
@@ -135,8 +138,7 @@ class TilePass:
 
     def buffers(self, unit: int) -> dict[str, Buffer]:
         """What a unit gathers, its partial results, and where those of others arrive."""
-        gathered = self.q.buffers(self.tile.row(unit)) | self.kv.buffers(self.tile.column(unit))
-        return gathered | self.stack_buffers(unit)
-
-    def stack_buffers(self, unit: int) -> dict[str, Buffer]:
-        return self.q.stack_buffers(unit) | self.kv.stack_buffers(unit)
+        made: dict[str, Buffer] = {}
+        for side in (self.q, self.kv):
+            made |= {} if side.rotates else side.buffers(side.line(unit))
+        return made | self.q.stack_buffers(unit) | self.kv.stack_buffers(unit)

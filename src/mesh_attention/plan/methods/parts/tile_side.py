@@ -75,11 +75,13 @@ class TileSide:
         per_node: int,
         *,
         keys: bool,
+        rotates: bool,
         gathered_as: Role,
     ) -> None:
         """`wanted`: how partials are to be reduced; `per_node`: units of a line that follow each
-        other in a node; `gathered_as`: the role of queries, keys and values that are gathered."""
-        self.head_group = head_group
+        other in a node; `rotates`: blocks go round, and are not gathered; `gathered_as`: the role
+        of queries, keys and values that are gathered."""
+        self.head_group, self.rotates = head_group, rotates
         self.inputs, self.together, self.merge_rule, self.reduce_kind, backward = kinds
         self.partials = tuple([kind for group in self.together for kind in group])
         self.gather_kind = GATHER_KV if keys else GATHER_Q
