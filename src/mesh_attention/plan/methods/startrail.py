@@ -160,7 +160,7 @@ class _StarTrail:
         places = giver != team  # this member gets its first block from another
 
         def pair(names: tuple[str, str]) -> Pair:
-            rows = size * group.size(Kind.K)
+            rows = size * group.side(Kind.K).size
             return Piece(names[0], 0, rows), Piece(names[1], 0, rows)
 
         local = group.local(Kind.K), group.local(Kind.V)
@@ -206,14 +206,14 @@ class _StarTrail:
         group, star = self.mesh.head_group, self.star
         team = unit // star.size
         near, first = self._block(team), self._block(star.first_team(unit))
-        owned = [group.rows(Kind.K, member) for member in self.mesh.tile.q_group(team)]
+        owned = [group.side(Kind.K).rows(member) for member in self.mesh.tile.q_group(team)]
         made: dict[str, Buffer] = {}
         for kind, grad in _SIDES:
             blocks = {f"{kind}.team": near, f"{kind}.first": first}
             results = {f"{grad}.block": first, f"{grad}.team": near}
-            results |= reduction.stacks(f"{grad}.team", owned, group.rows(Kind.K, unit))
+            results |= reduction.stacks(f"{grad}.team", owned, group.side(Kind.K).rows(unit))
             for tensor, named in ((kind, blocks), (grad, results)):
-                heads = group.heads(tensor)
+                heads = group.side(tensor).heads
                 made |= {name: Buffer(name, tensor, rows, heads) for name, rows in named.items()}
         return made
 

@@ -104,8 +104,7 @@ class HeadExchange:
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
         # By head group and side. Only results of KV heads that several head groups hold have parts.
         whole = [
-            ([Part("", group.heads(Kind.Q), None)], [Part("", group.heads(Kind.K), None)])
-            for group in head_groups
+            tuple([Part("", side.heads, None)] for side in group.sides) for group in head_groups
         ]
         self._parts = dict.fromkeys(self._kinds, replicas.parts) | dict.fromkeys(_INCOMING, whole)
         self._at_once = first.is_exchanged and first.cut is None
@@ -187,13 +186,13 @@ class HeadExchange:
         """The chunk that an exchange carries; None: all rows and heads."""
         if self._first.cut is None:
             return None
-        return self._first.exchanged(Kind.K if key_side else Kind.Q)[task.index[0]]
+        return self._first.sides[key_side].exchanged[task.index[0]]
 
     def _slots(self, task: Task, key_side: bool) -> Spans:
         """The slots of each member that an exchange carries; slices of heads have the same."""
         if self._first.cut is None:
             return ((0, self._shards[key_side].slots),)
-        slots = self._first.slots(Kind.K if key_side else Kind.Q)
+        slots = self._first.sides[key_side].slots
         return slots[task.index[0] % len(slots)]
 
     def _make_caller_pieces(self, task: Task, sent: tuple[Cuts, ...]) -> Pieces:

@@ -72,7 +72,7 @@ class KeyRing:
     ) -> None:
         self._mesh, self._group, self._rotation, self._rows = mesh, group, rotation, rows
         self._own, self._results, self._shared = own, results, route.shared
-        self._heads = mesh.head_group.heads_of(mesh.kv.chunks[part], Kind.K)
+        self._heads = mesh.kv.own.heads_of(mesh.kv.chunks[part])
         self.size = rotation.size
         self._first = part * self.size  # the number of the first step
         self._travels = route.gradients is GradientRoute.TRAVEL

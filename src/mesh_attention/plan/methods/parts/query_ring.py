@@ -115,7 +115,7 @@ class QueryRing:
         return attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
-        rows = self._mesh.head_group.size(Kind.Q)
+        rows = self._mesh.q.own.size
         return tuple([Piece(name, 0, rows) for name in names])
 
     def _queries(self, step: int) -> Pieces:
@@ -130,7 +130,7 @@ class QueryRing:
         self, pieces: Pieces, kinds: tuple[Kind, ...], step: int, precision: Precision | None = None
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        rows, heads = self._rows[step], self._mesh.head_group.heads(Kind.Q)
+        rows, heads = self._rows[step], self._mesh.q.own.heads
         for piece, kind in zip(pieces, kinds, strict=True):
             name = piece.buffer
             self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)

@@ -97,7 +97,7 @@ class TilePass:
     @property
     def cut_setting(self) -> dict[str, str]:
         """How it is cut, for people."""
-        cut, (q_slots, kv_slots) = self.head_group.cut, map(self.head_group.slots, (Kind.Q, Kind.K))
+        cut, q_slots, kv_slots = self.head_group.cut, self.q.own.slots, self.kv.own.slots
         short = cut is not None and len(kv_slots) > cut.chunks[1]
         keys = self.kv.chunks_of_slice - short  # as they were asked for
         setting = {"chunks": f"{self.q.chunks_of_slice}x{keys}"}

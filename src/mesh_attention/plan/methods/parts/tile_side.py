@@ -12,7 +12,7 @@ arrive, `.all` the global LSE.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -85,7 +85,7 @@ class TileSide:
         self.inputs, self.together, self.merge_rule, self.reduce_kind, backward = kinds
         self.partials = tuple([kind for group in self.together for kind in group])
         self.gather_kind = GATHER_KV if keys else GATHER_Q
-        self.kind = self.inputs[0]  # whose rows they are
+        self.own = head_group.sides[keys]
         self._name = "KV" if keys else "Q"  # with the number of a line it names a group
         self.size = tile.b if keys else tile.a  # units of a line
         self._roles = dict.fromkeys(GATHERED, gathered_as) if self.size > 1 else {}
@@ -99,7 +99,7 @@ class TileSide:
         # The units that use a partition, where they are not those of its owner's line.
         self._users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
         self.per_node = per_node
-        self.chunks = head_group.chunks(self.kind, cut.chunks[keys], cut.slices)
+        self.chunks = head_group.chunks(self.inputs[0], cut.chunks[keys], cut.slices)
         self.chunks_of_slice = len(self.chunks) // len(cut.slices)
         # Whether chunks come one after the other: from the units of a line, or to this unit.
         by_exchange = head_group.cut is not None and self.exchanged
@@ -111,7 +111,7 @@ class TileSide:
             # Nodes that hold all of a line, or one unit of it each, leave nothing to combine first.
             self.reduce_by = ReduceBy.EXCHANGE
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
-        self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
+        self.own_rows = cache(self.own.rows)  # of a unit
         self._gathered_rows = cache(lambda line, i: self.rows_of(self._partitions(line), i))
         self.buffers = cache(self._buffers)  # that all units of a line hold alike
 
@@ -157,11 +157,11 @@ class TileSide:
 
     def rows_of(self, units: tuple[int, ...], index: int) -> Spans:
         """A chunk of these units as a gather lays it out."""
-        layout, chunk = self.head_group.layout(self.kind), self.chunks[index]
+        layout, chunk = self.own.layout, self.chunks[index]
         if layout.kind is LayoutKind.LISTED:
             return whole_rows([self.own_rows(unit) for unit in units], chunk)
         # The rows of the first unit, shifted by the rows of a unit for each unit after it.
-        size, first = self.head_group.size(self.kind), self.own_rows(0)
+        size, first = self.own.size, self.own_rows(0)
         return joined(
             [
                 (a + unit * size, b + unit * size)

@@ -135,13 +135,13 @@ def _num_visible(
 def _runs(side: TileSide, index: int) -> Sequence[Run]:
     """Positions of a chunk of all units, as a set."""
     group, chunk = side.head_group, side.chunks[index]
-    layout = group.layout(side.kind)
-    if chunk.size == group.size(side.kind):
+    layout = side.own.layout
+    if chunk.size == side.own.size:
         return (Run(0, layout.padded_tokens),)
     if group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
     if group.cut is not None:
-        slots = group.slots(side.kind)  # the same of every rank
+        slots = side.own.slots  # the same of every rank
         return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
     runs = [
         run
