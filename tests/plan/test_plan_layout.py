@@ -145,19 +145,10 @@ def test_chunks_divide_the_slots_and_never_outnumber_them() -> None:
 
 
 def test_the_cuts_of_a_chunk_keep_the_halves_of_a_zigzag_apart() -> None:
-    layout = Layout(LayoutKind.ZIGZAG, 24, 2)  # 12 slots: low 0..5, high 6..11
-    assert [c.cuts for c in chunks_between(layout.halves, chunk_slots(layout.halves, 1))] == [
-        (0, 6, 12)
-    ]
-    assert [c.cuts for c in chunks_between(layout.halves, chunk_slots(layout.halves, 2))] == [
-        (0, 6),
-        (0, 6),
-    ]
-    assert [c.cuts for c in chunks_between(layout.halves, chunk_slots(layout.halves, 3))] == [
-        (0, 4),
-        (0, 2, 4),
-        (0, 4),
-    ]
+    halves = Layout(LayoutKind.ZIGZAG, 24, 2).halves  # 12 slots: low 0..5, high 6..11
+    cuts = {1: [(0, 6, 12)], 2: [(0, 6), (0, 6)], 3: [(0, 4), (0, 2, 4), (0, 4)]}
+    for count, expected in cuts.items():
+        assert [c.cuts for c in chunks_between(halves, chunk_slots(halves, count))] == expected
 
 
 def test_intervals_that_touch_are_joined_and_empty_ones_left_out() -> None:
