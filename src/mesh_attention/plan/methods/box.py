@@ -12,22 +12,205 @@
 
 Without Ulysses a unit is a rank. Ring-Attention is a tile 1 x n whose keys rotate, all-gather KV
 one whose keys are gathered, Ulysses a tile 1 x 1; the mesh is any other. `box_methods.py` says the
-box of each method. algorithm.md, sections 2 to 5 and 9.
+box of each method, and `plan_box` makes a plan of it. algorithm.md, sections 2 to 5 and 9.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.language.program import Operation, Task
-from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit
+from mesh_attention.plan.language.workspace import peak_buffer_bytes
+from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
+from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
+from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.query_ring import QueryOrder
 from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of
+from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
+from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.mask import Mask
+from mesh_attention.plan.problem.problem import Problem
 
 Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1
+Directions = tuple[Direction, ...]
+_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
+
+
+def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
+    """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
+    _check_cap(box)
+    if box.max_memory_bytes is not None and box.keep in (Keep.AUTO, Keep.GATHERED):
+        return _plan_within_cap(problem, num_ranks, box, directions, box.max_memory_bytes)
+    return _plan(problem, num_ranks, box, directions)
+
+
+def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
+    planner = TilePlanner(problem, num_ranks, box)
+    _check_exchange(box, planner)
+    is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
+    if is_even and all(getattr(box, name) is None for name in _CUTS):
+        box = _cut_by_size(problem, num_ranks, box, directions)
+    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
+    keep = _kept(box, cuts, planner)
+    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+
+    def build(direction: Direction) -> Pass:
+        passes = planner.tile_passes(direction, cuts[direction], keep=keep, rotates=rotates)
+        order = _order_of(box, passes[0]) if is_even else None
+
+        def on_group(index: int) -> GroupPass:
+            mesh = passes[index]
+            return box_on_group(mesh, planner.lowerings, order or UnevenOrder(mesh))
+
+        return with_exchanges(OnDemand(len(passes), on_group))
+
+    return planner.plan(map(build, directions))
+
+
+def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Keep:
+    """What is kept: the backward pass reads rows as the forward pass has cut them."""
+    forward, backward = Direction
+    if cuts[forward] != cuts[backward] and (box.ulysses > 1 or box.keep is Keep.GATHERED):
+        if box.keep not in (Keep.AUTO, Keep.SHARDS):
+            raise PlanError(
+                f"keep={box.keep}: the backward pass reads the chunks of the forward pass, "
+                "so both need the same cuts; leave 'backward_chunks' and 'backward_head_slices' "
+                "out, or say keep=shards"
+            )
+        return Keep.SHARDS
+    if box.keep is Keep.GATHERED and planner.tile != planner.backward_tile:
+        raise PlanError("keep=gathered needs one tile for both passes; leave 'backward_tile' out")
+    return box.keep
+
+
+def _order_of(box: Box, mesh: TilePass) -> Order:
+    if box.rotates is Side.KEYS:
+        assert box.route is not None, "the gradients of rotating keys are sent step by step"
+        return RingOrder(mesh, box.route, box.inner)
+    if box.rotates is Side.QUERIES:
+        return QueryOrder(mesh, box.route)
+    problem = mesh.problem
+    if box.one_call and mesh.tile.num_ranks == 1:
+        # All rows are in one unit, in one call under any mask: its programs serve any mask.
+        problem = replace(problem, mask=Mask())
+    cap, by = box.max_memory_bytes, box.scheduler
+    schedule = order_tasks(
+        mesh, box.costs, by, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
+    )
+    return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
+
+
+def _plan_within_cap(
+    problem: Problem, num_ranks: int, box: Box, directions: Directions, cap: int
+) -> Plan:
+    """With gathered rows kept, where the memory of all layers has room for them."""
+    try:
+        uncapped = replace(box, keep=Keep.GATHERED, max_memory_bytes=None)
+        program = _plan(problem, num_ranks, uncapped, (Direction.FORWARD,)).forward.programs[0]
+        buffers = [buffer for buffer in program.buffers if buffer.role is Role.KEPT]
+        kept = box.layers * sum(buffer.num_bytes(problem) for buffer in buffers)
+        if kept >= cap:
+            raise PlanError(
+                f"keep=gathered holds {bytes_text(kept)} in {box.layers} layers, which leaves no "
+                f"workspace of max_memory_bytes={cap}; say keep=shards, or allow more"
+            )
+        capped = replace(box, keep=Keep.GATHERED, max_memory_bytes=cap - kept)
+        return _plan(problem, num_ranks, capped, directions)
+    except PlanError:
+        if box.keep is Keep.GATHERED:
+            raise
+    return _plan(problem, num_ranks, replace(box, keep=Keep.SHARDS), directions)
+
+
+def _check_cap(box: Box) -> None:
+    cap = box.max_memory_bytes
+    if cap is not None and box.scheduler is not Scheduler.GREEDY:
+        raise PlanError("max_memory_bytes works with scheduler=greedy only; leave one out")
+    if cap is not None and box.ulysses > 1:
+        raise PlanError(
+            "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
+            "through the whole pass, and the cap does not count them; leave one out"
+        )
+
+
+def _check_exchange(box: Box, planner: TilePlanner) -> None:
+    """Refuses options that do not suit the way in which tokens are exchanged."""
+    at_once = box.ulysses == 1 or planner.shards is not None
+    zigzag = all(layout.kind is LayoutKind.ZIGZAG for layout in planner.layouts)
+    if box.even_chunks and (at_once or not zigzag):
+        raise PlanError(
+            "even_chunks=True is for a zigzag that ranks exchange for heads: it needs "
+            "layout=zigzag and 'ulysses' of 2 or more, without relayout=True"
+        )
+    if box.short_start and at_once:
+        raise PlanError(
+            "short_start=True is for what ranks exchange for heads: it needs 'ulysses' of 2 or "
+            "more, without relayout=True"
+        )
+    if box.max_memory_bytes is not None and planner.shards is not None:
+        raise PlanError(
+            "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
+            "live through the whole pass, and the cap does not count them; leave one out, or say "
+            "layout=contiguous"
+        )
+
+
+def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
+    """The box with the chunks and slices of heads that suit the size of the problem."""
+    if box.rotates is Side.QUERIES or (box.rotates is Side.KEYS and box.relayout):
+        return box
+    if box.rotates is Side.KEYS:
+        chunks, heads = suggested_ring_cut(problem, num_ranks, box.ulysses, box.ranks_per_node)
+        return replace(box, chunks=chunks, head_slices=heads)
+    if box.relayout and num_ranks == box.ulysses:
+        return box  # all rows come at once, in any order of computation
+    chunks, heads = suggested_cut(problem, num_ranks, box.tile, box.ulysses)
+    box = replace(box, chunks=chunks, head_slices=heads)
+    if box.max_memory_bytes is None or heads is None:
+        return box
+    return _within_cap(problem, num_ranks, box, directions, heads, box.max_memory_bytes)
+
+
+def _within_cap(
+    problem: Problem,
+    num_ranks: int,
+    box: Box,
+    directions: Directions,
+    heads: HeadSlices,
+    max_memory_bytes: int,
+) -> Box:
+    """The box with smaller slices of heads in each pass, until the workspace keeps to the cap in
+    any order. Where even single heads do not, the scheduler must find an order under the cap."""
+    sizes = [heads]
+    while sizes[-1][1] > 1:
+        most = sizes[-1][1] // 2
+        sizes.append((max(1, most // 4), most))
+
+    def fits(direction: Direction, slices: HeadSlices) -> bool:
+        tried = replace(box, max_memory_bytes=None, head_slices=slices)
+        programs = _plan(problem, num_ranks, tried, (direction,)).direction(direction).programs
+        return all(peak_buffer_bytes(program, problem) <= max_memory_bytes for program in programs)
+
+    chosen = {d: next((size for size in sizes if fits(d, size)), None) for d in directions}
+    if None in chosen.values():
+        return replace(box, head_slices=sizes[-1])
+    return replace(
+        box,
+        max_memory_bytes=None,
+        head_slices=chosen.get(Direction.FORWARD, heads),
+        backward_head_slices=chosen.get(Direction.BACKWARD),
+    )
 
 
 def box_on_group(mesh: TilePass, lowerings: Lowerings, order: Order) -> GroupPass:

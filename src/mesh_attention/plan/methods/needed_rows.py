@@ -37,7 +37,7 @@ from mesh_attention.plan.methods.parts.needed_side import (
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
-from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -65,15 +65,12 @@ def plan_needed_rows(
     head_group = HeadGroup(problem, *layouts, shards=planner.shards, kept=kept)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
-    travels = [side.travels for side in needed]
+    travels = any(side.travels for side in needed)
     # Both passes exchange the same rows.
-    rows_of = [
-        cache(partial(rows_of_rank, side, layout))
-        for side, layout in zip(needed, layouts, strict=True)
-    ]
+    rows_of = [cache(partial(rows_of_rank, *side)) for side in zip(needed, layouts, strict=True)]
     gathers: dict[object, AllToAll] = {}
     slices_of = {
-        direction: _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
+        direction: _slices(problem, ranks, box, direction, travels=travels)
         for direction in Direction
     }
     keeps_gathered = box.keep is Keep.GATHERED
@@ -83,20 +80,21 @@ def plan_needed_rows(
     def build(direction: Direction) -> Pass:
         slices = slices_of[direction]
         kinds = kinds_of_sides(direction, gather_out=setting.gather_out)
-        role = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
+        kept = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
+        role = kept if keeps_gathered else Role.WORKSPACE
         q, kv = (
             NeededSide(
                 head_group,
                 rows_of[i],
                 slices,
                 kinds[i],
-                travels=travels[i],
-                gathered_as=role if keeps_gathered else Role.WORKSPACE,
+                travels=needed[i].travels,
+                gathered_as=role,
             )
             for i in (0, 1)
         )
-        builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
-        return with_exchanges([builder.on_group()])
+        method = _NeededRows(head_group, q, kv, lowerings, slices, gathers)
+        return with_exchanges([method.on_group(direction, tile)])
 
     return planner.plan(map(build, directions))
 
@@ -109,85 +107,70 @@ def usual_layout(mask: Mask) -> LayoutKind:
 
 
 def _slices(
-    problem: Problem,
-    ranks: int,
-    setting: NeededRowsSetting,
-    direction: Direction,
-    *,
-    tile: Tile,
-    travels: bool,
+    problem: Problem, ranks: int, box: Box, direction: Direction, *, travels: bool
 ) -> tuple[int, ...]:
     """Sizes of the slices of heads: as asked for, or by size where there is a transfer to hide."""
-    slices, name = setting.head_slices, "head_slices"
-    if direction is Direction.BACKWARD and setting.backward_head_slices:
-        slices, name = setting.backward_head_slices, "backward_head_slices"
-    if slices is None and travels:
-        slices = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
-        if slices is not None and setting.one_call:
-            slices = (slices[1], slices[1])  # equal: kernels prepare a mask for each size
-    return sizes_for(problem, 1, slices, name)
+    backward = direction is Direction.BACKWARD and box.backward_head_slices
+    if box.head_slices or backward or not travels:
+        return cut_of(box, direction, problem).slices
+    slices = suggested_cut(problem, ranks, box.tile, 1)[1]
+    if slices is not None and box.one_call:
+        slices = (slices[1], slices[1])  # equal: kernels prepare a mask for each size
+    return sizes_for(problem, 1, slices)
 
 
-class NeededRowsBuilder:
+class _NeededRows:
     """The method on its one head group."""
 
     def __init__(
         self,
         head_group: HeadGroup,
-        direction: Direction,
         q: NeededSide,
         kv: NeededSide,
         lowerings: Lowerings,
         slices: tuple[int, ...],
-        tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
         """`gathers`: the gathers that the other pass has made so far."""
-        self.head_group = head_group
-        self.direction = direction
         self._q, self._kv = q, kv
-        self._gathers = q.travels or kv.travels
+        self._num_units = head_group.num_units
+        self._travels = q.travels or kv.travels
         # Queries that do not travel have their results where they belong.
         self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
         self._reduces = any(side.travels for side in self._reduced)
-        self._reduce_kind = "RS-Q" if direction is Direction.FORWARD else "RS-dKV"
-        self._lowerings = lowerings
-        self._slices = slices
-        self._tile = tile
+        self._head_group, self._lowerings, self._slices = head_group, lowerings, slices
         self._known_gathers = gathers
-        self.schedule = follow_each_other([self._of_slice(part) for part in range(len(slices))])
+        reduce_kind = kv.reduce_kind or q.reduce_kind
+        self._schedule = follow_each_other(
+            [self._of_slice(part, reduce_kind) for part in range(len(slices))]
+        )
 
-    def on_group(self) -> GroupPass:
-        ranks = tuple(range(self.head_group.num_units))
+    def on_group(self, direction: Direction, tile: Tile) -> GroupPass:
+        travels = "what is seen" if self._travels else "nothing"
+        setting = {"tile": str(tile), "travels": travels}
+        if len(self._slices) > 1:
+            setting["head_slices"] = "+".join(map(str, self._slices))
         return GroupPass(
-            self.head_group,
-            self.direction,
+            self._head_group,
+            direction,
             (*self._q.inputs, *self._kv.inputs),
-            {ALL_UNITS: ranks} if self._gathers else {},
-            self.schedule.steps,
-            self.setting,
-            self.unit,
-            hold=HOLD if self._gathers else 0,
+            {ALL_UNITS: tuple(range(self._num_units))} if self._travels else {},
+            self._schedule.steps,
+            setting,
+            self._unit,
+            hold=HOLD if self._travels else 0,
             keeps_gathered=self._q.keeps_gathered or self._kv.keeps_gathered,
         )
 
-    @property
-    def setting(self) -> dict[str, str]:
-        travels = "what is seen" if self._gathers else "nothing"
-        setting = {"tile": str(self._tile), "travels": travels}
-        if len(self._slices) > 1:
-            setting["head_slices"] = "+".join(map(str, self._slices))
-        return setting
-
-    def _of_slice(self, part: int) -> Schedule:
+    def _of_slice(self, part: int, reduce_kind: str) -> Schedule:
         fetches = any(side.travels and side.moved for side in (self._q, self._kv))
         steps = [Step(Task(GATHER_KV, (part,)), ())] if fetches else []
         steps.append(Step(None, (Task(COMPUTE, (part, part)),)))
         if self._reduced:
-            steps.append(Step(Task(self._reduce_kind, (part,)), ()))
+            steps.append(Step(Task(reduce_kind, (part,)), ()))
         return Schedule(tuple(steps))
 
-    def unit(self, unit: int) -> Unit:
+    def _unit(self, unit: int) -> Unit:
         q, kv = self._q.rows_of(unit), self._kv.rows_of(unit)
         calls: tuple[Call, ...] = ()
         if kv.rows:
@@ -195,7 +178,7 @@ class NeededRowsBuilder:
             calls = self._lowerings.calls(queries, keys)
         operations: list[Operation] = []
         later: list[Operation] = []  # merges follow the attention that hides their transfer
-        for task in self.schedule.order():
+        for task in self._schedule.order():
             part = task.index[0]
             if task.kind == GATHER_KV:
                 operations.append(self._gather(task, unit, part))
@@ -234,7 +217,7 @@ class NeededRowsBuilder:
         return [*casts, AllToAll(task, ALL_UNITS, sends, receives)]
 
     def _together(self, sides: list[ByMember]) -> tuple[tuple[Piece, ...], ...]:
-        pieces: list[tuple[Piece, ...]] = [()] * self.head_group.num_units
+        pieces: list[tuple[Piece, ...]] = [()] * self._num_units
         for side in sides:
             for member, more in side.items():
                 pieces[member] += more

@@ -139,7 +139,7 @@ class NeededSide:
         self.head_group = head_group
         self.rows_of = rows_of  # of a rank
         self.travels = travels  # whether some rank works on rows of another
-        self.inputs, self._together, self.rule, *_ = kinds
+        self.inputs, self._together, self.rule, self.reduce_kind, _ = kinds
         self.partials = tuple([kind for group in self._together for kind in group])
         self._roles = dict.fromkeys(GATHERED, gathered_as)
         self.keeps_gathered = travels and gathered_as is not Role.WORKSPACE
