@@ -202,26 +202,26 @@ class _NeededRows:
         key = (task, unit, self._slices, *inputs)  # both passes gather the same keys
         gather = self._known_gathers.get(key)
         if gather is None:
-            rows = [(side, side.rows_of(unit)) for side in sides]
-            sends = self._together([side.sent(own, part) for side, own in rows])
-            receives = self._together([side.gathered(own, part) for side, own in rows])
-            gather = self._known_gathers[key] = AllToAll(task, ALL_UNITS, sends, receives)
+            moved = [side.gather(side.rows_of(unit), part) for side in sides]
+            gather = self._known_gathers[key] = self._all_to_all(task, moved)
         return gather
 
     def _to_owners(self, task: Task, unit: int, part: int) -> list[Operation]:
         """Sends partial results of rows of others, and receives theirs of own rows."""
         rows = [(side, side.rows_of(unit)) for side in self._reduced]
         casts = [op for side, own in rows for op in side.to_wire(task, own, part)]
-        sends = self._together([side.partials_sent(own, part) for side, own in rows])
-        receives = self._together([side.partials_arriving(own, part) for side, own in rows])
-        return [*casts, AllToAll(task, ALL_UNITS, sends, receives)]
+        return [*casts, self._all_to_all(task, [side.reduce(own, part) for side, own in rows])]
 
-    def _together(self, sides: list[ByMember]) -> tuple[tuple[Piece, ...], ...]:
-        pieces: list[tuple[Piece, ...]] = [()] * self._num_units
-        for side in sides:
-            for member, more in side.items():
-                pieces[member] += more
-        return tuple(pieces)
+    def _all_to_all(self, task: Task, sides: list[tuple[ByMember, ByMember]]) -> AllToAll:
+        """What the sides send and receive, together."""
+        moved: list[tuple[tuple[Piece, ...], ...]] = []
+        for by_member in zip(*sides, strict=True):
+            pieces: list[tuple[Piece, ...]] = [()] * self._num_units
+            for side in by_member:
+                for member, more in side.items():
+                    pieces[member] += more
+            moved.append(tuple(pieces))
+        return AllToAll(task, ALL_UNITS, *moved)
 
     def _attend(
         self, task: Task, q: RankRows, kv: RankRows, part: int, calls: tuple[Call, ...]

@@ -9,8 +9,7 @@ orders that these are made of.
 
 from __future__ import annotations
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
@@ -19,10 +18,7 @@ from mesh_attention.plan.language.program import (
     Operation,
     Task,
 )
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.reduce import ReduceBy
-from mesh_attention.plan.methods.parts.tile_side import TileSide, kinds_of_sides
+from mesh_attention.plan.methods.parts.tile_side import TileSide, Tiling
 
 COMPUTE = "C"  # the kind of task of an attention
 Queries = dict[Kind, Piece]  # the query side of a task, by what is gathered of it
@@ -47,50 +43,18 @@ def attention(
 
 
 class TilePass:
-    def __init__(
-        self,
-        head_group: HeadGroup,
-        direction: Direction,
-        tile: Tile,
-        cut: PassCut,
-        reduce_by: ReduceBy,
-        *,
-        gather_out: bool,
-        per_node: tuple[int, int],
-        rotates: tuple[bool, bool] = (False, False),
-        keeps_gathered: bool = False,
-    ) -> None:
-        """Of a Q group and of a KV group: `per_node`, members that follow each other in a node, and
-        `rotates`, whether blocks go round in it and are not gathered. `keeps_gathered`: what is
-        gathered stays for the backward pass."""
-        self.head_group = head_group
-        self.direction = direction
-        self.problem = head_group.problem
-        self.tile = tile
-        self.slices = cut.slices  # of the heads: their sizes
-        kinds = kinds_of_sides(direction, gather_out=gather_out)
-        kept = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
-        self.q, self.kv = (
-            TileSide(
-                head_group,
-                tile,
-                kinds[keys],
-                cut,
-                reduce_by,
-                per_node[keys],
-                keys=keys,
-                rotates=rotates[keys],
-                gathered_as=kept if keeps_gathered and not rotates[keys] else Role.WORKSPACE,
-            )
-            for keys in (False, True)
-        )
+    def __init__(self, tiling: Tiling) -> None:
+        self.head_group, self.direction = tiling.head_group, tiling.direction
+        self.problem, self.tile = self.head_group.problem, tiling.tile
+        self.slices = tiling.cut.slices  # of the heads: their sizes
+        self.q, self.kv = (TileSide(tiling, keys=keys) for keys in (False, True))
         # Of the tasks that gather and reduce, by their kind.
         self.side_of = {
             kind: side
             for side in (self.q, self.kv)
             for kind in (side.gather_kind, side.reduce_kind)
         }
-        self.keeps_gathered = keeps_gathered and not all(rotates)
+        self.keeps_gathered = self.q.keeps_gathered or self.kv.keeps_gathered
         self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
 

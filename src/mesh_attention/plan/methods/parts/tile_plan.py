@@ -28,6 +28,7 @@ from mesh_attention.plan.methods.parts.setting import (
     TileSetting,
 )
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
 from mesh_attention.plan.problem.problem import Problem
 
@@ -209,35 +210,34 @@ class TilePlanner:
     ) -> OnDemand[TilePass]:
         """One pass on each head group. `keep`: another than asked for; `rotates`: whether queries,
         and keys, go round and are not gathered."""
-        box, nodes = self._box, self.nodes
+        problem, box, nodes = self._problem, self._box, self.nodes
         tile = self.tile if direction is Direction.FORWARD else self.backward_tile
-        by = _reduce_by(self._problem, box, tile, nodes)
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
-        degree, out = box.ulysses, box.gather_out
         # Rows that change their layout on the way are exchanged at once.
         whole = cut.chunks == (1, 1) and len(cut.slices) == 1
-        exchanged = None if degree == 1 or self.shards is not None or whole else cut
+        at_once = box.ulysses == 1 or self.shards is not None or whole
         keep = keep or box.keep
-        kept = kept_kinds(keep, self._problem, degree)
+        kept = kept_kinds(keep, problem, box.ulysses)
+        group = HeadGroup(
+            problem, *self.layouts, box.ulysses, 0, self.shards, None if at_once else cut, kept
+        )
+        tiling = Tiling(
+            group,
+            direction,
+            tile,
+            cut,
+            _reduce_by(problem, box, tile, nodes),
+            box.gather_out,
+            per_node,
+            rotates,
+            keeps_gathered=keep is Keep.GATHERED,
+        )
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(
-                self._problem, *self.layouts, degree, index, self.shards, exchanged, kept
-            )
-            return TilePass(
-                group,
-                direction,
-                tile,
-                cut,
-                by,
-                gather_out=out,
-                per_node=per_node,
-                rotates=rotates,
-                keeps_gathered=keep is Keep.GATHERED,
-            )
+            return TilePass(replace(tiling, head_group=replace(group, index=index)))
 
-        return OnDemand(degree, on_group)
+        return OnDemand(box.ulysses, on_group)
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(

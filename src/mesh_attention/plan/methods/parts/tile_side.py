@@ -12,6 +12,7 @@ arrive, `.all` the global LSE.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -64,50 +65,56 @@ def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds
     return q, SideKinds(keys, gradients, MergeRule.SUM, "RS-dKV", True)
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """A pass of a tile on one head group, as both of its sides read it. Pairs are of queries and of
+    keys."""
+
+    head_group: HeadGroup
+    direction: Direction
+    tile: Tile
+    cut: PassCut
+    reduce_by: ReduceBy  # how partials are to be reduced
+    gather_out: bool
+    per_node: tuple[int, int]  # units of a line that follow each other in a node
+    rotates: tuple[bool, bool]  # blocks go round, and are not gathered
+    keeps_gathered: bool  # what is gathered stays for the backward pass
+
+
 class TileSide:
-    def __init__(
-        self,
-        head_group: HeadGroup,
-        tile: Tile,
-        kinds: SideKinds,
-        cut: PassCut,
-        wanted: ReduceBy,
-        per_node: int,
-        *,
-        keys: bool,
-        rotates: bool,
-        gathered_as: Role,
-    ) -> None:
-        """`wanted`: how partials are to be reduced; `per_node`: units of a line that follow each
-        other in a node; `rotates`: blocks go round, and are not gathered; `gathered_as`: the role
-        of queries, keys and values that are gathered."""
-        self.head_group, self.rotates = head_group, rotates
+    def __init__(self, tiling: Tiling, *, keys: bool) -> None:
+        head_group, tile, cut = tiling.head_group, tiling.tile, tiling.cut
+        kinds = kinds_of_sides(tiling.direction, gather_out=tiling.gather_out)[keys]
+        self.head_group, self.rotates = head_group, tiling.rotates[keys]
         self.inputs, self.together, self.merge_rule, self.reduce_kind, backward = kinds
         self.partials = tuple([kind for group in self.together for kind in group])
         self.gather_kind = GATHER_KV if keys else GATHER_Q
         self.own = head_group.sides[keys]
         self._name = "KV" if keys else "Q"  # with the number of a line it names a group
         self.size = tile.b if keys else tile.a  # units of a line
-        self._roles = dict.fromkeys(GATHERED, gathered_as) if self.size > 1 else {}
+        kept = Role.RECALLED if backward else Role.KEPT
+        self.keeps_gathered = tiling.keeps_gathered and not self.rotates
+        role = kept if self.keeps_gathered else Role.WORKSPACE
+        self._roles = dict.fromkeys(GATHERED, role) if self.size > 1 else {}
         # What the units of a line gather, and of it what is exchanged before.
         self.gathered = tuple([x for x in self.inputs if self._roles.get(x) is not Role.RECALLED])
-        kept = head_group.kept if backward and head_group.is_exchanged else ()
-        self.exchanged = tuple([kind for kind in self.gathered if kind not in kept])
+        held = head_group.kept if backward and head_group.is_exchanged else ()
+        self.exchanged = tuple([kind for kind in self.gathered if kind not in held])
         self.line = tile.column if keys else tile.row  # of a unit
         self.members = tile.kv_group if keys else tile.q_group  # of a line
         self._partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
         # The units that use a partition, where they are not those of its owner's line.
         self._users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
-        self.per_node = per_node
+        self._per_node = per_node = tiling.per_node[keys]
         self.chunks = head_group.chunks(self.inputs[0], cut.chunks[keys], cut.slices)
         self.chunks_of_slice = len(self.chunks) // len(cut.slices)
         # Whether chunks come one after the other: from the units of a line, or to this unit.
         by_exchange = head_group.cut is not None and self.exchanged
         self.is_fetched = bool((self.size > 1 and self.gathered) or by_exchange)
-        self.reduce_by = wanted
+        self.reduce_by = tiling.reduce_by
         if self.size == 1:
             self.reduce_by = ReduceBy.LOCAL
-        elif self._users or (wanted is ReduceBy.NODES and per_node in (1, self.size)):
+        elif self._users or (tiling.reduce_by is ReduceBy.NODES and per_node in (1, self.size)):
             # Nodes that hold all of a line, or one unit of it each, leave nothing to combine first.
             self.reduce_by = ReduceBy.EXCHANGE
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
@@ -118,7 +125,7 @@ class TileSide:
     @property
     def in_node(self) -> int | None:
         """Units of a line that follow each other in a node, where there are several."""
-        return self.per_node if self.per_node > 1 else None
+        return self._per_node if self._per_node > 1 else None
 
     def groups(self, lines: int) -> dict[str, tuple[int, ...]]:
         """Groups of units, by names that all head groups have alike."""
@@ -224,7 +231,7 @@ class TileSide:
         if self._users is None:
             everybody, member = range(self.size), self.members(line).index(unit)
             names = (self.reduce_by, self.group(line), self.size, chunk)
-            return Reduction(*names, everybody, everybody, member, self.per_node)
+            return Reduction(*names, everybody, everybody, member, self._per_node)
         names = (self.reduce_by, group.group_name(ALL_UNITS), group.num_units, chunk)
         return Reduction(*names, self._partitions(line), self._users(unit))
 
