@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from mesh_attention.plan.language.program import AllToAll, Attend, Merge, MergeR
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, head_shares, ulysses_degrees
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from support.cases import Case
 from support.gloo_check import check as check_by_gloo
@@ -155,9 +155,9 @@ def test_a_new_mask_makes_no_new_exchange_and_only_the_own_head_group(
     made: list[int] = []
     begin = TilePass.__init__
 
-    def counting(self: TilePass, head_group: HeadGroup, *args: Any, **options: Any) -> None:
-        made.append(head_group.index)
-        begin(self, head_group, *args, **options)
+    def counting(self: TilePass, tiling: Tiling) -> None:
+        made.append(tiling.head_group.index)
+        begin(self, tiling)
 
     monkeypatch.setattr(TilePass, "__init__", counting)
     exchanges = []

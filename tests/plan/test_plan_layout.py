@@ -12,7 +12,7 @@ from dense_oracle import dense_mask, padded_to, positions_of
 from plan_cases import random_layouts, random_sizes
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.parts.chunks import chunks_between
+from mesh_attention.plan.methods.parts.chunks import chunk_slots, chunks_between
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.runs import Run, clip_run, join_runs, visible_pairs
 from mesh_attention.plan.problem.spans import joined
@@ -138,17 +138,17 @@ def test_slot_runs_are_those_slots_of_all_ranks() -> None:
 def test_chunks_divide_the_slots_and_never_outnumber_them() -> None:
     for layout in CASES:
         for count in (1, 2, 3, 4, 16):
-            chunks = chunks_between(layout.halves, count)
+            chunks = chunks_between(layout.halves, chunk_slots(layout.halves, count))
             assert len(chunks) == min(count, layout.slots)
             assert [s for c in chunks for s in range(c.start, c.stop)] == list(range(layout.slots))
             assert max(c.size for c in chunks) - min(c.size for c in chunks) <= 1
 
 
 def test_the_cuts_of_a_chunk_keep_the_halves_of_a_zigzag_apart() -> None:
-    layout = Layout(LayoutKind.ZIGZAG, 24, 2)  # 12 slots: low 0..5, high 6..11
-    assert [c.cuts for c in chunks_between(layout.halves, 1)] == [(0, 6, 12)]
-    assert [c.cuts for c in chunks_between(layout.halves, 2)] == [(0, 6), (0, 6)]
-    assert [c.cuts for c in chunks_between(layout.halves, 3)] == [(0, 4), (0, 2, 4), (0, 4)]
+    halves = Layout(LayoutKind.ZIGZAG, 24, 2).halves  # 12 slots: low 0..5, high 6..11
+    cuts = {1: [(0, 6, 12)], 2: [(0, 6), (0, 6)], 3: [(0, 4), (0, 2, 4), (0, 4)]}
+    for count, expected in cuts.items():
+        assert [c.cuts for c in chunks_between(halves, chunk_slots(halves, count))] == expected
 
 
 def test_intervals_that_touch_are_joined_and_empty_ones_left_out() -> None:
@@ -274,7 +274,7 @@ def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ
         q, k = (
             one.slot_runs(chunk.start, chunk.stop)
             for one in layouts
-            for chunk in [rng.choice(chunks_between(one.halves, 3))]
+            for chunk in [rng.choice(chunks_between(one.halves, chunk_slots(one.halves, 3)))]
         )
         counted = visible_pairs(q, k, mask.rows(q_tokens, kv_tokens)).sum()
         assert counted == pairs[np.ix_(positions_of(q), positions_of(k))].sum(), (mask, layouts)

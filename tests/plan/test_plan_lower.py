@@ -14,7 +14,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind
 from mesh_attention.plan.methods.parts import lower as lower_module
 from mesh_attention.plan.methods.parts.blocks import RowList, rectangles
-from mesh_attention.plan.methods.parts.chunks import chunks_between, whole_rows
+from mesh_attention.plan.methods.parts.chunks import chunk_slots, chunks_between, whole_rows
 from mesh_attention.plan.methods.parts.lower import MAX_CALLS, MAX_PAIRS, Queries, lower
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -25,7 +25,7 @@ from support.random_masks import random_mask
 
 def random_task_side(rng: Random, layout: Layout) -> Spans:
     """A chunk of some ranks, in any order."""
-    chunk = rng.choice(chunks_between(layout.halves, rng.randint(1, 3)))
+    chunk = rng.choice(chunks_between(layout.halves, chunk_slots(layout.halves, rng.randint(1, 3))))
     ranks = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
     members = sorted(ranks) if rng.random() < 0.7 else ranks
     return whole_rows([((r * layout.slots, (r + 1) * layout.slots),) for r in members], chunk)

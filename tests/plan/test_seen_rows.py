@@ -121,7 +121,7 @@ def test_the_rows_of_a_share_fit_together(seed: int) -> None:
                 for slot, position in enumerate(own[start:stop].tolist(), start):
                     for partial in summands:
                         buffer = stack if partial.arrives else positions
-                        assert buffer[partial.row + slot - partial.start] == position
+                        assert buffer[slot + partial.shift] == position
                         merged[position] += 1
             whole = share.local and bool(share.rows)
             for position in own.tolist():

@@ -63,8 +63,23 @@ def _init_of(cls: Any) -> Any:
     return made
 
 
+class Precision(StrEnum):
+    ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
+    ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
+
+    __hash__ = str.__hash__  # that of an Enum is a function of Python, and plans hash many
+
+    def num_bytes(self, problem: Problem) -> int:
+        element = self is Precision.ELEMENT
+        return problem.element_bytes if element else problem.accumulate_bytes
+
+
 class Kind(StrEnum):
-    """What a buffer holds. Partial outputs and gradients have the kind of what they become."""
+    """What a buffer holds. Partial outputs and gradients have the kind of what they become.
+
+    is_statistic   one number a row and head, kept apart when volumes are given in units
+    precision      in which callers hold it and in which it travels
+    """
 
     Q = "q"
     K = "k"
@@ -77,21 +92,16 @@ class Kind(StrEnum):
     GRAD_K = "grad_k"
     GRAD_V = "grad_v"
 
-    __hash__ = str.__hash__  # that of an Enum is a function of Python, and plans hash many
+    is_key_side: bool
+    is_statistic: bool
+    precision: Precision
 
-    @property
-    def is_key_side(self) -> bool:
-        return self in _KEY_SIDE
+    def __init__(self, name: str) -> None:
+        self.is_key_side = name in ("k", "v", "grad_k", "grad_v")
+        self.is_statistic = name in ("lse", "delta")
+        self.precision = Precision.ACCUMULATE if self.is_statistic else Precision.ELEMENT
 
-    @property
-    def is_statistic(self) -> bool:
-        """One number a row and head, kept apart when volumes are given in units."""
-        return self in _STATISTICS
-
-    @property
-    def precision(self) -> Precision:
-        """The precision in which callers hold it and in which it travels."""
-        return Precision.ACCUMULATE if self.is_statistic else Precision.ELEMENT
+    __hash__ = str.__hash__
 
     def width(self, problem: Problem) -> int:
         """Elements of one row and head."""
@@ -100,21 +110,8 @@ class Kind(StrEnum):
         return problem.v_dim if self in _VALUE_WIDE else problem.head_dim
 
 
-# Tuples: looking through four members takes less time than computing a hash.
-_STATISTICS = (Kind.LSE, Kind.DELTA)
-_KEY_SIDE = (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
+# A tuple: looking through four members takes less time than computing a hash.
 _VALUE_WIDE = (Kind.V, Kind.OUT, Kind.GRAD_OUT, Kind.GRAD_V)
-
-
-class Precision(StrEnum):
-    ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
-    ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
-
-    __hash__ = str.__hash__
-
-    def num_bytes(self, problem: Problem) -> int:
-        element = self is Precision.ELEMENT
-        return problem.element_bytes if element else problem.accumulate_bytes
 
 
 class Role(StrEnum):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.box import Box, Directions, Side
+from mesh_attention.plan.methods.box import Directions, plan_box
 from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, squarest
 from mesh_attention.plan.methods.parts.head_group import chosen_degree, ulysses_degrees
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
@@ -24,7 +24,7 @@ from mesh_attention.plan.methods.parts.setting import (
     TileSetting,
     option,
 )
-from mesh_attention.plan.methods.plan_box import plan_box
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side
 from mesh_attention.plan.problem.problem import Problem
 
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
@@ -49,8 +49,8 @@ def plan_mesh(
     problem: Problem, ranks: int, setting: MeshSetting | None = None, directions: Directions = BOTH
 ) -> Plan:
     setting = setting or MeshSetting()
-    tile = setting.tile or best_tile(ranks, problem)
-    return plan_box(problem, ranks, Box.of("mesh", setting, tile=tile), directions)
+    box = Box.of("mesh", setting, tile=setting.tile or best_tile(ranks, problem))
+    return plan_box(problem, ranks, box, directions)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ with gradients. Owners combine what arrives in wide precision. `table.py` lists 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 from mesh_attention.errors import PlanError
@@ -22,8 +22,8 @@ from mesh_attention.plan.language.buffers import Piece, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
-from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
-from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
+from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
@@ -36,9 +36,9 @@ from mesh_attention.plan.methods.parts.needed_side import (
     rows_of_rank,
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, attention
-from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
-from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, kinds_of_sides
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of
+from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -55,50 +55,46 @@ class NeededRowsSetting(ShapeSetting, SliceSetting):
 def plan_needed_rows(
     problem: Problem, ranks: int, setting: NeededRowsSetting, directions: tuple[Direction, ...]
 ) -> Plan:
-    shared = SharedOptions.of("seen", setting)
-    if shared.layout is None:
-        shared = replace(shared, layout=usual_layout(problem.mask))
-    tile = tile_for(setting.tile or (1, ranks), ranks)
-    planner = TilePlanner(problem, ranks, shared, tile)
-    layouts = planner.layouts
+    layout = setting.layout or usual_layout(problem.mask)
+    box = Box.of("seen", setting, tile=setting.tile or (1, ranks), layout=layout)
+    planner = TilePlanner(problem, ranks, box)
+    tile, layouts = planner.tile, planner.layouts
     what = f"layout={layouts[1].kind}: the keys lie in"
     check_ranges(layouts[1], what, "zigzag or contiguous")
-    kept = kept_kinds(shared.keep, problem, 1)
+    kept = kept_kinds(box.keep, problem, 1)
     head_group = HeadGroup(problem, *layouts, shards=planner.shards, kept=kept)
     lowerings = Lowerings(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
-    travels = [side.travels for side in needed]
+    travels = any(side.travels for side in needed)
     # Both passes exchange the same rows.
-    rows_of = [
-        cache(partial(rows_of_rank, side, layout))
-        for side, layout in zip(needed, layouts, strict=True)
-    ]
+    rows_of = [cache(partial(rows_of_rank, *side)) for side in zip(needed, layouts, strict=True)]
     gathers: dict[object, AllToAll] = {}
     slices_of = {
-        direction: _slices(problem, ranks, setting, direction, tile=tile, travels=any(travels))
+        direction: _slices(problem, ranks, box, direction, travels=travels)
         for direction in Direction
     }
-    keeps_gathered = shared.keep is Keep.GATHERED
+    keeps_gathered = box.keep is Keep.GATHERED
     if keeps_gathered and len({*slices_of.values()}) > 1:
         raise PlanError("keep=gathered needs equal slices; leave 'backward_head_slices' out")
 
     def build(direction: Direction) -> Pass:
         slices = slices_of[direction]
         kinds = kinds_of_sides(direction, gather_out=setting.gather_out)
-        role = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
+        kept = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
+        role = kept if keeps_gathered else Role.WORKSPACE
         q, kv = (
             NeededSide(
                 head_group,
                 rows_of[i],
                 slices,
                 kinds[i],
-                travels=travels[i],
-                gathered_as=role if keeps_gathered else Role.WORKSPACE,
+                travels=needed[i].travels,
+                gathered_as=role,
             )
             for i in (0, 1)
         )
-        builder = NeededRowsBuilder(head_group, direction, q, kv, lowerings, slices, tile, gathers)
-        return with_exchanges([builder])
+        method = _NeededRows(head_group, q, kv, lowerings, slices, gathers)
+        return with_exchanges([method.on_group(direction, tile)])
 
     return planner.plan(map(build, directions))
 
@@ -111,77 +107,70 @@ def usual_layout(mask: Mask) -> LayoutKind:
 
 
 def _slices(
-    problem: Problem,
-    ranks: int,
-    setting: NeededRowsSetting,
-    direction: Direction,
-    *,
-    tile: Tile,
-    travels: bool,
+    problem: Problem, ranks: int, box: Box, direction: Direction, *, travels: bool
 ) -> tuple[int, ...]:
     """Sizes of the slices of heads: as asked for, or by size where there is a transfer to hide."""
-    slices, name = setting.head_slices, "head_slices"
-    if direction is Direction.BACKWARD and setting.backward_head_slices:
-        slices, name = setting.backward_head_slices, "backward_head_slices"
-    if slices is None and travels:
-        slices = suggested_cut(problem, ranks, (tile.a, tile.b), 1)[1]
-        if slices is not None and setting.one_call:
-            slices = (slices[1], slices[1])  # equal: kernels prepare a mask for each size
-    return sizes_for(problem, 1, slices, name)
+    backward = direction is Direction.BACKWARD and box.backward_head_slices
+    if box.head_slices or backward or not travels:
+        return cut_of(box, direction, problem).slices
+    slices = suggested_cut(problem, ranks, box.tile, 1)[1]
+    if slices is not None and box.one_call:
+        slices = (slices[1], slices[1])  # equal: kernels prepare a mask for each size
+    return sizes_for(problem, 1, slices)
 
 
-class NeededRowsBuilder:
-    """The method on its one head group: a `UnitBuilder`."""
+class _NeededRows:
+    """The method on its one head group."""
 
     def __init__(
         self,
         head_group: HeadGroup,
-        direction: Direction,
         q: NeededSide,
         kv: NeededSide,
         lowerings: Lowerings,
         slices: tuple[int, ...],
-        tile: Tile,
         gathers: dict[object, AllToAll],
     ) -> None:
         """`gathers`: the gathers that the other pass has made so far."""
-        self.head_group = head_group
-        self.direction = direction
         self._q, self._kv = q, kv
-        self.needs = (*q.inputs, *kv.inputs)
-        self._gathers = q.travels or kv.travels
-        self.keeps_gathered = q.keeps_gathered or kv.keeps_gathered
+        self._num_units = head_group.num_units
+        self._travels = q.travels or kv.travels
         # Queries that do not travel have their results where they belong.
         self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
         self._reduces = any(side.travels for side in self._reduced)
-        self._reduce_kind = "RS-Q" if direction is Direction.FORWARD else "RS-dKV"
-        self.hold = HOLD if self._gathers else 0
-        self._lowerings = lowerings
-        self._slices = slices
-        self._tile = tile
+        self._head_group, self._lowerings, self._slices = head_group, lowerings, slices
         self._known_gathers = gathers
-        self.schedule = follow_each_other([self._of_slice(part) for part in range(len(slices))])
+        reduce_kind = kv.reduce_kind or q.reduce_kind
+        self._schedule = follow_each_other(
+            [self._of_slice(part, reduce_kind) for part in range(len(slices))]
+        )
 
-    @property
-    def setting(self) -> dict[str, str]:
-        travels = "what is seen" if self._gathers else "nothing"
-        setting = {"tile": str(self._tile), "travels": travels}
+    def on_group(self, direction: Direction, tile: Tile) -> GroupPass:
+        travels = "what is seen" if self._travels else "nothing"
+        setting = {"tile": str(tile), "travels": travels}
         if len(self._slices) > 1:
             setting["head_slices"] = "+".join(map(str, self._slices))
-        return setting
+        return GroupPass(
+            self._head_group,
+            direction,
+            (*self._q.inputs, *self._kv.inputs),
+            {ALL_UNITS: tuple(range(self._num_units))} if self._travels else {},
+            self._schedule.steps,
+            setting,
+            self._unit,
+            hold=HOLD if self._travels else 0,
+            keeps_gathered=self._q.keeps_gathered or self._kv.keeps_gathered,
+        )
 
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        return {ALL_UNITS: tuple(range(self.head_group.num_units))} if self._gathers else {}
-
-    def _of_slice(self, part: int) -> Schedule:
+    def _of_slice(self, part: int, reduce_kind: str) -> Schedule:
         fetches = any(side.travels and side.moved for side in (self._q, self._kv))
         steps = [Step(Task(GATHER_KV, (part,)), ())] if fetches else []
         steps.append(Step(None, (Task(COMPUTE, (part, part)),)))
         if self._reduced:
-            steps.append(Step(Task(self._reduce_kind, (part,)), ()))
+            steps.append(Step(Task(reduce_kind, (part,)), ()))
         return Schedule(tuple(steps))
 
-    def unit(self, unit: int) -> Unit:
+    def _unit(self, unit: int) -> Unit:
         q, kv = self._q.rows_of(unit), self._kv.rows_of(unit)
         calls: tuple[Call, ...] = ()
         if kv.rows:
@@ -189,7 +178,7 @@ class NeededRowsBuilder:
             calls = self._lowerings.calls(queries, keys)
         operations: list[Operation] = []
         later: list[Operation] = []  # merges follow the attention that hides their transfer
-        for task in self.schedule.order():
+        for task in self._schedule.order():
             part = task.index[0]
             if task.kind == GATHER_KV:
                 operations.append(self._gather(task, unit, part))
@@ -213,26 +202,26 @@ class NeededRowsBuilder:
         key = (task, unit, self._slices, *inputs)  # both passes gather the same keys
         gather = self._known_gathers.get(key)
         if gather is None:
-            rows = [(side, side.rows_of(unit)) for side in sides]
-            sends = self._together([side.sent(own, part) for side, own in rows])
-            receives = self._together([side.gathered(own, part) for side, own in rows])
-            gather = self._known_gathers[key] = AllToAll(task, ALL_UNITS, sends, receives)
+            moved = [side.gather(side.rows_of(unit), part) for side in sides]
+            gather = self._known_gathers[key] = self._all_to_all(task, moved)
         return gather
 
     def _to_owners(self, task: Task, unit: int, part: int) -> list[Operation]:
         """Sends partial results of rows of others, and receives theirs of own rows."""
         rows = [(side, side.rows_of(unit)) for side in self._reduced]
         casts = [op for side, own in rows for op in side.to_wire(task, own, part)]
-        sends = self._together([side.partials_sent(own, part) for side, own in rows])
-        receives = self._together([side.partials_arriving(own, part) for side, own in rows])
-        return [*casts, AllToAll(task, ALL_UNITS, sends, receives)]
+        return [*casts, self._all_to_all(task, [side.reduce(own, part) for side, own in rows])]
 
-    def _together(self, sides: list[ByMember]) -> tuple[tuple[Piece, ...], ...]:
-        pieces: list[tuple[Piece, ...]] = [()] * self.head_group.num_units
-        for side in sides:
-            for member, more in side.items():
-                pieces[member] += more
-        return tuple(pieces)
+    def _all_to_all(self, task: Task, sides: list[tuple[ByMember, ByMember]]) -> AllToAll:
+        """What the sides send and receive, together."""
+        moved: list[tuple[tuple[Piece, ...], ...]] = []
+        for by_member in zip(*sides, strict=True):
+            pieces: list[tuple[Piece, ...]] = [()] * self._num_units
+            for side in by_member:
+                for member, more in side.items():
+                    pieces[member] += more
+            moved.append(tuple(pieces))
+        return AllToAll(task, ALL_UNITS, *moved)
 
     def _attend(
         self, task: Task, q: RankRows, kv: RankRows, part: int, calls: tuple[Call, ...]

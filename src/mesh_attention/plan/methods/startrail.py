@@ -9,20 +9,26 @@ members j of the teams with equal u. algorithm.md, section 9; causal masks too. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllGather, Operation, SendRecv, Task
-from mesh_attention.plan.language.tasks import Schedule, Step
-from mesh_attention.plan.methods.parts.assemble import Unit, with_exchanges
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.key_ring import KeyRing
+from mesh_attention.plan.language.program import (
+    AllGather,
+    MergeRule,
+    Move,
+    Operation,
+    SendRecv,
+    Task,
+)
+from mesh_attention.plan.language.tasks import Step
+from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.reduce import Reduction, reduce_sum, stacks
+from mesh_attention.plan.methods.parts.reduce import Partial, Reduction
 from mesh_attention.plan.methods.parts.rotate import (
     GradientRoute,
     deliveries,
@@ -31,7 +37,7 @@ from mesh_attention.plan.methods.parts.rotate import (
 )
 from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
-from mesh_attention.plan.methods.parts.tile_plan import SharedOptions, TilePlanner
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
 from mesh_attention.plan.problem.problem import Problem
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
@@ -94,11 +100,23 @@ class _Star:
         u, w, j = self.place(unit)
         return self.team(u - j, w - self.shift)
 
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        size, teams = self.size, self.size * self.width
+        members = range(size * teams)
+        groups = {
+            f"Q{team}": tuple(members[team * size :][:size]) for team in range(teams) if size > 1
+        }
+        for j in range(size):
+            if teams > 1:
+                groups[f"P{j}"] = tuple(members[j::size])
+            for u in range(size) if self.width > 1 else ():
+                first = self.team(u, 0)
+                groups[f"S{u}.{j}"] = tuple(members[j::size][first : first + self.width])
+        return groups
 
-class StarTrailBuilder:
-    """StarTrail on one head group: a `UnitBuilder`. The Q side is that of a tile with C rows."""
 
-    hold = 0  # rotating blocks have two buffers, and are freed when their attention is done
+class _StarTrail:
+    """StarTrail on one head group. The Q side is that of a tile with C rows."""
 
     def __init__(
         self,
@@ -108,146 +126,96 @@ class StarTrailBuilder:
         gradients: GradientRoute,
         nodes: tuple[int, ...],
     ) -> None:
-        self.head_group, self.direction, self.needs = mesh.head_group, mesh.direction, mesh.needs
-        self.keeps_gathered = False
-        self.mesh, self.lowerings, self.star, self.gradients = mesh, lowerings, star, gradients
+        self.mesh, self.lowerings, self.star = mesh, lowerings, star
+        self.backward = mesh.direction is Direction.BACKWARD
         # The rows of the KV block of a team.
         self._block = cache(lambda team: mesh.kv.rows_of(mesh.tile.q_group(team), 0))
-        self._shared: dict[object, list[Operation]] = {}
-        self._per_node: int | None = None
-        rings = [members for name, members in self.groups().items() if name[0] == "S"]
-        if gradients is GradientRoute.DIRECT and rings:
-            self._per_node = members_per_node(rings, nodes)
+        self._groups = star.groups()
+        rings = [members for name, members in self._groups.items() if name[0] == "S"]
+        direct = gradients is GradientRoute.DIRECT and rings
+        self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else None)
 
-    @property
-    def setting(self) -> dict[str, str]:
-        star = self.star
+    def on_group(self) -> GroupPass:
+        mesh, star = self.mesh, self.star
         setting = {"team": str(star.size), "sub_ring": str(star.width)}
-        return setting | {"q_reduce": self.mesh.q.reduce_by.value}
+        setting["q_reduce"] = mesh.q.reduce_by.value
+        groups = (mesh.head_group, mesh.direction, mesh.needs, self._groups)
+        return GroupPass(*groups, self._steps(), setting, self._unit)
 
-    @property
-    def schedule(self) -> Schedule:
-        width, backward = self.star.width, self.direction is Direction.BACKWARD
+    def _steps(self) -> tuple[Step, ...]:
+        width = self.star.width
         steps = [Step(Task(kind, (0,)), ()) for kind in ("AG-Q", "AG-KV", "P")]
-        for step, sent in enumerate(deliveries(ring(0, width), self._per_node)):
+        sent_after = deliveries(ring(0, width), per_node=self._route.per_node)
+        for step, sent in enumerate(sent_after):
             following = Task("KV", (step + 1,)) if step + 1 < width else None
             steps.append(Step(following, (Task("C", (0, step)),)))
-            steps += [Step(Task("dKV", (delivery.step,)), ()) for delivery in sent if backward]
-        after = (self.mesh.q_reduce_kind, "PB", "RS-dKV")
-        return Schedule((*steps, *(Step(Task(kind, (0,)), ()) for kind in after)))
+            steps += [Step(Task("dKV", (x.step,)), ()) for x in sent if self.backward]
+        after = (self.mesh.q.reduce_kind, "PB", "RS-dKV")
+        return (*steps, *(Step(Task(kind, (0,)), ()) for kind in after))
 
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        star, teams = self.star, self.star.size * self.star.width
-        groups = {f"Q{t}": self.mesh.tile.q_group(t) for t in range(teams)} if star.size > 1 else {}
-        for j in range(star.size):
-            members = tuple(t * star.size + j for t in range(teams))
-            if teams > 1:
-                groups[f"P{j}"] = members
-            if star.width > 1:
-                for u in range(star.size):
-                    first = star.team(u, 0)
-                    groups[f"S{u}.{j}"] = members[first : first + star.width]
-        return groups
+    def _unit(self, unit: int) -> Unit:
+        mesh, star, group = self.mesh, self.star, self.mesh.head_group
+        size, chunk, (u, w, j) = star.size, mesh.kv.chunks[0], star.place(unit)
+        team, taker, giver = unit // size, star.taker(unit), star.first_team(unit)
+        places = giver != team  # this member gets its first block from another
 
-    def _places(self, unit: int) -> bool:
-        """Whether this member gets its first block from another."""
-        return self.star.first_team(unit) != unit // self.star.size
+        def pair(names: tuple[str, str]) -> Pair:
+            rows = size * group.side(Kind.K).size
+            return Piece(names[0], 0, rows), Piece(names[1], 0, rows)
 
-    def _ring(self, unit: int) -> KeyRing:
-        star = self.star
-        u, w, j = star.place(unit)
-        places = self._places(unit)
-        end = "block" if places else "team"
+        local = group.local(Kind.K), group.local(Kind.V)
+        near, first = (
+            pair(local if size == 1 else ("k.team", "v.team")),
+            pair(("k.first", "v.first")),
+        )
+        near_sums, first_sums = (pair((f"grad_k.{x}", f"grad_v.{x}")) for x in ("team", "block"))
         rotation = ring(w, star.width)
-        return KeyRing(
-            self.mesh,
+        keys = KeyRing(
+            mesh,
             self.lowerings,
-            unit // star.size,
+            self._route,
+            team,
             f"S{u}.{j}",
             rotation,
             [self._block(star.team(u + j, member + star.shift)) for member in rotation.blocks],
-            own=self._pieces(("k.first", "v.first") if places else self._team_names()),
-            results=self._pieces((f"grad_k.{end}", f"grad_v.{end}")),
-            gradients=self.gradients,
-            shared=self._shared,
-            per_node=self._per_node,
+            own=first if places else near,
+            results=first_sums if places else near_sums,
         )
+        reduction = replace(mesh.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
+        operations: list[Operation] = []
+        if size > 1:
+            wholes = zip(local, near, strict=True)
+            moves = tuple(Move(chunk.local(name), whole, chunk.cuts) for name, whole in wholes)
+            gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
+            operations += [*mesh.q.gather(unit, 0), gather_kv]
+        if places:
+            operations.append(SendRecv(Task("P", (0,)), f"P{j}", taker, near, giver, first))
+        operations += [*keys.operations(), *mesh.q.reduce(unit, 0)]
+        if self.backward:  # the placement backwards, then the sum over the team's members
+            if places:
+                back = (giver, first_sums, taker, near_sums)
+                operations.append(SendRecv(Task("PB", (0,)), f"P{j}", *back))
+            names = [(f"{grad}.team", group.local(grad)) for _, grad in _SIDES]
+            sums = [(Partial(total, total, result),) for total, result in names]
+            operations += reduction.operations(Task("RS-dKV", (0,)), MergeRule.SUM, sums)
+        made = mesh.q.buffers(team) | mesh.q.stack_buffers(unit) | keys.buffers
+        return Unit(operations, made | self._buffers(unit, reduction))
 
-    def _team_names(self) -> tuple[str, str]:
-        if self.star.size == 1:
-            return self.head_group.local(Kind.K), self.head_group.local(Kind.V)
-        return "k.team", "v.team"
-
-    def unit(self, unit: int) -> Unit:
-        keys = self._ring(unit)
-        return Unit(self._operations(unit, keys), self._buffers(unit, keys))
-
-    def _buffers(self, unit: int, keys: KeyRing) -> dict[str, Buffer]:
-        mesh, star = self.mesh, self.star
+    def _buffers(self, unit: int, reduction: Reduction) -> dict[str, Buffer]:
+        """Blocks of keys, and of their gradients."""
+        group, star = self.mesh.head_group, self.star
         team = unit // star.size
-        made = {**mesh.q.buffers(team), **mesh.stack_buffers(unit), **keys.buffers}
-        owners = [self.head_group.rows(Kind.K, member) for member in mesh.tile.q_group(team)]
-        own = self.head_group.rows(Kind.K, unit)
+        near, first = self._block(team), self._block(star.first_team(unit))
+        owned = [group.side(Kind.K).rows(member) for member in self.mesh.tile.q_group(team)]
+        made: dict[str, Buffer] = {}
         for kind, grad in _SIDES:
-            heads = self.head_group.heads(kind)
-            near, first = self._block(team), self._block(star.first_team(unit))
             blocks = {f"{kind}.team": near, f"{kind}.first": first}
             results = {f"{grad}.block": first, f"{grad}.team": near}
-            results |= stacks(self._reduction(unit), f"{grad}.team", owners, own)
+            results |= reduction.stacks(f"{grad}.team", owned, group.side(Kind.K).rows(unit))
             for tensor, named in ((kind, blocks), (grad, results)):
+                heads = group.side(tensor).heads
                 made |= {name: Buffer(name, tensor, rows, heads) for name, rows in named.items()}
         return made
-
-    def _operations(self, unit: int, keys: KeyRing) -> list[Operation]:
-        mesh, team = self.mesh, unit // self.star.size
-        operations: list[Operation] = []
-        if self.star.size > 1:
-            k, v = self._pieces(self._team_names())
-            moves = mesh.moves(mesh.kv.chunks[0], {Kind.K: k, Kind.V: v})
-            gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
-            operations += [mesh.gather_q(team, 0), gather_kv]
-        if self._places(unit):
-            first = self._pieces(("k.first", "v.first"))
-            operations.append(self._place(unit, self._pieces(self._team_names()), first))
-        operations += [*keys.operations(), *mesh.reduce_q(unit, 0)]
-        backward = self.direction is Direction.BACKWARD
-        return operations + (self._reduce_gradients(unit) if backward else [])
-
-    def _pieces(self, names: tuple[str, str]) -> Pair:
-        size, (k, v) = self.star.size * self.head_group.size(Kind.K), names
-        return Piece(k, 0, size), Piece(v, 0, size)
-
-    def _place(
-        self, unit: int, near: tuple[Piece, ...], first: tuple[Piece, ...], *, back: bool = False
-    ) -> SendRecv:
-        """Sends the team's own block to the member that begins with it, and receives this member's
-        first block from its team. `back`: their gradients go the other way."""
-        taker, giver = self.star.taker(unit), self.star.first_team(unit)
-        group = f"P{unit % self.star.size}"
-        if back:
-            return SendRecv(Task("PB", (0,)), group, giver, first, taker, near)
-        return SendRecv(Task("P", (0,)), group, taker, near, giver, first)
-
-    def _reduction(self, unit: int) -> Reduction:
-        """The reduction of dK and dV in a team."""
-        size, chunk = self.star.size, self.mesh.kv.chunks[0]
-        by, group = self.mesh.q.reduce_by, f"Q{unit // size}"
-        reduction = Reduction(by, group, size, chunk, num_owners=size)
-        return reduction.of_member(unit % size, self.mesh.q.per_node)
-
-    def _reduce_gradients(self, unit: int) -> list[Operation]:
-        """The placement backwards, then the sum over the team's members at each owner."""
-        operations: list[Operation] = []
-        if self._places(unit):
-            near, first = (
-                self._pieces((f"grad_k.{end}", f"grad_v.{end}")) for end in ("team", "block")
-            )
-            operations.append(self._place(unit, near, first, back=True))
-        reduction = self._reduction(unit)
-        tensors = tuple(
-            (f"{grad}.team", f"{grad}.team", self.head_group.local(grad)) for _, grad in _SIDES
-        )
-        return operations + reduce_sum(Task("RS-dKV", (0,)), reduction, tensors)
 
 
 def plan_startrail(
@@ -264,13 +232,13 @@ def plan_startrail(
         )
     width = num_ranks // (team * team)
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
-    star, tile = _Star(team, width, shift), Tile(team, num_ranks // team)
-    planner = TilePlanner(problem, num_ranks, SharedOptions.of("startrail", setting), tile)
+    star = _Star(team, width, shift)
+    box = Box.of("startrail", setting, tile=(team, num_ranks // team))
+    planner = TilePlanner(problem, num_ranks, box)
 
     def build(direction: Direction) -> Pass:
-        (mesh,) = planner.tile_passes(direction, tile)
-        gradients, nodes = setting.gradients, planner.nodes
-        builder = StarTrailBuilder(mesh, planner.lowerings, star, gradients, nodes)
-        return with_exchanges([builder])
+        (mesh,) = planner.tile_passes(direction)
+        method = _StarTrail(mesh, planner.lowerings, star, setting.gradients, planner.nodes)
+        return with_exchanges([method.on_group()])
 
     return planner.plan(map(build, directions))

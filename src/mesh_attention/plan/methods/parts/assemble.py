@@ -1,6 +1,6 @@
 """From a method on its head groups to a pass: programs with exchanges and frees.
 
-A method gives, for every unit of a head group, its operations and buffers (`UnitBuilder`).
+A method gives, for every unit of a head group, its operations and buffers (`GroupPass`).
 `with_exchanges` turns them into programs: it adds the caller's tensors, delta where it is used, the
 exchanges where units work on rows of other ranks (`exchange.py`), and frees after the last use.
 Every builder ends here; nothing here knows which method it is.
@@ -9,9 +9,10 @@ Every builder ends here; nothing here knows which method it is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Programs
@@ -33,45 +34,38 @@ class Unit(NamedTuple):
     buffers: Mapping[str, Buffer]
 
 
-class UnitBuilder(Protocol):
-    """A method on one head group. Its operations name the unit's own rows by
-    `head_group.local(kind)`. Where the head group is cut, the operations and the schedule say where
+@dataclass(frozen=True)
+class GroupPass:
+    """One pass of a method on one head group. Its operations name the unit's own rows by
+    `head_group.local(kind)`. Where the head group is cut, the operations and the steps say where
     chunks come and go."""
 
     head_group: HeadGroup
     direction: Direction
     needs: tuple[Kind, ...]  # the tensors it reads: with DELTA among them, delta is computed first
-    keeps_gathered: bool  # rows that it gathers stay for the backward pass
+    groups: Mapping[str, tuple[int, ...]]  # of units, the same on all head groups
+    steps: tuple[Step, ...]
+    setting: dict[str, str]
+    unit: Callable[[int], Unit]
     # For how many attentions buffers are kept after their last use: transfers into other memory
     # then need not wait.
-    hold: int
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def setting(self) -> dict[str, str]: ...
-
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """Groups of units, the same on all head groups."""
-        ...
-
-    def unit(self, unit: int) -> Unit: ...
+    hold: int = 0
+    keeps_gathered: bool = False  # rows that it gathers stay for the backward pass
 
 
-def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
+def with_exchanges(passes: Sequence[GroupPass]) -> Pass:
     """One pass from a method on each of its head groups, in order of their index."""
-    first = builders[0]
+    first = passes[0]
     head_group, degree = first.head_group, first.head_group.degree
     # A unit alone has no groups.
-    groups = head_group.on_all(first.groups()) if head_group.num_units > 1 else {}
+    groups = head_group.on_all(first.groups) if head_group.num_units > 1 else {}
     exchange = exchange_of(head_group, first.direction, first.needs)
     groups.update(exchange.groups())
     assembler = Assembler(first.hold)
 
     def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
-        made = builders[index].unit(unit)
+        made = passes[index].unit(unit)
         operations = [*exchange.before(unit, index)]
         for op in made.operations:
             operations += exchange.operations(op, unit, index) if isinstance(op, Task) else (op,)
@@ -79,10 +73,10 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
         buffers = {**exchange.buffers(unit, index), **made.buffers}
         return assembler.program(rank, operations, buffers)
 
-    order = first.schedule
+    steps = first.steps
     setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
     if head_group.is_exchanged and head_group.cut is None:
-        order = Schedule((Step(TO_HEADS, ()), *order.steps, Step(TO_TOKENS, ())))
+        steps = (Step(TO_HEADS, ()), *steps, Step(TO_TOKENS, ()))
     if head_group.shards is not None:
         setting["relayout"] = "on"
     kept = [kind.value for kind in head_group.kept if head_group.is_exchanged]
@@ -91,7 +85,8 @@ def with_exchanges(builders: Sequence[UnitBuilder]) -> Pass:
     programs = Programs(degree * head_group.num_units, program)
     # Whether all head groups have the same number of heads, and receive the same bytes.
     alike = head_group.shards is None and degree in ulysses_degrees(head_group.problem)
-    return Pass(first.direction, groups, programs, order, setting, degree if alike else 1)
+    copies = degree if alike else 1
+    return Pass(first.direction, groups, programs, Schedule(steps), setting, copies)
 
 
 class Assembler:

@@ -15,7 +15,7 @@ Used by all builders, and by searches that need the usual cut. Pure functions of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -69,13 +69,24 @@ class Chunk:
         )
 
 
-def chunks_between(halves: tuple[int, ...], count: int) -> tuple[Chunk, ...]:
-    """`count` chunks of nearly equal size, at most one for each row. A gather keeps the parts of
-    the rows between `halves` apart."""
-    return tuple(
-        Chunk(i, start, stop, (0, *(h - start for h in halves if start < h < stop), stop - start))
-        for i, (start, stop) in enumerate(pairwise(_bounds(halves[-1], count)))
-    )
+def chunks_between(
+    halves: tuple[int, ...], slots: Iterable[Sequence[tuple[int, int]]], *, apart: bool = False
+) -> list[Chunk]:
+    """Chunks of these slots, one after the other. A gather keeps the parts of the rows between
+    `halves` apart."""
+    chunks: list[Chunk] = []
+    at = 0
+    for index, spans in enumerate(slots):
+        parts = [
+            min(b, high) - max(a, low)
+            for a, b in spans
+            for low, high in pairwise(halves)
+            if a < high and low < b
+        ]
+        cuts = tuple(accumulate(parts, initial=0))
+        chunks.append(Chunk(index, at, at + cuts[-1], cuts, apart=apart))
+        at += cuts[-1]
+    return chunks
 
 
 def chunk_slots(
@@ -92,19 +103,16 @@ def chunk_slots(
     >>> chunk_slots((0, 4, 8), 2, short_start=True)
     (((0, 1),), ((1, 4),), ((4, 8),))
     """
-    size = halves[-1]
     folded = even and len(halves) == 3
-    bounds = _bounds(halves[1] if folded else size, count)
+    size = halves[1] if folded else halves[-1]
+    count = min(count, size)
+    bounds = [i * size // count for i in range(count + 1)]
     if short_start and len(bounds) > 2 and bounds[1] >= _SHORT:
         bounds.insert(1, bounds[1] // _SHORT)
     if not folded:
         return tuple(((a, b),) for a, b in pairwise(bounds))
-    return tuple(((a, b), (size - b, size - a)) for a, b in pairwise(bounds))
-
-
-def _bounds(size: int, count: int) -> list[int]:
-    count = min(count, size)
-    return [i * size // count for i in range(count + 1)]
+    end = halves[-1]
+    return tuple(((a, b), (end - b, end - a)) for a, b in pairwise(bounds))
 
 
 def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:

@@ -104,8 +104,7 @@ class HeadExchange:
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
         # By head group and side. Only results of KV heads that several head groups hold have parts.
         whole = [
-            ([Part("", group.heads(Kind.Q), None)], [Part("", group.heads(Kind.K), None)])
-            for group in head_groups
+            tuple([Part("", side.heads, None)] for side in group.sides) for group in head_groups
         ]
         self._parts = dict.fromkeys(self._kinds, replicas.parts) | dict.fromkeys(_INCOMING, whole)
         self._at_once = first.is_exchanged and first.cut is None
@@ -127,7 +126,11 @@ class HeadExchange:
         roles = dict.fromkeys(self._inputs, Role.INPUT) | dict.fromkeys(self._outputs, Role.OUTPUT)
         if self._delta:
             roles[Kind.DELTA] = Role.WORKSPACE
-        made = {kind.value: self._caller_buffer(rank, kind, role) for kind, role in roles.items()}
+        problem, made = self._first.problem, dict[str, Buffer]()
+        for kind, role in roles.items():
+            count = problem.kv_heads if kind.is_key_side else problem.num_heads
+            rows, name = self._rows.shard(kind.is_key_side, rank), kind.value
+            made[name] = Buffer(name, kind, rows, (0, count), kind.precision, role)
         if self._first.is_exchanged:
             for kind, role in self._held.items():
                 local = head_group.local_buffers(kind, unit, role)
@@ -138,12 +141,6 @@ class HeadExchange:
                     name = f"{kind.value}.copy{copy}"
                     made[name] = Buffer(name, kind, rows, heads, kind.precision)
         return made
-
-    def _caller_buffer(self, rank: int, kind: Kind, role: Role) -> Buffer:
-        problem = self._first.problem
-        heads = problem.kv_heads if kind.is_key_side else problem.num_heads
-        rows = self._rows.shard(kind.is_key_side, rank)
-        return Buffer(kind.value, kind, rows, (0, heads), kind.precision, role)
 
     def before(self, unit: int, index: int) -> list[Operation]:
         """What precedes the operations of a method."""
@@ -187,13 +184,13 @@ class HeadExchange:
         """The chunk that an exchange carries; None: all rows and heads."""
         if self._first.cut is None:
             return None
-        return self._first.exchanged(Kind.K if key_side else Kind.Q)[task.index[0]]
+        return self._first.sides[key_side].exchanged[task.index[0]]
 
     def _slots(self, task: Task, key_side: bool) -> Spans:
         """The slots of each member that an exchange carries; slices of heads have the same."""
         if self._first.cut is None:
             return ((0, self._shards[key_side].slots),)
-        slots = self._first.slots(Kind.K if key_side else Kind.Q)
+        slots = self._first.sides[key_side].slots
         return slots[task.index[0] % len(slots)]
 
     def _make_caller_pieces(self, task: Task, sent: tuple[Cuts, ...]) -> Pieces:
@@ -202,14 +199,19 @@ class HeadExchange:
         kinds = [(kind.value, kind.is_key_side) for kind in self._kinds[task.kind]]
         heads, rows = {}, {}
         for side in {side for _, side in kinds}:
-            heads[side] = self._heads(task, side)
-            rows[side] = [cuts[side] for cuts in sent]
-            if self._first.cut is not None:
-                spans = self._slots(task, side)
-                rows[side] = [
-                    tuple(cut for span in spans for cut in clip_spans(own, *span))
-                    for own in rows[side]
+            chunk, slots = self._chunk(task, side), self._slots(task, side)
+            first, last = (chunk and chunk.heads) or (0, 0)
+            # Results of a head that several head groups hold arrive in copies.
+            heads[side] = [
+                [
+                    (x.copy, (x.there[0] + first, x.there[0] + last) if last else x.there)
+                    for x in of_group[side]
                 ]
+                for of_group in self._parts[task.kind]
+            ]
+            rows[side] = [
+                [cut for span in slots for cut in clip_spans(cuts[side], *span)] for cuts in sent
+            ]
         return tuple(
             [
                 tuple(
@@ -224,18 +226,6 @@ class HeadExchange:
                 for index in range(len(self._head_groups))
             ]
         )
-
-    def _heads(self, task: Task, key_side: bool) -> list[list[tuple[str, tuple[int, int]]]]:
-        """For each head group its heads of a chunk in the buffers of their owner; results of a head
-        that several head groups hold arrive in copies."""
-        parts = [of_group[key_side] for of_group in self._parts[task.kind]]
-        chunk = self._chunk(task, key_side)
-        if chunk is None or chunk.heads is None:
-            return [[(part.copy, part.there) for part in x] for x in parts]
-        low, high = chunk.heads
-        return [
-            [(part.copy, (part.there[0] + low, part.there[0] + high)) for part in x] for x in parts
-        ]
 
     def _make_unit_pieces(self, task: Task, unit: int, index: int) -> Pieces:
         """A head group's heads of the rows of its unit: for each member the rows that it owns."""

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, unit_rows
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
@@ -57,7 +56,7 @@ class UnitRows:
 
     def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
         """Of each member of the group: where its rows are among those of a unit, in that order."""
-        return self._group.member_rows(Kind.K if keys else Kind.Q, unit)
+        return self._group.sides[keys].member_rows(unit)
 
     def unfilled(self, unit: int) -> Cuts:
         """Rows of a unit that no shard has: padding of the layout that the method works in."""
@@ -203,7 +202,7 @@ class KvReplicas:
         self._first: dict[int, int] = {}  # holder of each head
         times = self._times = [0] * head_groups[0].problem.kv_heads
         for group in head_groups:
-            for head in range(*group.heads(Kind.K)):
+            for head in range(*group.sides[1].heads):
                 self._first.setdefault(head, group.index)
                 times[head] += 1
         # A copy has room from the first head that comes to it to the last.
@@ -221,11 +220,12 @@ class KvReplicas:
             if times[first] > 1
         ]
         self.parts = [  # of each head group: of its query heads, and of its KV heads
-            ([Part("", group.heads(Kind.Q), None)], self._key_parts(group)) for group in head_groups
+            ([Part("", group.sides[False].heads, None)], self._key_parts(group))
+            for group in head_groups
         ]
 
     def _key_parts(self, group: HeadGroup) -> list[Part]:
-        low, high = held = group.heads(Kind.K)
+        low, high = held = group.sides[1].heads
         if not self.copies:
             return [Part("", held, None)]
         alone = -1

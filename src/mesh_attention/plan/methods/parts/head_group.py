@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import chain, groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -134,6 +134,62 @@ class PassCut(NamedTuple):
     short_start: bool = False
 
 
+class GroupSide:
+    """The queries, or the keys and values, of one head group.
+
+    layout    of all ranks; `size` are the rows of a unit in it
+    heads     of this head group; a KV head that serves several head groups is held by each
+    slots     of a member that belong to each chunk of rows that is exchanged
+    parts     into which the heads of such chunks are cut besides. The queries of a single KV head
+              are cut by heads as far as possible: then every part has all rows, and work is even
+              under any mask
+    """
+
+    def __init__(self, group: HeadGroup, *, keys: bool) -> None:
+        problem, cut = group.problem, group.cut or PassCut((1, 1), (1,))
+        shares = head_shares(problem.num_heads, problem.kv_heads, group.degree)
+        first, last = shares[group.index]
+        per_kv_head = problem.heads_per_kv_head
+        kv_heads = (first // per_kv_head, -(-last // per_kv_head))
+        self.heads = kv_heads if keys else (first, last)
+        self.layout = group.kv_layout if keys else group.q_layout
+        self.size = group.degree * self.layout.slots
+        count, self.parts = cut.chunks[keys], 1
+        if not keys and kv_heads[1] - kv_heads[0] == 1:
+            self.parts = gcd(count, last - first)
+        short = cut.short_start and keys
+        self.slots = chunk_slots(
+            self.layout.halves, count // self.parts, even=cut.even, short_start=short
+        )
+        self._degree, self._slices = group.degree, cut.slices
+
+    @cached_property
+    def exchanged(self) -> tuple[Chunk, ...]:
+        """The chunks in which a tensor is exchanged, each with an equal part of every member."""
+        slots = [[(self._degree * a, self._degree * b) for a, b in x] for x in self.slots]
+        rows, held = chunks_between(self.halves, slots, apart=True), self.heads[1] - self.heads[0]
+        if self.parts > 1:
+            return by_heads(rows, [held // self.parts] * self.parts)
+        return by_heads(rows, [size * held // sum(self._slices) for size in self._slices])
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Rows of a unit that a gather keeps apart."""
+        return tuple([self._degree * x for x in self.layout.halves])
+
+    def rows(self, unit: int) -> Spans:
+        """The places of a unit's rows."""
+        return unit_rows(self.layout, self._degree, unit, self.slots)[0]
+
+    def member_rows(self, unit: int) -> tuple[Spans, ...]:
+        """For each member: where its own rows are among the rows of its unit."""
+        return unit_rows(self.layout, self._degree, unit, self.slots)[1]
+
+    def heads_of(self, chunk: Chunk) -> tuple[int, int]:
+        first, last = self.heads
+        return (first + chunk.heads[0], first + chunk.heads[1]) if chunk.heads else (first, last)
+
+
 @dataclass(frozen=True)
 class HeadGroup:
     problem: Problem
@@ -145,6 +201,14 @@ class HeadGroup:
     cut: PassCut | None = None  # None: all is exchanged at once
     kept: tuple[Kind, ...] = ()  # whose exchanged rows stay for the backward pass
 
+    @cached_property
+    def sides(self) -> tuple[GroupSide, GroupSide]:
+        """Queries, and keys."""
+        return GroupSide(self, keys=False), GroupSide(self, keys=True)
+
+    def side(self, kind: Kind) -> GroupSide:
+        return self.sides[kind.is_key_side]
+
     @property
     def is_exchanged(self) -> bool:
         """Whether a unit's own rows come from other ranks, and are not the caller's tensors."""
@@ -154,106 +218,27 @@ class HeadGroup:
     def num_units(self) -> int:
         return self.q_layout.num_ranks // self.degree
 
-    def layout(self, kind: Kind) -> Layout:
-        return self.kv_layout if kind.is_key_side else self.q_layout
-
-    def size(self, kind: Kind) -> int:
-        """Rows of a unit."""
-        return self.degree * self.layout(kind).slots
-
-    def chunks(
-        self, kind: Kind, count: int, slices: tuple[int, ...] | None = None
-    ) -> tuple[Chunk, ...]:
+    def chunks(self, kind: Kind, count: int, slices: tuple[int, ...] = (1,)) -> tuple[Chunk, ...]:
         """`count` chunks of rows for each slice of this head group's heads, given by KV heads."""
+        side = self.side(kind)
         if self.cut is not None:
-            return self.exchanged(kind)
-        # A gather keeps the halves of a zigzag apart.
-        rows = chunks_between(tuple(self.degree * x for x in self.layout(kind).halves), count)
+            return side.exchanged
+        rows = chunks_between(side.halves, chunk_slots(side.halves, count))
         uniform = self.uniform_heads
         if len(uniform) > 1:
             return by_heads(rows, [heads[kind.is_key_side] for heads in uniform])
-        if slices is None or len(slices) == 1:
-            return rows
-        first, last = self.heads(kind)
+        first, last = side.heads
         return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
-
-    def exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
-        """The chunks in which a tensor is exchanged, each with an equal part of every member."""
-        return self._exchanged[kind.is_key_side]
-
-    @cached_property
-    def _exchanged(self) -> tuple[tuple[Chunk, ...], tuple[Chunk, ...]]:
-        return self._make_exchanged(Kind.Q), self._make_exchanged(Kind.K)
-
-    def _make_exchanged(self, kind: Kind) -> tuple[Chunk, ...]:
-        assert self.cut is not None
-        parts, rows, at = self._parts(kind)[0], list[Chunk](), 0
-        for index, spans in enumerate(self.slots(kind)):
-            sizes = [
-                self.degree * (min(b, h2) - max(a, h1))
-                for a, b in spans
-                for h1, h2 in pairwise(self.layout(kind).halves)
-                if max(a, h1) < min(b, h2)
-            ]
-            cuts = tuple(accumulate(sizes, initial=0))
-            rows.append(Chunk(index, at, at + cuts[-1], cuts, apart=True))
-            at += cuts[-1]
-        (first, last), slices = self.heads(kind), self.cut.slices
-        if parts > 1:
-            return by_heads(rows, [(last - first) // parts] * parts)
-        return by_heads(rows, [size * (last - first) // sum(slices) for size in slices])
-
-    def slots(self, kind: Kind) -> tuple[Spans, ...]:
-        """The slots of a member that belong to each chunk of rows that is exchanged."""
-        return self._slots[kind.is_key_side]
-
-    @cached_property
-    def _slots(self) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
-        return self._make_slots(Kind.Q), self._make_slots(Kind.K)
-
-    def _make_slots(self, kind: Kind) -> tuple[Spans, ...]:
-        cut = self.cut or PassCut((1, 1), (1,))
-        halves, count = self.layout(kind).halves, self._parts(kind)[1]
-        short = cut.short_start and kind.is_key_side
-        return chunk_slots(halves, count, even=cut.even, short_start=short)
-
-    def _parts(self, kind: Kind) -> tuple[int, int]:
-        """Parts of the heads, and chunks of rows. The queries of a single KV head are cut by heads
-        as far as possible: then every part has all rows, and work is even under any mask."""
-        if self.cut is None:
-            return 1, 1
-        count = self.cut.chunks[kind.is_key_side]
-        (first, last), (first_kv, last_kv) = self.heads(Kind.Q), self.heads(Kind.K)
-        parts = 1 if kind.is_key_side or last_kv - first_kv > 1 else gcd(count, last - first)
-        return parts, count // parts
-
-    def rows(self, kind: Kind, unit: int) -> Spans:
-        """The places of a unit's rows."""
-        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))[0]
-
-    def member_rows(self, kind: Kind, unit: int) -> tuple[Spans, ...]:
-        """For each member: where its own rows are among the rows of its unit."""
-        return unit_rows(self.layout(kind), self.degree, unit, self.slots(kind))[1]
-
-    def heads(self, kind: Kind) -> tuple[int, int]:
-        """This head group's heads; a KV head that serves several head groups is held by each."""
-        return self._heads[kind.is_key_side]
-
-    @cached_property
-    def _heads(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        problem, group = self.problem, self.problem.heads_per_kv_head
-        first, last = head_shares(problem.num_heads, problem.kv_heads, self.degree)[self.index]
-        return (first, last), (first // group, -(-last // group))
 
     @property
     def uniform_heads(self) -> tuple[tuple[int, int], ...]:
         """The numbers of (query heads, KV heads) of the ranges of heads in which every KV head has
         the same number of query heads: each range is one attention. There is one range, unless a
         share cuts a KV group unevenly."""
-        (first, last), group = self.heads(Kind.Q), self.problem.heads_per_kv_head
+        (q, kv), group = self.sides, self.problem.heads_per_kv_head
         parts = [
-            min(last, (kv + 1) * group) - max(first, kv * group)
-            for kv in range(*self.heads(Kind.K))
+            min(q.heads[1], (head + 1) * group) - max(q.heads[0], head * group)
+            for head in range(*kv.heads)
         ]
         return tuple((sum(same), len(same)) for same in (tuple(x) for _, x in groupby(parts)))
 
@@ -263,15 +248,12 @@ class HeadGroup:
 
     def local_buffers(self, kind: Kind, unit: int, role: Role) -> list[Buffer]:
         """The buffer of this unit's own rows of a tensor, or one for each chunk exchanged."""
-        name, rows = self.local(kind), self.rows(kind, unit)
+        name, side = self.local(kind), self.side(kind)
+        rows = side.rows(unit)
         if self.cut is None:
-            return [Buffer(name, kind, rows, self.heads(kind), kind.precision, role)]
-        return [
-            self.buffer(
-                chunk.name(name), kind, slice_spans(rows, chunk.start, chunk.stop), chunk, role=role
-            )
-            for chunk in self.exchanged(kind)
-        ]
+            return [Buffer(name, kind, rows, side.heads, kind.precision, role)]
+        cut = [(chunk, slice_spans(rows, chunk.start, chunk.stop)) for chunk in side.exchanged]
+        return [self.buffer(chunk.name(name), kind, own, chunk, role=role) for chunk, own in cut]
 
     def buffer(
         self,
@@ -283,14 +265,8 @@ class HeadGroup:
         role: Role = Role.WORKSPACE,
     ) -> Buffer:
         """A buffer with the heads of a chunk."""
-        heads = self.heads_of(chunk, kind)
+        heads = self.side(kind).heads_of(chunk)
         return Buffer(name, kind, rows, heads, precision or kind.precision, role)
-
-    def heads_of(self, chunk: Chunk, kind: Kind) -> tuple[int, int]:
-        heads = self._heads[kind.is_key_side]
-        if chunk.heads is None:
-            return heads
-        return heads[0] + chunk.heads[0], heads[0] + chunk.heads[1]
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

@@ -35,12 +35,12 @@ ByMember = dict[int, Pieces]
 
 @dataclass(frozen=True, slots=True)
 class Summand:
-    """Partial results of own rows `start..stop`. They begin at `row` of the own partials, or of the
-    stack of partials that arrive."""
+    """Partial results of own rows `start..stop`, which lie `shift` rows further on in the own
+    partials, or in the stack of partials that arrive."""
 
     start: int
     stop: int
-    row: int
+    shift: int
     arrives: bool
 
 
@@ -65,7 +65,9 @@ def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
     others = Rows(sent.ranks[foreign], sent.slots[foreign], sent.sizes[foreign])
     arriving = _in_order(others)
     slots = zip(others.slots.tolist(), others.sizes.tolist(), arriving, strict=True)
-    summands = [Summand(slot, slot + size, row, arrives=True) for slot, size, (row, _) in slots]
+    summands = [
+        Summand(slot, slot + size, row - slot, arrives=True) for slot, size, (row, _) in slots
+    ]
     stack = joined((own + partial.start, own + partial.stop) for partial in summands)
     if local:
         gathered: ByRank = {}
@@ -78,7 +80,7 @@ def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
         places = received.ranks * layout.slots + received.slots
         rows = joined(zip(places.tolist(), (places + received.sizes).tolist(), strict=True))
         own_summands = [
-            Summand(slot, slot + stop - start, start, arrives=False)
+            Summand(slot, slot + stop - start, start - slot, arrives=False)
             for owner, slot, (start, stop) in zip(
                 received.ranks.tolist(), received.slots.tolist(), spans, strict=True
             )
@@ -139,7 +141,8 @@ class NeededSide:
         self.head_group = head_group
         self.rows_of = rows_of  # of a rank
         self.travels = travels  # whether some rank works on rows of another
-        self.inputs, self.partials, self.rule, _ = kinds
+        self.inputs, self._together, self.rule, self.reduce_kind, _ = kinds
+        self.partials = tuple([kind for group in self._together for kind in group])
         self._roles = dict.fromkeys(GATHERED, gathered_as)
         self.keeps_gathered = travels and gathered_as is not Role.WORKSPACE
         recalled = GATHERED if gathered_as is Role.RECALLED else ()
@@ -158,22 +161,20 @@ class NeededSide:
     def sums(self, own: RankRows, part: int) -> Pieces:
         return tuple(Piece(f"{kind}.{part}", 0, own.num_rows) for kind in self.partials)
 
-    # What is exchanged, by member of the group.
+    # What is sent and received, by member of the group.
 
-    def sent(self, own: RankRows, part: int) -> ByMember:
-        names = tuple(self.head_group.local(kind) for kind in self.moved)
-        return self._by_member(own.sent, names, self.chunks[part].heads)
+    def gather(self, own: RankRows, part: int) -> tuple[ByMember, ByMember]:
+        names = tuple([self.head_group.local(kind) for kind in self.moved])
+        wholes = tuple([f"{kind}.{part}" for kind in self.moved])
+        heads = self.chunks[part].heads
+        return self._by_member(own.sent, names, heads), self._by_member(own.gathered, wholes)
 
-    def gathered(self, own: RankRows, part: int) -> ByMember:
-        return self._by_member(own.gathered, tuple(f"{kind}.{part}" for kind in self.moved))
-
-    def partials_sent(self, own: RankRows, part: int) -> ByMember:
-        """Partial results of rows of others."""
+    def reduce(self, own: RankRows, part: int) -> tuple[ByMember, ByMember]:
+        """Partial results of rows of others, and theirs of own rows."""
         others = {member: rows for member, rows in own.gathered.items() if member != own.rank}
-        return self._by_member(others, tuple(self._wire(own, kind, part) for kind in self.partials))
-
-    def partials_arriving(self, own: RankRows, part: int) -> ByMember:
-        return self._by_member(own.stacked, tuple(f"{kind}.{part}.in" for kind in self.partials))
+        wires = tuple([self._wire(own, kind, part) for kind in self.partials])
+        stacks = tuple([f"{kind}.{part}.in" for kind in self.partials])
+        return self._by_member(others, wires), self._by_member(own.stacked, stacks)
 
     def _by_member(
         self, rows: ByRank, names: tuple[str, ...], heads: tuple[int, int] | None = None
@@ -183,33 +184,36 @@ class NeededSide:
     # Partial results for their owners.
 
     def to_wire(self, task: Task, own: RankRows, part: int) -> list[Operation]:
-        casts: list[Operation] = []
-        for kind in self.partials:
-            name, wire = f"{kind}.{part}", self._wire(own, kind, part)
-            if wire != name:
-                total, cast = (Piece(buffer, 0, own.num_rows) for buffer in (name, wire))
-                casts.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (cast,)))
-        return casts
+        names = [(f"{kind}.{part}", self._wire(own, kind, part)) for kind in self.partials]
+        return [
+            Merge(
+                task.at("cast"),
+                MergeRule.SUM,
+                (Piece(total, 0, own.num_rows),),
+                (Piece(wire, 0, own.num_rows),),
+            )
+            for total, wire in names
+            if wire != total
+        ]
 
     def merges(self, task: Task, own: RankRows, part: int) -> list[Operation]:
         """Into the results of own rows; without inputs where nobody has a partial."""
-        together = self.rule is MergeRule.SOFTMAX
         heads = self.chunks[part].heads
         merges: list[Operation] = []
-        for kinds in [self.partials] if together else [(kind,) for kind in self.partials]:
+        for kinds in self._together:
             results = [self.head_group.local(kind) for kind in kinds]
             buffers = [(self._wire(own, kind, part), f"{kind}.{part}.in") for kind in kinds]
             for span, summands in own.sums:
                 inputs = tuple(
-                    [self._summand(names, x, span) for x in summands for names in buffers]
+                    [
+                        self._piece(names[x.arrives], span[0] + x.shift, span[1] + x.shift)
+                        for x in summands
+                        for names in buffers
+                    ]
                 )
                 outputs = tuple([Piece(result, *span, heads) for result in results])
                 merges.append(Merge(task, self.rule, inputs, outputs))
         return merges
-
-    def _summand(self, names: tuple[str, str], x: Summand, span: tuple[int, int]) -> Piece:
-        shift = x.row - x.start
-        return self._piece(names[x.arrives], span[0] + shift, span[1] + shift)
 
     def _wire(self, own: RankRows, kind: Kind, part: int) -> str:
         """The buffer from which partials are sent. A rank that sends none keeps them wide."""

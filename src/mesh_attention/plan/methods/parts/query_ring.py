@@ -1,8 +1,8 @@
-"""Queries that rotate: the steps of pass-Q rings and of AGKV-RingQ/O (algorithm.md, section 9).
+"""Queries rotate in a box, and keys stay: pass-Q rings and AGKV-RingQ/O (algorithm.md, section 9).
 
-Keys stay; Q blocks go round along a `Rotation`. Partial results reach their owners by one
-all-to-all at the end, or after each step: direct, or with their Q block (`rotate.py`). Used by the
-box, in the order of `QueryOrder`.
+Q blocks go round along a `Rotation`. Partial results reach their owners by one all-to-all at the
+end, or after each step: direct, or with their Q block (`rotate.py`). `Q-3` brings the block of a
+step, `C-3-0` is its attention, and `sent-3` sends its results on.
 """
 
 from __future__ import annotations
@@ -18,23 +18,60 @@ from mesh_attention.plan.language.program import (
     SendRecv,
     Task,
 )
+from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import by_member
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, hop, ring
-from mesh_attention.plan.methods.parts.task_orders import QueryOrder
-from mesh_attention.plan.methods.parts.tile_pass import Pieces, TilePass, attention
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, Pieces, TilePass, attention
+from mesh_attention.plan.methods.parts.tile_side import GATHER_KV
+
+
+class QueryOrder:
+    """The order of the tasks. `results`: how partial results reach their owners; None: all at the
+    end."""
+
+    in_parts = False
+
+    def __init__(self, mesh: TilePass, results: GradientRoute | None) -> None:
+        self._mesh, self.results = mesh, results
+        self.per_node = mesh.q.in_node if results is GradientRoute.DIRECT else None
+        self.tasks = [Task(GATHER_KV, (0,))]
+        steps = [Step(self.tasks[0], ())]
+        size = mesh.tile.a
+        for step, sent in enumerate(deliveries(ring(0, size), per_node=self.per_node)):
+            following = [Task("Q", (step + 1,))] if step + 1 < size else []
+            attend = Task(COMPUTE, (step, 0))
+            self.tasks += [*following, attend, Task("sent", (step,))]
+            steps.append(Step(following[0] if following else None, (attend,)))
+            steps += [Step(Task("O", (delivery.step,)), ()) for delivery in sent if results]
+        self.tasks.append(Task("end", (0,)))
+        if not results:
+            steps.append(Step(Task(mesh.q.reduce_kind, (0,)), ()))
+        if mesh.kv.reduce_kind:
+            self.tasks.append(Task(mesh.kv.reduce_kind, (0,)))
+            steps.append(Step(self.tasks[-1], ()))
+        self.steps = tuple(steps)
+
+    @property
+    def setting(self) -> dict[str, str]:
+        by = self.results.value if self.results else "all-to-all"
+        return {"tile": str(self._mesh.tile), "q": "ring", "q_reduce": by}
+
+    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
+        return QueryRing(self, mesh, lowerings, unit)
 
 
 class QueryRing:
-    """What one unit of a box does."""
+    """What one unit does."""
 
-    def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int, order: QueryOrder) -> None:
+    def __init__(self, order: QueryOrder, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
         tile, head_group = mesh.tile, mesh.head_group
         members = tile.q_group(tile.row(unit))
         self._mesh = mesh
         self._route = order.results
         self._rotation = ring(members.index(unit), len(members))
-        self._deliveries = deliveries(self._rotation, order.per_node)
+        route = order.results or GradientRoute.DIRECT
+        self._deliveries = deliveries(self._rotation, route, order.per_node)
         self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
         self._group = mesh.q.group(tile.row(unit))
         self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
@@ -45,38 +82,41 @@ class QueryRing:
         self._begun = False  # whether gradients of the keys hold something
         self.buffers: dict[str, Buffer] = {}
 
-    def attend(self, task: Task) -> list[Operation]:
+    def operations(self, task: Task) -> list[Operation]:
+        """Of an attention, of the transfer of a block or of its results, or of the end."""
+        step, merge_rule = task.index[0], self._mesh.q.merge_rule
+        match task.kind:
+            case "Q":
+                self._declare(self._queries(step), self._mesh.q.inputs, step)
+                return [hop(task, self._group, self._rotation, step, self._queries)]
+            case "sent":
+                return self._deliver(step) if self._route else []
+            case "end" if self._route:
+                parts = self._partial("0.sum") + self._arrived.get(0, ())
+                return [Merge(Task("O", stage="end"), merge_rule, parts, self._results)]
+            case "end":
+                return self._exchange()
+            case _:
+                return [self._attend(task)]
+
+    def empty(self, task: Task) -> list[Operation]:
+        """Neutral gradients of keys that no query sees."""
+        return [] if self._begun else self._mesh.kv.empty(*task.index)
+
+    def _attend(self, task: Task) -> Operation:
         """The attention of the block of a step."""
         mesh, (step, _) = self._mesh, task.index
         calls, sums = self._calls[step], self._partial(f"{step}.sum")
         self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
         if not calls:
-            return [Merge(Task("C", stage="empty"), mesh.merge_rule, (), sums)]
+            return Merge(Task("C", stage="empty"), mesh.q.merge_rule, (), sums)
         queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
         fresh, self._begun = (True, not self._begun), True
-        return [attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)]
-
-    def rotate(self, task: Task) -> list[Operation]:
-        """The transfer of the block of a step, or of its results, or the end."""
-        (step,) = task.index
-        match task.kind:
-            case "Q":
-                self._declare(self._queries(step), self._mesh.q.inputs, step)
-                return [hop(task, self._group, self._rotation, step, self._queries)]
-            case "sent" if self._route is GradientRoute.TRAVEL:
-                return self._pass_on(step) if step else []
-            case "sent":
-                return self._deliver(step) if self._route else []
-            case _:
-                return self._end() if self._route else self._exchange()
-
-    def empty(self, task: Task) -> list[Operation]:
-        """Neutral gradients of keys that no query sees."""
-        return [] if self._begun else self._mesh.kv.empty(task.kind, *task.index)
+        return attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
-        rows = self._mesh.head_group.size(Kind.Q)
-        return tuple(Piece(name, 0, rows) for name in names)
+        rows = self._mesh.q.own.size
+        return tuple([Piece(name, 0, rows) for name in names])
 
     def _queries(self, step: int) -> Pieces:
         local = self._mesh.head_group.local
@@ -90,69 +130,51 @@ class QueryRing:
         self, pieces: Pieces, kinds: tuple[Kind, ...], step: int, precision: Precision | None = None
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        rows, heads = self._rows[step], self._mesh.head_group.heads(Kind.Q)
+        rows, heads = self._rows[step], self._mesh.q.own.heads
         for piece, kind in zip(pieces, kinds, strict=True):
             name = piece.buffer
             self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)
 
-    def _pass_on(self, step: int) -> list[Operation]:
-        """RingQ/O: merges into what came with the block, and sends it after the block."""
-        way, last = self._rotation.hops[0], step == self._rotation.size - 1
-        suffix, arrives = ("back", 0) if last else (f"{step + 1}.sofar", step + 1)
-        parts = self._partial(f"{step}.sum") + (self._partial(f"{step}.sofar") if step > 1 else ())
-        return self._send(step, parts, way.to_member, way.from_member, suffix, arrives)
-
     def _deliver(self, step: int) -> list[Operation]:
-        """Parts wait until all of a block have come: merged at once, they are rounded once."""
+        """Sends results of blocks, merged with the parts that came for them: direct parts wait
+        until all of a block have come, so that they are rounded once."""
         operations: list[Operation] = []
-        for sent, to_member, from_member, block in self._deliveries[step]:
+        for sent, to, source, block in self._deliveries[step]:
             parts = self._partial(f"{sent}.sum") + self._arrived.pop(sent, ())
-            operations += self._send(sent, parts, to_member, from_member, f"{sent}.in", block)
-            self._arrived[block] = self._arrived.get(block, ()) + self._partial(f"{sent}.in")
+            suffix = f"{sent}.in"
+            if self._route is GradientRoute.TRAVEL:
+                suffix = f"{block}.sofar" if block else "back"
+            outgoing, incoming = self._partial(f"{sent}.wire"), self._partial(suffix)
+            self._declare(outgoing, self._kinds, sent)
+            self._declare(incoming, self._kinds, block)
+            self._arrived[block] = self._arrived.get(block, ()) + incoming
+            task = Task("O", (sent,))
+            operations += [
+                Merge(task.at("merge"), self._mesh.q.merge_rule, parts, outgoing),
+                SendRecv(task, self._group, to, outgoing, source, incoming),
+            ]
         return operations
-
-    def _send(
-        self, step: int, parts: Pieces, to: int, source: int, suffix: str, arrives: int
-    ) -> list[Operation]:
-        """Sends the merged parts of the results of a step's block; what comes belongs to the block
-        of step `arrives`."""
-        outgoing, incoming = self._partial(f"{step}.wire"), self._partial(suffix)
-        self._declare(outgoing, self._kinds, step)
-        self._declare(incoming, self._kinds, arrives)
-        task = Task("O", (step,))
-        merge = Merge(task.at("merge"), self._mesh.merge_rule, parts, outgoing)
-        return [merge, SendRecv(task, self._group, to, outgoing, source, incoming)]
-
-    def _end(self) -> list[Operation]:
-        came = self._arrived.get(0, ())
-        if self._route is GradientRoute.TRAVEL and self._rotation.size > 1:
-            came = self._partial("back")
-        parts = self._partial("0.sum") + came
-        return [Merge(Task("O", stage="end"), self._mesh.merge_rule, parts, self._results)]
 
     def _exchange(self) -> list[Operation]:
         """Pass-Q: every partial to its owner in one all-to-all; the own one stays."""
-        mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q_reduce_kind, (0,))
+        mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q.reduce_kind, (0,))
         operations: list[Operation] = []
         sends: dict[int, Pieces] = {}
         receives: dict[int, Pieces] = {}
-        arrived: Pieces = ()
         for step in range(1, rotation.size):
-            outgoing = []
-            for kind, total in zip(self._kinds, self._partial(f"{step}.sum"), strict=True):
-                wire = total.buffer if kind.is_statistic else mesh.q.wire(total.buffer)
-                (travels,) = self._pieces([wire])
-                if travels != total:
-                    self._declare((travels,), (kind,), step)
-                    operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (travels,)))
-                outgoing.append(travels)
+            totals = self._partial(f"{step}.sum")
+            names = zip(self._kinds, totals, strict=True)
+            outgoing = self._pieces(mesh.q.wire(kind, total.buffer) for kind, total in names)
+            for kind, total, sent in zip(self._kinds, totals, outgoing, strict=True):
+                if sent != total:
+                    self._declare((sent,), (kind,), step)
+                    operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (sent,)))
             incoming = self._partial(f"{step}.in")
             self._declare(incoming, self._kinds, 0)
-            sends[rotation.blocks[step]] = tuple(outgoing)
+            sends[rotation.blocks[step]] = outgoing
             receives[rotation.users[step]] = incoming
-            arrived += incoming
         if rotation.size > 1:
             by_step = (by_member(rotation.size, pieces) for pieces in (sends, receives))
             operations.append(AllToAll(task, self._group, *by_step))
-        parts = self._partial("0.sum") + arrived
-        return [*operations, Merge(task.at("merge"), mesh.merge_rule, parts, self._results)]
+        parts = self._partial("0.sum") + sum(receives.values(), ())
+        return [*operations, Merge(task.at("merge"), mesh.q.merge_rule, parts, self._results)]

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.program import (
@@ -36,12 +37,12 @@ from mesh_attention.plan.methods.parts.chunks import Chunk, in_stack, in_whole, 
 from mesh_attention.plan.problem.spans import Spans
 
 Pieces = tuple[Piece, ...]
-Exchanged = tuple[tuple[Pieces, ...], tuple[Pieces, ...]]  # sent and received, by member
+ByMember = tuple[Pieces, ...]
 
 
-def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
+def by_member(size: int, pieces: Mapping[int, Pieces]) -> ByMember:
     """The pieces of each member of a group; none for members that are not named."""
-    return tuple(pieces.get(member, ()) for member in range(size))
+    return tuple([pieces.get(member, ()) for member in range(size)])
 
 
 class Combine(StrEnum):
@@ -60,97 +61,142 @@ class ReduceBy(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
 
 
+class Partial(NamedTuple):
+    """Buffers of one tensor of a chunk: the accumulator, what is sent of it (the accumulator itself
+    where precisions are equal), and the result. Partials arrive in `<sent>.in`."""
+
+    total: str
+    sent: str
+    result: str
+
+
+Together = tuple[Partial, ...]  # what one merge combines: an output with its LSE, or one gradient
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How partials of one chunk are reduced in one group.
+    """How partials of one chunk are reduced in one group, as `member` sees it.
 
-    Where the owners are not the whole group, `owner_slots` are the group members that own a part of
-    the whole, and `user_slots` the members that hold partials of this rank's chunk. By nodes:
-    `per_node` members follow each other in a node, and `member` is this one.
+    `owners` are the members that own a part of the whole, and `users` those that hold partials of
+    this member's chunk. By nodes `per_node` members follow each other in a node.
     """
 
     by: ReduceBy
     group: str
     group_size: int
     chunk: Chunk
-    num_owners: int
-    owner_slots: tuple[int, ...] | None = None
-    user_slots: tuple[int, ...] | None = None
-    per_node: int = 1
+    owners: Sequence[int]
+    users: Sequence[int]
     member: int = 0
+    per_node: int = 1
 
-    def of_member(self, member: int, per_node: int) -> Reduction:
-        """The reduction of one member; members differ only by nodes."""
-        by_nodes = self.by is ReduceBy.NODES
-        return replace(self, member=member, per_node=per_node) if by_nodes else self
-
-    @property
-    def num_nodes(self) -> int:
-        return self.num_owners // self.per_node
-
-    @property
-    def counterparts(self) -> tuple[int, ...]:
+    def counterparts(self) -> range:
         """The members with this one's place in each node: it combines for them in its own."""
-        return tuple(range(self.member % self.per_node, self.num_owners, self.per_node))
+        return range(self.member % self.per_node, len(self.owners), self.per_node)
 
-    def to_owners(
-        self, task: Task, rule: MergeRule, pairs: tuple[tuple[str, ...], ...]
-    ) -> tuple[list[Operation], str]:
-        """The transfers, and the ending of the names of the stacks in which partials arrive for the
-        last merges. `pairs` are the buffers of partials that one merge combines."""
+    def stacks(self, name: str, owned: Sequence[Spans], own: Spans) -> dict[str, Spans]:
+        """The rows of the stacks in which partials called `name` arrive. `owned`: the rows of all
+        members of the group, needed only by nodes; `own`: those of this one."""
         if self.by is not ReduceBy.NODES:
-            names = [name for pair in pairs for name in pair]
-            return [self.exchange(task, tuple((name, f"{name}.in") for name in names))], "in"
-        inside, merged, between = _by_nodes(replace(self, group=""), pairs)
+            return {f"{name}.in": stack_rows(own, len(self.users), self.chunk)}
+        near: Spans = ()
+        for owner in self.counterparts():
+            near += stack_rows(owned[owner], 1, self.chunk)
+        return {
+            f"{name}.in": near * self.per_node,
+            f"{name}.node": near,
+            f"{name}.nodes": stack_rows(own, len(self.counterparts()), self.chunk),
+        }
+
+    def operations(
+        self, task: Task, rule: MergeRule, tensors: Sequence[Together]
+    ) -> list[Operation]:
+        """Partial results of a whole chunk, to their owners."""
+        ends = [tuple([self.chunk.local(x.result) for x in group]) for group in tensors]
+        softmax = rule is MergeRule.SOFTMAX
+        if self.by is ReduceBy.LOCAL:
+            last = task.at("merge" if softmax else "copy")
+            totals = [tuple([self._whole(x.total) for x in group]) for group in tensors]
+            return [Merge(last, rule, *pieces) for pieces in zip(totals, ends, strict=True)]
+        if self.by is ReduceBy.REDUCE_SCATTER and softmax:
+            return self._scatter_outputs(task, *tensors[0])
         operations: list[Operation] = [
-            AllToAll(task.at("node"), self.group, *inside),
-            *(Merge(task.at("node-merge"), rule, *pieces) for pieces in merged),
-            AllToAll(task, self.group, *between),
+            Merge(task.at("cast"), MergeRule.SUM, (self._whole(x.total),), (self._whole(x.sent),))
+            for group in tensors
+            for x in group
+            if x.sent != x.total
         ]
-        return operations, "nodes"
-
-    @property
-    def num_copies(self) -> int:
-        """Partials that arrive for one chunk."""
+        names = tuple([tuple([x.sent for x in group]) for group in tensors])
+        if self.by is ReduceBy.REDUCE_SCATTER:
+            pairs = zip(ends, names, strict=True)
+            moves = [Move(end, self._whole(sent), self.chunk.cuts) for (end,), (sent,) in pairs]
+            return [*operations, ReduceScatter(task, self.group, tuple(moves))]
+        ending, copies = "in", len(self.users)
         if self.by is ReduceBy.NODES:
-            return self.num_nodes
-        return self.num_owners if self.user_slots is None else len(self.user_slots)
+            ending, copies = "nodes", len(self.counterparts())
+            inside, merged, between = _by_nodes(replace(self, group=""), names)
+            operations.append(AllToAll(task.at("node"), self.group, *inside))
+            operations += [Merge(task.at("node-merge"), rule, *pieces) for pieces in merged]
+            operations.append(AllToAll(task, self.group, *between))
+        else:
+            operations.append(self._exchange(task, [name for group in names for name in group]))
+        last = task.at("merge" if softmax else "sum")
+        for group, end in zip(names, ends, strict=True):
+            parts = self._copies([f"{name}.{ending}" for name in group], copies)
+            operations.append(Merge(last, rule, parts, end))
+        return operations
 
-    def exchange(self, task: Task, pairs: tuple[tuple[str, str], ...]) -> AllToAll:
-        """Each owner's rows of the partials, to the owner's stacks; pairs of (partial, stack)."""
-        owners = self.owner_slots or tuple(range(self.num_owners))
-        users = self.user_slots or tuple(range(self.num_owners))
+    def _scatter_outputs(self, task: Task, out: Partial, lse: Partial) -> list[Operation]:
+        end_out, end_lse = self.chunk.local(out.result), self.chunk.local(lse.result)
+        everywhere, sent = self._whole(f"{lse.total}.all"), self._whole(out.sent)
+        parts = (self._whole(out.total), self._whole(lse.total), everywhere)
+        copies = self._copies([f"{lse.total}.in"], len(self.users))
+        return [
+            self._exchange(task.at("lse"), [lse.total]),
+            Merge(task.at("lse-merge"), MergeRule.LSE, copies, (end_lse,)),
+            AllGather(
+                task.at("lse-all"), self.group, (Move(end_lse, everywhere, self.chunk.cuts),)
+            ),
+            Merge(task.at("rescale"), MergeRule.RESCALE, parts, (sent,)),
+            ReduceScatter(task, self.group, (Move(end_out, sent, self.chunk.cuts),)),
+        ]
+
+    def _exchange(self, task: Task, names: Sequence[str]) -> AllToAll:
+        """Each owner's rows of the partials, to the owner's stacks."""
         sends = {
-            slot: tuple(
-                piece
-                for partial, _ in pairs
-                for piece in in_whole(partial, index, self.num_owners, self.chunk)
-            )
-            for index, slot in enumerate(owners)
+            slot: tuple([p for name in names for p in self._owned(name, index)])
+            for index, slot in enumerate(self.owners)
         }
         receives = {
-            slot: tuple(piece for _, stack in pairs for piece in in_stack(stack, index, self.chunk))
-            for index, slot in enumerate(users)
+            slot: tuple([p for name in names for p in in_stack(f"{name}.in", index, self.chunk)])
+            for index, slot in enumerate(self.users)
         }
         size = self.group_size
         return AllToAll(task, self.group, by_member(size, sends), by_member(size, receives))
 
-    def copies(self, stack: str) -> tuple[Piece, ...]:
-        size = self.chunk.size
-        return tuple(Piece(stack, i * size, (i + 1) * size) for i in range(self.num_copies))
+    def _owned(self, name: str, owner: int) -> Pieces:
+        """The rows of an owner in a whole."""
+        return in_whole(name, owner, len(self.owners), self.chunk)
 
-    def whole(self, buffer: str) -> Piece:
-        return Piece(buffer, 0, self.num_owners * self.chunk.size)
+    def _copies(self, stacks: Sequence[str], count: int) -> Pieces:
+        """All copies in stacks, which hold equally many: the first of each, the second, ..."""
+        size = self.chunk.size
+        return tuple(
+            [Piece(stack, i * size, (i + 1) * size) for i in range(count) for stack in stacks]
+        )
+
+    def _whole(self, buffer: str) -> Piece:
+        return Piece(buffer, 0, len(self.owners) * self.chunk.size)
 
 
 @lru_cache(maxsize=1024)  # members with equal places in groups of equal size do the same
 def _by_nodes(
-    reduction: Reduction, pairs: tuple[tuple[str, ...], ...]
-) -> tuple[Exchanged, tuple[tuple[Pieces, Pieces], ...], Exchanged]:
+    reduction: Reduction, tensors: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[ByMember, ByMember], list[tuple[Pieces, Pieces]], tuple[ByMember, ByMember]]:
     """The pieces of the exchange inside a node, of each merge there (inputs, outputs), and of the
     exchange between nodes."""
-    chunk, per_node, num_nodes = reduction.chunk, reduction.per_node, reduction.num_nodes
-    names = [name for pair in pairs for name in pair]
+    chunk, per_node, others = reduction.chunk, reduction.per_node, reduction.counterparts()
+    names, num_nodes = [name for group in tensors for name in group], len(others)
     sends: dict[int, Pieces] = {}
     receives: dict[int, Pieces] = {}
     first = reduction.member - reduction.member % per_node
@@ -159,8 +205,8 @@ def _by_nodes(
             [
                 piece
                 for name in names
-                for owner in range(place, reduction.num_owners, per_node)
-                for piece in in_whole(name, owner, reduction.num_owners, chunk)
+                for owner in range(place, len(reduction.owners), per_node)
+                for piece in reduction._owned(name, owner)
             ]
         )
         receives[first + place] = tuple(
@@ -172,106 +218,27 @@ def _by_nodes(
             ]
         )
     rows = num_nodes * chunk.size
-    merged = tuple(
+    merged = [
         (
             tuple(
-                Piece(f"{name}.in", place * rows, (place + 1) * rows)
-                for place in range(per_node)
-                for name in pair
+                [
+                    Piece(f"{name}.in", place * rows, (place + 1) * rows)
+                    for place in range(per_node)
+                    for name in group
+                ]
             ),
-            tuple(Piece(f"{name}.node", 0, rows) for name in pair),
+            tuple([Piece(f"{name}.node", 0, rows) for name in group]),
         )
-        for pair in pairs
-    )
+        for group in tensors
+    ]
     # Of each counterpart, in stacks of as many chunks as there are nodes.
-    stacked = [
+    sent, received = (
         {
-            slot: tuple(p for name in names for p in in_stack(f"{name}.{end}", node, chunk))
-            for node, slot in enumerate(reduction.counterparts)
+            slot: tuple([p for name in names for p in in_stack(f"{name}.{end}", node, chunk)])
+            for node, slot in enumerate(others)
         }
         for end in ("node", "nodes")
-    ]
+    )
     size = reduction.group_size
     inside = (by_member(size, sends), by_member(size, receives))
-    return inside, merged, (by_member(size, stacked[0]), by_member(size, stacked[1]))
-
-
-def reduce_output(
-    task: Task, reduction: Reduction, *, partial: tuple[str, str], wire: str, out: str, lse: str
-) -> list[Operation]:
-    """Partial (out, lse) accumulators of a whole chunk, to (out, lse) of the owners.
-
-    `wire` is the buffer from which partial outputs are sent; it may be the accumulator itself.
-    Stacks are named after the partials: `<wire>.in`, `<lse>.in`, `<lse>.all`.
-    """
-    acc_out, acc_lse = partial
-    ends = (reduction.chunk.local(out), reduction.chunk.local(lse))
-    whole_out, whole_lse, whole_wire = map(reduction.whole, (acc_out, acc_lse, wire))
-    if reduction.by is ReduceBy.LOCAL:
-        return [Merge(task.at("merge"), MergeRule.SOFTMAX, (whole_out, whole_lse), ends)]
-    if reduction.by is not ReduceBy.REDUCE_SCATTER:
-        sent, last = reduction.to_owners(task, MergeRule.SOFTMAX, ((wire, acc_lse),))
-        stacks = (reduction.copies(f"{name}.{last}") for name in (wire, acc_lse))
-        copies = tuple(piece for pair in zip(*stacks, strict=True) for piece in pair)
-        merge = Merge(task.at("merge"), MergeRule.SOFTMAX, copies, ends)
-        return [*_to_wire(task, whole_out, whole_wire), *sent, merge]
-    stack, everywhere = f"{acc_lse}.in", reduction.whole(f"{acc_lse}.all")
-    cuts = reduction.chunk.cuts
-    return [
-        reduction.exchange(task.at("lse"), ((acc_lse, stack),)),
-        Merge(task.at("lse-merge"), MergeRule.LSE, reduction.copies(stack), (ends[1],)),
-        AllGather(task.at("lse-all"), reduction.group, (Move(ends[1], everywhere, cuts),)),
-        Merge(
-            task.at("rescale"), MergeRule.RESCALE, (whole_out, whole_lse, everywhere), (whole_wire,)
-        ),
-        ReduceScatter(task, reduction.group, (Move(ends[0], whole_wire, cuts),)),
-    ]
-
-
-def reduce_sum(
-    task: Task, reduction: Reduction, tensors: tuple[tuple[str, str, str], ...]
-) -> list[Operation]:
-    """Sums of partial gradients to their owners; tensors are (accumulator, wire, result)."""
-    ends = [reduction.chunk.local(result) for _, _, result in tensors]
-    wholes = [(reduction.whole(acc), reduction.whole(wire)) for acc, wire, _ in tensors]
-    operations: list[Operation] = []
-    if reduction.by is ReduceBy.LOCAL:
-        pairs = zip(wholes, ends, strict=True)
-        return [Merge(task.at("copy"), MergeRule.SUM, (acc,), (end,)) for (acc, _), end in pairs]
-    for acc, wire in wholes:
-        operations += _to_wire(task, acc, wire)
-    if reduction.by is ReduceBy.REDUCE_SCATTER:
-        moves = tuple(
-            Move(end, wire, reduction.chunk.cuts)
-            for end, (_, wire) in zip(ends, wholes, strict=True)
-        )
-        return [*operations, ReduceScatter(task, reduction.group, moves)]
-    sent, last = reduction.to_owners(task, MergeRule.SUM, tuple((w,) for _, w, _ in tensors))
-    operations += sent
-    for (_, travels, _), end in zip(tensors, ends, strict=True):
-        copies = reduction.copies(f"{travels}.{last}")
-        operations.append(Merge(task.at("sum"), MergeRule.SUM, copies, (end,)))
-    return operations
-
-
-def _to_wire(task: Task, acc: Piece, wire: Piece) -> list[Operation]:
-    if acc == wire:
-        return []
-    return [Merge(task.at("cast"), MergeRule.SUM, (acc,), (wire,))]
-
-
-def stacks(
-    reduction: Reduction, name: str, owners: Sequence[Spans], own: Spans
-) -> dict[str, Spans]:
-    """The rows of the stacks in which partials called `name` arrive. `owners`: the rows of all
-    members of the group, needed only by nodes; `own`: the rows of this one."""
-    if reduction.by is not ReduceBy.NODES:
-        return {f"{name}.in": stack_rows(own, reduction.num_copies, reduction.chunk)}
-    near: Spans = ()
-    for owner in reduction.counterparts:
-        near += stack_rows(owners[owner], 1, reduction.chunk)
-    return {
-        f"{name}.in": near * reduction.per_node,
-        f"{name}.node": near,
-        f"{name}.nodes": stack_rows(own, reduction.num_nodes, reduction.chunk),
-    }
+    return inside, merged, (by_member(size, sent), by_member(size, received))

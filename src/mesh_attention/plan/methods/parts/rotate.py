@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
@@ -29,8 +28,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.program import SendRecv, Task
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """How a member gets the block of one step: `send_step` is the earlier block it passes on."""
 
     send_step: int
@@ -38,8 +36,7 @@ class Hop:
     from_member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
+class Rotation(NamedTuple):
     """The path of the blocks as one member sees it.
 
     blocks[s]    whose block (by member) it holds at step s; blocks[0] is its own
@@ -78,12 +75,8 @@ def ring(member: int, size: int, inner: int | None = None) -> Rotation:
             hops.append(Hop(s - 1, at(x, y + 1), at(x, y - 1)))
         elif s:
             hops.append(Hop(s - inner, at(x + 1, y), at(x - 1, y)))
-    return Rotation(
-        member,
-        tuple(at(x - r, y - t) for r, t in steps),
-        tuple(hops),
-        tuple(at(x + r, y + t) for r, t in steps),
-    )
+    blocks = tuple([at(x - r, y - t) for r, t in steps])
+    return Rotation(member, blocks, tuple(hops), tuple([at(x + r, y + t) for r, t in steps]))
 
 
 class GradientRoute(StrEnum):
@@ -103,22 +96,30 @@ class Delivery(NamedTuple):
     arrives: int
 
 
-def deliveries(rotation: Rotation, per_node: int | None) -> tuple[tuple[Delivery, ...], ...]:
-    """The direct route: what is delivered after each step. Every block but the own is delivered
-    once.
+def deliveries(
+    rotation: Rotation, route: GradientRoute = GradientRoute.DIRECT, per_node: int | None = None
+) -> list[list[Delivery]]:
+    """What is delivered after each step. The results of every block but the own are sent once.
 
-    `per_node` members of a `ring` follow each other in a node. Member i of a node receives the
-    parts of blocks with place i from the others there, those of one block for `per_node` steps; all
-    send their sums when the last part is added.
+    On the direct route `per_node` members of a `ring` follow each other in a node. Member i of a
+    node receives the parts of blocks with place i from the others there, those of one block for
+    `per_node` steps; all send their sums when the last part is added.
 
-    >>> deliveries(ring(1, 4), per_node=2)[2:]
-    ((), (Delivery(step=3, to_member=0, from_member=0, arrives=0), \
-Delivery(step=2, to_member=3, from_member=3, arrives=0)))
+    >>> deliveries(ring(1, 4), per_node=2)[3]
+    [Delivery(step=3, to_member=0, from_member=0, arrives=0), \
+Delivery(step=2, to_member=3, from_member=3, arrives=0)]
     """
+    if route is GradientRoute.TRAVEL:
+        last, (to, source) = rotation.size - 1, (rotation.blocks[-1], rotation.users[-1])
+        neighbours = [
+            Delivery(step, to, source, 0 if step == last else step + 1)
+            for step in range(1, rotation.size)
+        ]
+        return [[], *([sent] for sent in neighbours)]
     size = per_node or rotation.size
     node, place = divmod(rotation.member, size)
     rounds = rotation.size // size
-    by_step: list[tuple[Delivery, ...]] = []
+    by_step: list[list[Delivery]] = []
     for step in range(rotation.size):
         now = []
         if step % size:
@@ -130,8 +131,8 @@ Delivery(step=2, to_member=3, from_member=3, arrives=0)))
         if rest == 0 and away > 1:
             to, source = ((node + x) % rounds * size + place for x in (1 - away, away - 1))
             now.append(Delivery((away - 1) * size, to, source, 0))
-        by_step.append(tuple(now))
-    return tuple(by_step)
+        by_step.append(now)
+    return by_step
 
 
 def members_per_node(rings: Iterable[Sequence[int]], nodes: Sequence[int]) -> int | None:

@@ -7,20 +7,28 @@ direction, and ends with `planner.plan(passes)`. Options that do not fit are ref
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from typing import Any, Self
 
 from mesh_attention.errors import PlanError
+from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
-from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, patch_widths
+from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, patch_widths, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
-from mesh_attention.plan.methods.parts.rotate import members_per_node
-from mesh_attention.plan.methods.parts.setting import ChunkSetting, Setting
+from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
+from mesh_attention.plan.methods.parts.setting import (
+    CutSetting,
+    DegreeSetting,
+    Setting,
+    TileSetting,
+)
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
 from mesh_attention.plan.problem.problem import Problem
 
@@ -29,15 +37,33 @@ UNCUT = PassCut((1, 1), (1,))
 MAX_TASKS = 16  # kq * kkv: more chunks than that make calls too small for any kernel
 
 
+class Side(StrEnum):
+    QUERIES = "queries"
+    KEYS = "keys"
+
+
 @dataclass(frozen=True)
-class SharedOptions(Setting):
-    """Options that do not depend on how a method moves its blocks."""
+class Box(TileSetting, DegreeSetting, CutSetting):
+    """The options of a method with what it chose; StarTrail and needed rows have no more than a
+    tile of it. Other fields are the options of these names.
+
+    rotates    the side that goes round in blocks; the other side, or both, are gathered
+    route      how results of rotating blocks reach their owners; None: all at the end
+    inner      units of an inner ring, in a ring of rings
+    rotation   KV partition rotation: without it keys come by all-to-all
+    """
 
     method: str = ""
-    combine: Combine = Combine.AUTO
-    alpha: int | None = None
+    tile: tuple[int, int] = (1, 1)
     ulysses: int = 1
-    units_per_node: int | None = None
+    backward_tile: tuple[int, int] | None = None
+    rotates: Side | None = None
+    route: GradientRoute | None = GradientRoute.DIRECT
+    inner: int | None = None
+    rotation: bool = True
+    even_chunks: bool = False
+    short_start: bool = False
+    costs: Costs = field(default_factory=usual_costs)
 
     @classmethod
     def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
@@ -47,12 +73,12 @@ class SharedOptions(Setting):
         return cls(**{**asked, **chosen, "method": method})
 
 
-def _layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layouts:
+def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     """The layouts of queries and of keys inside the method."""
-    if shared.relayout and shared.ulysses == num_ranks:
+    if box.relayout and box.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
-        shared = replace(shared, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
-    kind = shared.layout
+        box = replace(box, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
+    kind = box.layout
     if kind is None:
         kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
     if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
@@ -60,18 +86,18 @@ def _layouts_of(problem: Problem, num_ranks: int, shared: SharedOptions) -> Layo
             f"layout=listed lists the positions of queries and keys alike, but there are "
             f"{problem.q_tokens} query and {problem.keys} key tokens"
         )
-    q = Layout(kind, problem.q_tokens, num_ranks, shared.stripe_block, shared.stretches)
+    q = Layout(kind, problem.q_tokens, num_ranks, box.stripe_block, box.stretches)
     if problem.q_tokens == problem.keys:
         return q, q
-    return q, Layout(kind, problem.keys, num_ranks, shared.stripe_block, shared.stretches)
+    return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches)
 
 
-def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
+def _devices_of(tile: Tile, box: Box) -> tuple[int, ...]:
     """The physical rank of each logical rank: in order, or by patches of the tile grid."""
-    degree, width = shared.ulysses, shared.alpha
-    if width is None and shared.units_per_node is None:
+    degree, width = box.ulysses, box.alpha
+    if width is None and box.units_per_node is None:
         return tuple(range(tile.num_ranks * degree))
-    units, each = _patch_of_node(shared, tile)
+    units, each = _patch_of_node(box, tile)
     if width is None:
         width = _squarest_width(tile, units)
     elif width < 1:
@@ -85,9 +111,9 @@ def _devices_of(tile: Tile, shared: SharedOptions) -> tuple[int, ...]:
     )
 
 
-def _patch_of_node(shared: SharedOptions, tile: Tile) -> tuple[int, int]:
+def _patch_of_node(box: Box, tile: Tile) -> tuple[int, int]:
     """The number of units of which a node has ranks, and of ranks of each."""
-    p, degree, units = shared.ranks_per_node, shared.ulysses, shared.units_per_node
+    p, degree, units = box.ranks_per_node, box.ulysses, box.units_per_node
     if p is None:
         name, it = "alpha", "it is the width of a node's patch of tiles"
         if units is not None:
@@ -122,12 +148,10 @@ def _squarest_width(tile: Tile, units: int) -> int:
     return min(fits, key=lambda width: (max(width, units // width), -width))
 
 
-def reduce_by(
-    problem: Problem, shared: SharedOptions, tile: Tile, nodes: tuple[int, ...]
-) -> ReduceBy:
+def _reduce_by(problem: Problem, box: Box, tile: Tile, nodes: tuple[int, ...]) -> ReduceBy:
     """Auto: partials that could be added inside a node should not each leave it."""
-    if shared.combine is not Combine.AUTO:
-        return ReduceBy(shared.combine.value)
+    if box.combine is not Combine.AUTO:
+        return ReduceBy(box.combine.value)
     groups = [tile.q_group(r) for r in range(tile.b)]
     if all(len({nodes[unit] for unit in group}) == 1 for group in groups):
         return ReduceBy.EXCHANGE
@@ -135,51 +159,50 @@ def reduce_by(
     return ReduceBy.REDUCE_SCATTER if exact else ReduceBy.NODES
 
 
-_CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
-
-
-def is_cut(setting: ChunkSetting) -> bool:
-    return any(getattr(setting, name) is not None for name in _CUTS)
-
-
-def cut_of(setting: ChunkSetting, direction: Direction, problem: Problem, degree: int) -> PassCut:
+def cut_of(box: Box, direction: Direction, problem: Problem) -> PassCut:
     """Chunks, and sizes of the slices of heads; those of the backward pass default to the forward
     ones."""
-    names = ["chunks", "head_slices"]
-    if direction is Direction.BACKWARD:
-        names = [
-            f"backward_{name}" if getattr(setting, f"backward_{name}") else name for name in names
-        ]
-    kq, kkv = chunks = getattr(setting, names[0]) or (1, 1)
+
+    def asked(name: str) -> tuple[str, tuple[int, int] | None]:
+        other = f"backward_{name}"
+        name = other if direction is Direction.BACKWARD and getattr(box, other) else name
+        return name, getattr(box, name)
+
+    name, chunks = asked("chunks")
+    kq, kkv = chunks = chunks or (1, 1)
     if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
         raise PlanError(
-            f"{names[0]}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
+            f"{name}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
         )
-    slices = sizes_for(problem, degree, getattr(setting, names[1]), names[1])
-    return PassCut(chunks, slices)
+    name, heads = asked("head_slices")
+    slices = sizes_for(problem, box.ulysses, heads, name)
+    return PassCut(chunks, slices, box.even_chunks, box.short_start)
 
 
 class TilePlanner:
     """The parts of a plan that do not depend on how a method moves its blocks."""
 
-    def __init__(self, problem: Problem, num_ranks: int, shared: SharedOptions, tile: Tile) -> None:
-        self._problem = problem
-        self._shared = shared
-        self.layouts = _layouts_of(problem, num_ranks, shared)
-        self._devices = _devices_of(tile, shared)
+    def __init__(self, problem: Problem, num_ranks: int, box: Box) -> None:
+        self._problem, self._box = problem, box
+        units = num_ranks // box.ulysses
+        self.tile = tile_for(box.tile, units, rotation=box.rotation)
+        self.backward_tile = self.tile
+        if box.backward_tile:
+            self.backward_tile = tile_for(box.backward_tile, units, rotation=box.rotation)
+        self.layouts = _layouts_of(problem, num_ranks, box)
+        self._devices = _devices_of(self.tile, box)
         self.shards: Layouts | None = None  # of the caller's tensors, where they are others
-        if shared.relayout:
+        if box.relayout:
             q, kv = (contiguous_shards(layout.num_tokens, self._devices) for layout in self.layouts)
             self.shards = None if (q, kv) == self.layouts else (q, kv)
-        per_node = shared.ranks_per_node  # all in one node where that is not known
-        firsts = self._devices[:: shared.ulysses]  # the first rank of each unit
+        per_node = box.ranks_per_node  # all in one node where that is not known
+        firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = Lowerings(*self.layouts, problem.rows, one_call=shared.one_call)
+        self.lowerings = Lowerings(*self.layouts, problem.rows, one_call=box.one_call)
 
     def tile_passes(
         self,
         direction: Direction,
-        tile: Tile,
         cut: PassCut = UNCUT,
         *,
         keep: Keep | None = None,
@@ -187,35 +210,34 @@ class TilePlanner:
     ) -> OnDemand[TilePass]:
         """One pass on each head group. `keep`: another than asked for; `rotates`: whether queries,
         and keys, go round and are not gathered."""
-        shared, nodes = self._shared, self.nodes
-        by = reduce_by(self._problem, shared, tile, nodes)
+        problem, box, nodes = self._problem, self._box, self.nodes
+        tile = self.tile if direction is Direction.FORWARD else self.backward_tile
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
-        degree, out = shared.ulysses, shared.gather_out
         # Rows that change their layout on the way are exchanged at once.
         whole = cut.chunks == (1, 1) and len(cut.slices) == 1
-        exchanged = None if degree == 1 or self.shards is not None or whole else cut
-        keep = keep or shared.keep
-        kept = kept_kinds(keep, self._problem, degree)
-        gathered = keep is Keep.GATHERED
-        keeps_gathered = (gathered and not rotates[0], gathered and not rotates[1])
+        at_once = box.ulysses == 1 or self.shards is not None or whole
+        keep = keep or box.keep
+        kept = kept_kinds(keep, problem, box.ulysses)
+        group = HeadGroup(
+            problem, *self.layouts, box.ulysses, 0, self.shards, None if at_once else cut, kept
+        )
+        tiling = Tiling(
+            group,
+            direction,
+            tile,
+            cut,
+            _reduce_by(problem, box, tile, nodes),
+            box.gather_out,
+            per_node,
+            rotates,
+            keeps_gathered=keep is Keep.GATHERED,
+        )
 
         def on_group(index: int) -> TilePass:
-            group = HeadGroup(
-                self._problem, *self.layouts, degree, index, self.shards, exchanged, kept
-            )
-            return TilePass(
-                group,
-                direction,
-                tile,
-                cut,
-                by,
-                gather_out=out,
-                per_node=per_node,
-                keeps_gathered=keeps_gathered,
-            )
+            return TilePass(replace(tiling, head_group=replace(group, index=index)))
 
-        return OnDemand(degree, on_group)
+        return OnDemand(box.ulysses, on_group)
 
     def plan(self, passes: Iterable[Pass]) -> Plan:
         return Plan(
@@ -223,7 +245,7 @@ class TilePlanner:
             *self.layouts,
             tuple(passes),
             devices=self._devices,
-            ranks_per_node=self._shared.ranks_per_node,
-            method=self._shared.method,
+            ranks_per_node=self._box.ranks_per_node,
+            method=self._box.method,
             relayout=self.shards is not None,
         )

@@ -1,37 +1,53 @@
-"""One side of a tile: the chunks of its queries, or of its keys and values, and their buffers.
+"""One side of a tile on one head group: queries, or keys and values.
 
 The units of a tile row gather queries and reduce their partial results; those of a tile column do
-so with keys. A *line* is such a row or column: a unit lies in one line of each side. `TilePass` has
-two of these. A side only names rows, pieces and buffers; it makes no transfer.
+so with keys. A *line* is such a row or column: a unit lies in one line of each side. A side names
+the rows, pieces and buffers of its chunks, and makes their gathers and reductions. `TilePass` has
+two of them.
+
+Names inside a program: `q`, `k`, `v`, ... are the caller's; `q.0` is Q chunk 0 of the whole Q
+group, `out.0`, `lse.0` its partial output; `.wire` the copy that is sent, `.in` the partials that
+arrive, `.all` the global LSE.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
+from mesh_attention.plan.language.program import (
+    AllGather,
+    AllToAll,
+    Merge,
+    MergeRule,
+    Move,
+    Operation,
+    Task,
+)
 from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.chunks import whole_rows
+from mesh_attention.plan.methods.parts.chunks import in_whole, whole_rows
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import GATHERED
-from mesh_attention.plan.methods.parts.reduce import ReduceBy, Reduction, stacks
+from mesh_attention.plan.methods.parts.reduce import Partial, ReduceBy, Reduction, by_member
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
 
 ALL_UNITS = "all"
-Units = tuple[int, ...]
+GATHER_Q, GATHER_KV = "AG-Q", "AG-KV"  # kinds of tasks
+Kinds = tuple[Kind, ...]
 
 
 class SideKinds(NamedTuple):
     """What belongs to one side of a pass."""
 
-    inputs: tuple[Kind, ...]  # what is gathered
-    partials: tuple[Kind, ...]  # the partial results of a chunk
-    merge_rule: MergeRule  # of partials
+    inputs: Kinds  # what is gathered
+    partials: tuple[Kinds, ...]  # the partial results of a chunk, by what one merge combines
+    merge_rule: MergeRule
+    reduce_kind: str  # of the tasks that reduce them; empty where there are none
     backward: bool
 
 
@@ -40,76 +56,86 @@ def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds
     each row and head instead of a whole output (algorithm.md, section 4)."""
     keys = (Kind.K, Kind.V)
     if direction is Direction.FORWARD:
-        q = SideKinds((Kind.Q,), (Kind.OUT, Kind.LSE), MergeRule.SOFTMAX, False)
-        return q, SideKinds(keys, (), MergeRule.SUM, False)
+        q = SideKinds((Kind.Q,), ((Kind.OUT, Kind.LSE),), MergeRule.SOFTMAX, "RS-Q", False)
+        return q, SideKinds(keys, (), MergeRule.SUM, "", False)
     statistic = Kind.OUT if gather_out else Kind.DELTA
     queries = (Kind.Q, Kind.GRAD_OUT, Kind.LSE, statistic)
-    q = SideKinds(queries, (Kind.GRAD_Q,), MergeRule.SUM, True)
-    return q, SideKinds(keys, (Kind.GRAD_K, Kind.GRAD_V), MergeRule.SUM, True)
+    q = SideKinds(queries, ((Kind.GRAD_Q,),), MergeRule.SUM, "RS-dQ", True)
+    gradients = ((Kind.GRAD_K,), (Kind.GRAD_V,))
+    return q, SideKinds(keys, gradients, MergeRule.SUM, "RS-dKV", True)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A pass of a tile on one head group, as both of its sides read it. Pairs are of queries and of
+    keys."""
+
+    head_group: HeadGroup
+    direction: Direction
+    tile: Tile
+    cut: PassCut
+    reduce_by: ReduceBy  # how partials are to be reduced
+    gather_out: bool
+    per_node: tuple[int, int]  # units of a line that follow each other in a node
+    rotates: tuple[bool, bool]  # blocks go round, and are not gathered
+    keeps_gathered: bool  # what is gathered stays for the backward pass
 
 
 class TileSide:
-    def __init__(
-        self,
-        head_group: HeadGroup,
-        tile: Tile,
-        kinds: SideKinds,
-        cut: PassCut,
-        wanted: ReduceBy,
-        per_node: int,
-        *,
-        keys: bool,
-        gathered_as: Role,
-    ) -> None:
-        """`wanted`: how partials are to be reduced; `per_node`: units of a line that follow each
-        other in a node; `gathered_as`: the role of queries, keys and values that are gathered."""
-        self.head_group = head_group
-        self.inputs, self.partials, self.merge_rule, _ = kinds
-        self.kind = kinds.inputs[0]  # whose rows they are
-        self.name = "KV" if keys else "Q"  # with the number of a line it names a group
+    def __init__(self, tiling: Tiling, *, keys: bool) -> None:
+        head_group, tile, cut = tiling.head_group, tiling.tile, tiling.cut
+        kinds = kinds_of_sides(tiling.direction, gather_out=tiling.gather_out)[keys]
+        self.head_group, self.rotates = head_group, tiling.rotates[keys]
+        self.inputs, self.together, self.merge_rule, self.reduce_kind, backward = kinds
+        self.partials = tuple([kind for group in self.together for kind in group])
+        self.gather_kind = GATHER_KV if keys else GATHER_Q
+        self.own = head_group.sides[keys]
+        self._name = "KV" if keys else "Q"  # with the number of a line it names a group
         self.size = tile.b if keys else tile.a  # units of a line
-        self._roles = dict.fromkeys(GATHERED, gathered_as) if self.size > 1 else {}
+        kept = Role.RECALLED if backward else Role.KEPT
+        self.keeps_gathered = tiling.keeps_gathered and not self.rotates
+        role = kept if self.keeps_gathered else Role.WORKSPACE
+        self._roles = dict.fromkeys(GATHERED, role) if self.size > 1 else {}
         # What the units of a line gather, and of it what is exchanged before.
-        self.gathered, self.exchanged = self.inputs, self.inputs
-        if kinds.backward:
-            recalled = [kind for kind, role in self._roles.items() if role is Role.RECALLED]
-            self.gathered = tuple(kind for kind in self.inputs if kind not in recalled)
-            kept = head_group.kept if head_group.is_exchanged else ()
-            self.exchanged = tuple(kind for kind in self.gathered if kind not in kept)
+        self.gathered = tuple([x for x in self.inputs if self._roles.get(x) is not Role.RECALLED])
+        held = head_group.kept if backward and head_group.is_exchanged else ()
+        self.exchanged = tuple([kind for kind in self.gathered if kind not in held])
         self.line = tile.column if keys else tile.row  # of a unit
         self.members = tile.kv_group if keys else tile.q_group  # of a line
-        self.partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
+        self._partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
         # The units that use a partition, where they are not those of its owner's line.
-        self.users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
-        self.per_node = per_node
-        self.chunks = head_group.chunks(self.kind, cut.chunks[keys], cut.slices)
+        self._users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
+        self._per_node = per_node = tiling.per_node[keys]
+        self.chunks = head_group.chunks(self.inputs[0], cut.chunks[keys], cut.slices)
         self.chunks_of_slice = len(self.chunks) // len(cut.slices)
-        self.reduce_by = self._reduce_by(wanted)
+        # Whether chunks come one after the other: from the units of a line, or to this unit.
+        by_exchange = head_group.cut is not None and self.exchanged
+        self.is_fetched = bool((self.size > 1 and self.gathered) or by_exchange)
+        self.reduce_by = tiling.reduce_by
+        if self.size == 1:
+            self.reduce_by = ReduceBy.LOCAL
+        elif self._users or (tiling.reduce_by is ReduceBy.NODES and per_node in (1, self.size)):
+            # Nodes that hold all of a line, or one unit of it each, leave nothing to combine first.
+            self.reduce_by = ReduceBy.EXCHANGE
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
-        self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
-        self._gathered_rows = cache(lambda line, i: self.rows_of(self.partitions(line), i))
+        self.own_rows = cache(self.own.rows)  # of a unit
+        self._gathered_rows = cache(lambda line, i: self.rows_of(self._partitions(line), i))
         self.buffers = cache(self._buffers)  # that all units of a line hold alike
-
-    @property
-    def is_fetched(self) -> bool:
-        """Whether chunks come one after the other: from the units of a line, or to this unit."""
-        by_exchange = self.head_group.cut is not None and self.exchanged
-        return bool((self.size > 1 and self.gathered) or by_exchange)
 
     @property
     def in_node(self) -> int | None:
         """Units of a line that follow each other in a node, where there are several."""
-        return self.per_node if self.per_node > 1 else None
+        return self._per_node if self._per_node > 1 else None
 
-    def _reduce_by(self, wanted: ReduceBy) -> ReduceBy:
-        if self.size == 1:
-            return ReduceBy.LOCAL
-        # Nodes that hold all of a line, or one unit of it each, leave nothing to combine first.
-        alone = wanted is ReduceBy.NODES and self.per_node in (1, self.size)
-        return ReduceBy.EXCHANGE if alone or self.users is not None else wanted
+    def groups(self, lines: int) -> dict[str, tuple[int, ...]]:
+        """Groups of units, by names that all head groups have alike."""
+        if self._users is not None:
+            return {ALL_UNITS: tuple(range(lines * self.size))}
+        named = {f"{self._name}{line}": self.members(line) for line in range(lines)}
+        return named if self.size > 1 else {}
 
     def group(self, line: int) -> str:
-        return self.head_group.group_name(f"{self.name}{line}")
+        return self.head_group.group_name(f"{self._name}{line}")
 
     # Operands.
 
@@ -119,27 +145,30 @@ class TileSide:
             return chunk.local(self.head_group.local(kind))
         return Piece(f"{kind}.{index}", 0, self.size * chunk.size)
 
+    def pieces(self, index: int) -> dict[Kind, Piece]:
+        """What an attention reads of a chunk."""
+        return {kind: self.piece(kind, index) for kind in self.inputs}
+
     def sums(self, index: int) -> tuple[Piece, ...]:
         rows = self.size * self.chunks[index].size
-        return tuple(Piece(f"{kind}.{index}", 0, rows) for kind in self.partials)
+        return tuple([Piece(f"{kind}.{index}", 0, rows) for kind in self.partials])
 
-    def empty(self, kind: str, index: int) -> list[Operation]:
+    def empty(self, index: int) -> list[Operation]:
         """Neutral partials of a chunk of which a unit computes nothing."""
-        sums, task = self.sums(index), Task(kind, (index,), "empty")
-        together = self.merge_rule is MergeRule.SOFTMAX
-        outputs = [sums] if together else [(total,) for total in sums]
-        return [Merge(task, self.merge_rule, (), totals) for totals in outputs]
+        task, sums = Task(self.reduce_kind, (index,), "empty"), iter(self.sums(index))
+        groups = [tuple([next(sums) for _ in group]) for group in self.together]
+        return [Merge(task, self.merge_rule, (), totals) for totals in groups]
 
     def spans(self, line: int, index: int) -> Spans:
         return self._gathered_rows(line, index % self.chunks_of_slice)
 
-    def rows_of(self, units: Units, index: int) -> Spans:
+    def rows_of(self, units: tuple[int, ...], index: int) -> Spans:
         """A chunk of these units as a gather lays it out."""
-        layout, chunk = self.head_group.layout(self.kind), self.chunks[index]
+        layout, chunk = self.own.layout, self.chunks[index]
         if layout.kind is LayoutKind.LISTED:
             return whole_rows([self.own_rows(unit) for unit in units], chunk)
         # The rows of the first unit, shifted by the rows of a unit for each unit after it.
-        size, first = self.head_group.size(self.kind), self.own_rows(0)
+        size, first = self.own.size, self.own_rows(0)
         return joined(
             [
                 (a + unit * size, b + unit * size)
@@ -150,58 +179,94 @@ class TileSide:
             ]
         )
 
-    def wire(self, partial: str) -> str:
+    # Transfers.
+
+    def shared_by(self, task: Task, unit: int) -> int:
+        """Units with the same number have the same operations for a task."""
+        by_nodes = task.kind == self.reduce_kind and self.reduce_by is ReduceBy.NODES
+        return unit if by_nodes or self._users is not None else self.line(unit)
+
+    def gather(self, unit: int, index: int) -> list[Operation]:
+        if self.size == 1 or not self.gathered:
+            return []
+        chunk, task = self.chunks[index], Task(self.gather_kind, (index,))
+        if self._users is None:
+            return [AllGather(task, self.group(self.line(unit)), self.moves(index))]
+        reduction = self.reduction(unit, index)
+        names = [(self.head_group.local(kind), f"{kind}.{index}") for kind in self.gathered]
+        own = tuple([piece for name, _ in names for piece in chunk.local_parts(name)])
+        taken = {
+            owner: tuple([p for _, name in names for p in in_whole(name, at, self.size, chunk)])
+            for at, owner in enumerate(reduction.owners)
+        }
+        size, sends = reduction.group_size, dict.fromkeys(reduction.users, own)
+        return [AllToAll(task, reduction.group, by_member(size, sends), by_member(size, taken))]
+
+    def moves(self, index: int) -> tuple[Move, ...]:
+        chunk = self.chunks[index]
+        return tuple(
+            [
+                Move(chunk.local(self.head_group.local(kind)), self.piece(kind, index), chunk.cuts)
+                for kind in self.gathered
+            ]
+        )
+
+    def wire(self, kind: Kind, total: str) -> str:
         """The buffer in which a partial travels: itself where the precision is the same."""
         problem = self.head_group.problem
-        same = problem.accumulate_bytes == problem.element_bytes
-        return partial if same else f"{partial}.wire"
+        same = kind.is_statistic or problem.accumulate_bytes == problem.element_bytes
+        return total if same else f"{total}.wire"
+
+    def reduce(self, unit: int, index: int) -> list[Operation]:
+        def partial_of(kind: Kind) -> Partial:
+            total = f"{kind}.{index}"
+            return Partial(total, self.wire(kind, total), self.head_group.local(kind))
+
+        tensors = [tuple(map(partial_of, group)) for group in self.together]
+        task = Task(self.reduce_kind, (index,))
+        return self.reduction(unit, index).operations(task, self.merge_rule, tensors)
 
     def reduction(self, unit: int, index: int) -> Reduction:
-        line, size, chunk = self.line(unit), self.size, self.chunks[index]
-        if self.users is None:
-            reduction = Reduction(self.reduce_by, self.group(line), size, chunk, num_owners=size)
-            return reduction.of_member(self.members(line).index(unit), self.per_node)
-        return Reduction(
-            ReduceBy.EXCHANGE,
-            self.head_group.group_name(ALL_UNITS),
-            self.head_group.num_units,
-            chunk,
-            num_owners=size,
-            owner_slots=self.partitions(line),
-            user_slots=self.users(unit),
-        )
+        line, group, chunk = self.line(unit), self.head_group, self.chunks[index]
+        if self._users is None:
+            everybody, member = range(self.size), self.members(line).index(unit)
+            names = (self.reduce_by, self.group(line), self.size, chunk)
+            return Reduction(*names, everybody, everybody, member, self._per_node)
+        names = (self.reduce_by, group.group_name(ALL_UNITS), group.num_units, chunk)
+        return Reduction(*names, self._partitions(line), self._users(unit))
 
     # Buffers.
 
     def _buffers(self, line: int) -> dict[str, Buffer]:
         made: list[Buffer] = []
         for chunk in self.chunks:
-            rows = self.spans(line, chunk.index)
+            rows, make = self.spans(line, chunk.index), self.head_group.buffer
             for kind in self.inputs if self.size > 1 else ():
-                role, name = self._roles.get(kind, Role.WORKSPACE), f"{kind}.{chunk.index}"
-                made.append(self.head_group.buffer(name, kind, rows, chunk, role=role))
+                role = self._roles.get(kind, Role.WORKSPACE)
+                made.append(make(f"{kind}.{chunk.index}", kind, rows, chunk, role=role))
             for kind in self.partials:
                 name = f"{kind}.{chunk.index}"
-                made.append(self.head_group.buffer(name, kind, rows, chunk, Precision.ACCUMULATE))
+                made.append(make(name, kind, rows, chunk, Precision.ACCUMULATE))
                 if not kind.is_statistic:  # where it travels itself this one takes its place
-                    made.append(self.head_group.buffer(self.wire(name), kind, rows, chunk))
+                    made.append(make(self.wire(kind, name), kind, rows, chunk))
                 elif self.reduce_by is ReduceBy.REDUCE_SCATTER:
-                    made.append(self.head_group.buffer(f"{name}.all", kind, rows, chunk))
+                    made.append(make(f"{name}.all", kind, rows, chunk))
         return {buffer.name: buffer for buffer in made}
 
     def stack_buffers(self, unit: int) -> dict[str, Buffer]:
         """Where other units' partials of this unit's own chunks arrive."""
         made: dict[str, Buffer] = {}
-        own, owners = self.own_rows(unit), list[Spans]()
+        if self.reduce_by is ReduceBy.LOCAL or not self.partials:
+            return made
+        own, owned = self.own_rows(unit), list[Spans]()
         if self.reduce_by is ReduceBy.NODES:
-            owners += map(self.own_rows, self.members(self.line(unit)))
+            owned += map(self.own_rows, self.members(self.line(unit)))
         added = self.reduce_by is ReduceBy.REDUCE_SCATTER  # on the way; only LSEs arrive
-        arrive = [kind for kind in self.partials if kind.is_statistic or not added]
-        for chunk in self.chunks if self.reduce_by is not ReduceBy.LOCAL else ():
+        for chunk in self.chunks:
             reduction = self.reduction(unit, chunk.index)
-            for kind in arrive:
-                name = f"{kind}.{chunk.index}"
-                name = name if kind.is_statistic else self.wire(name)
-                for stack, rows in stacks(reduction, name, owners, own).items():
-                    made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
+            for kind in self.partials:
+                if kind.is_statistic or not added:
+                    name = self.wire(kind, f"{kind}.{chunk.index}")
+                    for stack, rows in reduction.stacks(name, owned, own).items():
+                        made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
         return made

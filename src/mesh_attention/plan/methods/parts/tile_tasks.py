@@ -7,7 +7,7 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import add
@@ -26,9 +26,8 @@ from mesh_attention.plan.language.tasks import (
     reduced_early,
 )
 from mesh_attention.plan.language.traffic import TrafficMeter
-from mesh_attention.plan.methods.parts.chunks import Chunk
-from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, GATHER_KV, GATHER_Q, TilePass
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.tile_side import TileSide
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
 from mesh_attention.plan.problem.spans import slice_spans
@@ -93,19 +92,20 @@ def order_tasks(
 
 def _of_slice(mesh: TilePass, schedule: Schedule, part: int) -> Schedule:
     """The schedule of a slice of heads, for the slice `part` places behind it."""
-    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+    if not part:
+        return schedule
 
     def moved(task: Task) -> Task:
-        by_q = task.kind in (GATHER_Q, mesh.q_reduce_kind)
-        by_chunks = (num_q, num_kv) if task.kind == COMPUTE else (num_q if by_q else num_kv,)
-        shifts = (part * chunks for chunks in by_chunks)
+        sides = (mesh.q, mesh.kv) if task.kind == COMPUTE else (mesh.side_of[task.kind],)
+        shifts = [part * side.chunks_of_slice for side in sides]
         return Task(task.kind, tuple(map(add, task.index, shifts)))
 
-    def step(old: Step) -> Step:
-        communication = None if old.communication is None else moved(old.communication)
-        return Step(communication, tuple(map(moved, old.compute)))
-
-    return Schedule(tuple(map(step, schedule.steps))) if part else schedule
+    return Schedule(
+        tuple(
+            Step(step.communication and moved(step.communication), tuple(map(moved, step.compute)))
+            for step in schedule.steps
+        )
+    )
 
 
 Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
@@ -114,10 +114,11 @@ Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all 
 def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
     on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
-    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
-    q_runs = [_chunk_runs(mesh.head_group, Kind.Q, chunk) for chunk in mesh.q.chunks[:num_q]]
-    kv_runs = [_chunk_runs(mesh.head_group, Kind.K, chunk) for chunk in mesh.kv.chunks[:num_kv]]
-    return dict(_num_visible(tuple(map(tuple, q_runs)), tuple(map(tuple, kv_runs)), rows))
+    q, kv = (
+        tuple([tuple(_runs(side, at)) for at in range(side.chunks_of_slice)])
+        for side in (mesh.q, mesh.kv)
+    )
+    return _num_visible(q, kv, rows)
 
 
 @lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
@@ -131,23 +132,94 @@ def _num_visible(
     return {key: count for key, count in pairs.items() if count}
 
 
-def _chunk_runs(head_group: HeadGroup, kind: Kind, chunk: Chunk) -> Sequence[Run]:
+def _runs(side: TileSide, index: int) -> Sequence[Run]:
     """Positions of a chunk of all units, as a set."""
-    layout = head_group.layout(kind)
-    if chunk.size == head_group.size(kind):
+    group, chunk = side.head_group, side.chunks[index]
+    layout = side.own.layout
+    if chunk.size == side.own.size:
         return (Run(0, layout.padded_tokens),)
-    if head_group.degree == 1:
+    if group.degree == 1:
         return layout.slot_runs(chunk.start, chunk.stop)
-    if head_group.cut is not None:
-        slots = head_group.slots(kind)  # the same of every rank
+    if group.cut is not None:
+        slots = side.own.slots  # the same of every rank
         return [run for span in slots[chunk.index % len(slots)] for run in layout.slot_runs(*span)]
     runs = [
         run
-        for unit in range(head_group.num_units)
-        for span in slice_spans(head_group.rows(kind, unit), chunk.start, chunk.stop)
+        for unit in range(group.num_units)
+        for span in slice_spans(side.own_rows(unit), chunk.start, chunk.stop)
         for run in layout.runs(*span)
     ]
     return join_runs(sorted(runs, key=lambda run: run.start))
+
+
+def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
+    computes = {  # queries meet keys of their own heads only
+        (part * mesh.q.chunks_of_slice + i, part * mesh.kv.chunks_of_slice + j): (part, pairs)
+        for part in slices
+        for (i, j), pairs in pairs_of.items()
+    }
+    seconds = _Seconds(mesh, costs)
+    communication: list[TaskNode] = []
+
+    def add_tasks(side: TileSide, kind: str, needs_of: Mapping[int, list[Task]]) -> None:
+        count = side.chunks_of_slice
+        for index in [part * count + at for part in slices for at in range(count)]:
+            task = Task(kind, (index,))
+            needs = tuple(needs_of.get(index, ()))
+            communication.append(TaskNode(task, seconds.of(task), needs))
+
+    fetched = [side for side in (mesh.q, mesh.kv) if side.is_fetched]
+    for side in reversed(fetched):
+        add_tasks(side, side.gather_kind, {})
+    for axis, side in enumerate((mesh.q, mesh.kv)):
+        feeding: dict[int, list[Task]] = {}
+        for key in computes if side.reduce_kind else ():
+            feeding.setdefault(key[axis], []).append(Task(COMPUTE, key))
+        if side.reduce_kind:
+            add_tasks(side, side.reduce_kind, feeding)
+    # Of the heads of a slice, where chunks of queries are cut by heads and not by rows.
+    parts_of_slice = len({chunk.heads for chunk in mesh.q.chunks}) // len(mesh.slices)
+    compute = []
+    for key, (part, pairs) in computes.items():
+        share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
+        share /= parts_of_slice
+        flops = mesh.problem.flops(pairs, backward=mesh.direction is Direction.BACKWARD) * share
+        index_of = dict(zip((mesh.q, mesh.kv), key, strict=True))
+        needs = tuple([Task(side.gather_kind, (index_of[side],)) for side in fetched])
+        compute.append(TaskNode(Task(COMPUTE, key), costs.compute_seconds(flops), needs))
+    return TaskGraph(tuple(communication), tuple(compute))
+
+
+class _Seconds:
+    """Seconds of communication tasks, means over all units; with rotation they are all alike."""
+
+    def __init__(self, mesh: TilePass, costs: Costs) -> None:
+        self._mesh, self._costs = mesh, costs
+        units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
+        tables = [_buffers(mesh, unit) for unit in units]
+        self._meters = [TrafficMeter(mesh.problem, table) for table in tables]
+        self._table = tables[0]
+        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
+
+    def of(self, task: Task) -> float:
+        total = 0.0
+        for unit, meter in enumerate(self._meters):
+            for op in _operations(self._mesh, unit, task):
+                if isinstance(op, Collective):
+                    members = self._groups[op.group]
+                    traffic = meter.traffic(op, members.index(unit), len(members))
+                    total += self._costs.communication_seconds(traffic.received_bytes)
+        return total / len(self._meters) + self._of_exchange(task)
+
+    def _of_exchange(self, task: Task) -> float:
+        """Of the exchange that precedes a gather, or that follows a reduction."""
+        group, side, (index,) = self._mesh.head_group, self._mesh.side_of[task.kind], task.index
+        if group.cut is None:
+            return 0.0
+        kinds = side.exchanged if task.kind == side.gather_kind else side.partials
+        names = [side.chunks[index].name(group.local(kind)) for kind in kinds]
+        held = sum(self._table[name].num_bytes(group.problem) for name in names)
+        return self._costs.communication_seconds(held * (group.degree - 1) / group.degree)
 
 
 def _operations(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
@@ -155,123 +227,25 @@ def _operations(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
     return [op for part in mesh.parts(unit, task) for op in part]
 
 
-def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
-    num_q, num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
-    tasks = {  # queries meet keys of their own heads only
-        (part * num_q + i, part * num_kv + j): (part, pairs)
-        for part in slices
-        for (i, j), pairs in pairs_of.items()
-    }
-    computes = {key: Task(COMPUTE, key) for key in tasks}
-    communication: list[TaskNode] = []
-    groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
-
-    def add_tasks(kind: str, chunks: Iterable[int], needs: dict[int, tuple[Task, ...]]) -> None:
-        for index in chunks:
-            task = Task(kind, (index,))
-            seconds = _communication_seconds(mesh, task, costs, groups)
-            communication.append(TaskNode(task, seconds, needs.get(index, ())))
-
-    q_indices, kv_indices = (
-        [part * count + at for part in slices for at in range(count)] for count in (num_q, num_kv)
-    )
-    if mesh.kv.is_fetched:
-        add_tasks(GATHER_KV, kv_indices, {})
-    if mesh.q.is_fetched:
-        add_tasks(GATHER_Q, q_indices, {})
-    by_q = {i: tuple(n for (x, _), n in computes.items() if x == i) for i in q_indices}
-    add_tasks(mesh.q_reduce_kind, q_indices, by_q)
-    if mesh.kv_reduce_kind:
-        by_kv = {j: tuple(n for (_, y), n in computes.items() if y == j) for j in kv_indices}
-        add_tasks(mesh.kv_reduce_kind, kv_indices, by_kv)
-    backward = mesh.direction is Direction.BACKWARD
-    # Of the heads of a slice, where chunks of queries are cut by heads and not by rows.
-    parts_of_slice = len({chunk.heads for chunk in mesh.q.chunks}) // len(mesh.slices)
-    compute = []
-    for (i, j), (part, pairs) in tasks.items():
-        share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
-        share /= parts_of_slice
-        flops = mesh.problem.flops(pairs, backward=backward) * share
-        gathers = [Task(GATHER_Q, (i,))] * mesh.q.is_fetched
-        gathers += [Task(GATHER_KV, (j,))] * mesh.kv.is_fetched
-        seconds = costs.compute_seconds(flops)
-        compute.append(TaskNode(computes[i, j], seconds, tuple(gathers)))
-    return TaskGraph(tuple(communication), tuple(compute))
-
-
-def _communication_seconds(
-    mesh: TilePass, task: Task, costs: Costs, groups: Mapping[str, tuple[int, ...]]
-) -> float:
-    """Mean over all units; with rotation they are all alike."""
-    units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
-    total = 0.0
-    for unit in units:
-        meter = _meter(mesh, unit)
-        for op in _operations(mesh, unit, task):
-            if isinstance(op, Collective):
-                members = groups[op.group]
-                traffic = meter.traffic(op, members.index(unit), len(members))
-                total += costs.communication_seconds(traffic.received_bytes)
-    return total / len(units) + _exchange_seconds(mesh, task, costs)
-
-
-@lru_cache(maxsize=8)  # asked for by every task of a pass
-def _meter(mesh: TilePass, unit: int) -> TrafficMeter:
-    return TrafficMeter(mesh.problem, _buffers(mesh, unit))
-
-
-def _exchange_seconds(mesh: TilePass, task: Task, costs: Costs) -> float:
-    """Of the exchange that precedes a gather, or that follows a reduction."""
-    if mesh.head_group.cut is None:
-        return 0.0
-    side = mesh.q if task.kind in (GATHER_Q, mesh.q_reduce_kind) else mesh.kv
-    kinds = side.exchanged if task.kind in (GATHER_Q, GATHER_KV) else side.partials
-    local, degree = _local_buffers(mesh, 0), mesh.head_group.degree
-    (index,) = task.index
-    names = [side.chunks[index].name(mesh.head_group.local(kind)) for kind in kinds]
-    moved = sum(local[name].num_bytes(mesh.problem) for name in names) * (degree - 1) / degree
-    return costs.communication_seconds(moved)
-
-
 def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     """Of a rank on which no task is empty: no other rank needs more."""
-    table = _buffers(mesh, 0)
-    whole = (Call(CallKind.FULL, 0, 1, 0, 1),)
-    touches: dict[Task, tuple[tuple[str, ...], ...]] = {}
-    for communication in graph.communication:
-        operations = _operations(mesh, 0, communication.task)
-        touches[communication.task] = tuple(op.touched for op in operations)
-    for compute in graph.compute:
-        i, j = compute.index
-        op = mesh.compute(i, j, whole, (True, True))
-        touches[compute.task] = (op.touched,)
-    held = {b.name: b.num_bytes(mesh.problem) for b in table.values() if b.role is Role.WORKSPACE}
-    return MemoryModel(
-        held,
-        {
-            task: tuple(tuple(b for b in op if b in held) for op in operations)
-            for task, operations in touches.items()
-        },
-    )
-
-
-def _buffers(mesh: TilePass, unit: int) -> Mapping[str, Buffer]:
-    return {
-        **_local_buffers(mesh, unit),
-        **mesh.q.buffers(mesh.tile.row(unit)),
-        **mesh.kv.buffers(mesh.tile.column(unit)),
-        **mesh.stack_buffers(unit),
+    whole, nothing = (Call(CallKind.FULL, 0, 1, 0, 1),), (True, True)
+    operations = {node.task: _operations(mesh, 0, node.task) for node in graph.communication}
+    operations |= {node.task: [mesh.attend(node.task, whole, nothing)] for node in graph.compute}
+    buffers = [b for b in _buffers(mesh, 0).values() if b.role is Role.WORKSPACE]
+    held = {buffer.name: buffer.num_bytes(mesh.problem) for buffer in buffers}
+    touches = {
+        task: tuple(tuple(name for name in op.touched if name in held) for op in of_task)
+        for task, of_task in operations.items()
     }
+    return MemoryModel(held, touches)
 
 
-@lru_cache(maxsize=8)  # asked for by every task of a pass
-def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
-    """The unit's own rows, for what must be measured before the programs exist. Delta is no input:
-    it is computed first, and held until its last chunk is gathered."""
-    own = Role.WORKSPACE if mesh.head_group.is_exchanged else Role.INPUT
+def _buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
+    """All buffers of a unit, for what must be measured before the programs exist. Delta is no
+    input: it is computed first, and held until its last chunk is gathered."""
+    group = mesh.head_group
+    own = Role.WORKSPACE if group.is_exchanged else Role.INPUT
     roles = dict.fromkeys(Kind, own) | {Kind.DELTA: Role.WORKSPACE}
-    return {
-        buffer.name: buffer
-        for kind, role in roles.items()
-        for buffer in mesh.head_group.local_buffers(kind, unit, role)
-    }
+    local = [x for kind, role in roles.items() for x in group.local_buffers(kind, unit, role)]
+    return {buffer.name: buffer for buffer in local} | mesh.buffers(unit)

@@ -1,0 +1,177 @@
+"""Keys rotate in a box, and queries stay: the order of its tasks, and what a unit does of them.
+
+Each slice of heads, or chunk of keys of it, goes round in a ring of its own, one ring after the
+other. The queries of a slice are chunks that meet every block in turn. Steps are numbered through
+all rings: `KV-9` brings the block of a step, `C-0-9` is the attention of Q chunk 0 on it, `sent-9`
+sends its gradients on, and `end-9` ends the ring that has that step.
+
+The exchange that the next ring needs stands beside the last attention of a ring, when nothing else
+travels; that of the next chunk of queries beside the first step of the chunk before; and results
+leave beside the attentions that follow.
+"""
+
+from __future__ import annotations
+
+from mesh_attention.plan.language.buffers import Buffer, Kind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.program import Operation, Task
+from mesh_attention.plan.language.tasks import Step
+from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
+from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
+from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, ring
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.tile_side import GATHER_Q
+
+
+class RingOrder:
+    in_parts = False  # rotations leave nothing to wait for
+
+    def __init__(self, mesh: TilePass, gradients: GradientRoute, inner: int | None) -> None:
+        """`gradients`: how gradients reach their owners; `inner`: units of an inner ring, in a ring
+        of rings."""
+        self._mesh, self.inner = mesh, inner
+        direct = gradients is GradientRoute.DIRECT and inner is None
+        self.route = KeyRoute(gradients, mesh.kv.in_node if direct else None)
+        self._backward = mesh.direction is Direction.BACKWARD
+        self.size = mesh.tile.b
+        self._deliveries = deliveries(ring(0, self.size), per_node=self.route.per_node)
+        self._num_q, self._num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+        self._came: set[Task] = set()
+        self._going: list[Task] = []  # exchanges that wait for the next transfer
+        self._sums: list[Task] = []  # what follows them, after an attention
+        self.tasks: list[Task] = []
+        self.steps: tuple[Step, ...] = ()
+        self._make()
+
+    @property
+    def setting(self) -> dict[str, str]:
+        mesh, words = self._mesh, {"kv": f"rings of {self.inner}" if self.inner else "ring"}
+        if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
+            words |= mesh.cut_setting
+        if mesh.tile.a > 1:
+            words["q_reduce"] = mesh.q.reduce_by.value
+        if self._backward:
+            words["gradients"] = self.route.gradients.value
+        return {"tile": str(mesh.tile)} | words
+
+    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> KeyRings:
+        return KeyRings(self, mesh, lowerings, unit)
+
+    def last_part(self, index: int) -> int:
+        """The last ring that a Q chunk meets."""
+        return (index // self._num_q + 1) * self._num_kv - 1
+
+    def _make(self) -> None:
+        if self._mesh.tile.a > 1:
+            self._communicate([Task(GATHER_Q, (0,))])
+        parts = len(self._mesh.kv.chunks)
+        self._communicate([*self._comes(0, key_side=True), *self._comes(0, key_side=False)])
+        for part in range(parts):
+            for step in range(self.size):
+                self._step(part, step, part + 1 == parts)
+            self.tasks.append(Task("end", (part * self.size,)))
+            if self._backward:
+                self._goes(part, key_side=True)
+        self._communicate(self._going)
+        self.tasks += [*self._sums, *(task.at(SUM) for task in self._going)]
+
+    def _step(self, part: int, step: int, last_part: bool) -> None:
+        in_slice = part % self._num_kv
+        first = part // self._num_kv * self._num_q
+        queries = range(first, first + self._num_q)
+        number = part * self.size + step
+        for index in queries:
+            beside: list[Task] = []
+            if step == in_slice == 0 and index + 1 in queries:
+                beside += self._comes(index + 1, key_side=False)
+            if step == self.size - 1 and index == queries[-1] and not last_part:
+                beside += self._comes(part + 1, key_side=True)
+                if in_slice == self._num_kv - 1:
+                    beside += self._comes(queries.stop, key_side=False)
+            if index == first and step + 1 < self.size:
+                beside.append(Task("KV", (number + 1,)))
+            self._attend(Task(COMPUTE, (index, number)), [*beside, *self._going])
+            if step == self.size - 1 and in_slice == self._num_kv - 1:
+                self._communicate([Task(self._mesh.q.reduce_kind, (index,))])
+                self._goes(index, key_side=False)
+        self.tasks.append(Task("sent", (number,)))
+        if self._backward:
+            sent = [Task("dKV", (part * self.size + d.step,)) for d in self._deliveries[step]]
+            self.steps += tuple(Step(task, ()) for task in sent)
+
+    def _comes(self, index: int, *, key_side: bool) -> list[Task]:
+        cut = self._mesh.head_group.cut
+        if cut is None or (task := comes_by(cut, key_side, index)) in self._came:
+            return []
+        self._came.add(task)
+        return [task]
+
+    def _goes(self, index: int, *, key_side: bool) -> None:
+        """A slice that is exchanged at once goes when all of its results are there."""
+        cut = self._mesh.head_group.cut
+        if cut is None or (self._backward and cut.chunks == (1, 1) and not key_side):
+            return
+        self._going.append(goes_by(cut, self._mesh.direction, key_side, index))
+
+    def _communicate(self, tasks: list[Task]) -> None:
+        self.tasks += tasks
+        self.steps += tuple(Step(task, ()) for task in tasks)
+
+    def _attend(self, task: Task, beside: list[Task]) -> None:
+        sums, self._sums = self._sums, [going.at(SUM) for going in self._going]
+        self._going = []
+        self.tasks += [*beside, task, *sums]
+        self.steps += tuple(Step(transfer, ()) for transfer in beside[:-1])
+        self.steps += (Step(beside[-1] if beside else None, (task,)),)
+
+
+class KeyRings:
+    """What one unit does: its part in the ring of each KV chunk."""
+
+    def __init__(self, order: RingOrder, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
+        self._order = order
+        tile, local = mesh.tile, mesh.head_group.local
+        line = tile.column(unit)
+        members, begun = tile.kv_group(line), set[int]()
+        rotation = ring(members.index(unit), len(members), order.inner)
+        self._rings: list[KeyRing] = []
+        self.buffers: dict[str, Buffer] = {}
+        for part, chunk in enumerate(mesh.kv.chunks):
+            k, v, grad_k, grad_v = (
+                chunk.local(local(kind)) for kind in (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
+            )
+            key_ring = KeyRing(
+                mesh,
+                lowerings,
+                order.route,
+                tile.row(unit),
+                mesh.kv.group(line),
+                rotation,
+                [mesh.kv.rows_of((members[member],), part) for member in rotation.blocks],
+                own=(k, v),
+                results=(grad_k, grad_v),
+                part=part,
+                begun=begun,
+            )
+            key_ring.buffers = self.buffers
+            self._rings.append(key_ring)
+
+    def operations(self, task: Task) -> list[Operation]:
+        """Of an attention, of the transfer of a block or of its gradients, or of the end."""
+        part, step = divmod(task.index[-1], self._order.size)
+        keys = self._rings[part]
+        match task.kind:
+            case "KV":
+                return keys.hop(step)
+            case "sent":
+                return keys.send_on(step)
+            case "end":
+                return keys.end()
+            case _:
+                return keys.attend(task.index[0], step)
+
+    def empty(self, task: Task) -> list[Operation]:
+        """Neutral results of queries that have seen nothing."""
+        (index,) = task.index
+        return self._rings[self._order.last_part(index)].empty(index)
