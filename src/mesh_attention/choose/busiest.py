@@ -33,11 +33,15 @@ def shows_little(problem: Problem) -> bool:
     return mask.window is not None or mask.documents is not None or mask.slices is not None
 
 
-def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """The ranks that may end last, of which an estimate looks at all."""
+def busiest_ranks(
+    plan: Plan, method: str, setting: Mapping[str, Any], per_node: int, *, usual: int | None = None
+) -> set[int]:
+    """The ranks that may end last, of which an estimate looks at all. `usual`: where all have the
+    same work."""
     layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
     degree, tile = degree_and_tile(method, setting, problem, num_ranks)
-    ranks = {num_ranks // 2}  # where a causal mask leaves the mean of the work
+    # The middle has the mean of the work where a causal mask is not balanced.
+    ranks = {num_ranks // 2 if usual is None else usual}
     if shows_little(problem) and all(layout.kind in COUNTED for layout in layouts):
         ranks = {degree * busiest_unit(*layouts, problem.rows, tile, degree)[0]}
     far = _far_rows(plan, method, degree, tile, per_node)
@@ -46,6 +50,13 @@ def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node:
     if problem.num_heads % degree or problem.q_tokens < 2 * num_ranks:
         ranks.add(0)  # a large share of heads; or others have no token
     return ranks
+
+
+def extreme_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> tuple[int, int]:
+    """In the first and the last unit: chunks of a zigzag show most to the one and least to the
+    other, so between transfers they wait for each other in turn."""
+    degree, _ = degree_and_tile(method, setting, plan.problem, plan.num_ranks)
+    return 0, plan.num_ranks - degree
 
 
 def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:

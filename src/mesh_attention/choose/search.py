@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_attention.choose.busiest import busiest_ranks, shows_little
+from mesh_attention.choose.busiest import busiest_ranks, extreme_ranks, shows_little
 from mesh_attention.choose.cuts import cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
@@ -38,10 +38,6 @@ _CUTS = (
     "backward_head_slices",
 )
 
-# Simulated over estimated seconds of chunks that both halves of a zigzag share: at most 1.09. What
-# was exchanged for heads is chunked half by half, and up to 1.33 times as slow as its estimate.
-_WAITING = 1.07
-
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
     """Of equal scores the one that leaves tokens where they are, with the fewest options."""
@@ -60,8 +56,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
-        self._best: Score | None = None
-        self._sure: Score | None = None  # the best without waits that one rank does not see
+        self._best: Score | None = None  # of those whose estimate knows how ranks wait
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
         self._ranks_wait = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
@@ -128,7 +123,7 @@ class PassSearch:
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
-        return self._sure is not None and self._sure <= enough
+        return self._best is not None and self._best <= enough
 
     def _try_cuts(self, shape: Shape, which: slice, *, even: bool = False) -> Scored | None:
         """The best of these cuts of a shape; `even`: with even chunks where they are better."""
@@ -188,15 +183,18 @@ class PassSearch:
             self.refusals.setdefault(method, error)
         self._known[key] = scored
         if scored is not None:
-            self._best = min(self._best or scored.score, scored.score)
             if not scored.may_wait:
-                self._sure = min(self._sure or scored.score, scored.score)
+                self._best = min(self._best or scored.score, scored.score)
         self._asked.report()
         return scored
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
+        waits = self._may_wait(METHODS[method], setting)
+        per_node = asked.cluster.node.ranks
+        ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
+        # A setting that is slower than the best by itself is not worth a look at others.
+        too_large, least = self._best or (True, math.inf)
         seen = estimate(
             plan,
             asked.cluster,
@@ -204,6 +202,8 @@ class PassSearch:
             overlap=asked.overlap,
             kernel=asked.kernel,
             ranks=sorted(ranks),
+            meeting=extreme_ranks(plan, method, setting) if waits else (),
+            limit=math.inf if too_large else least,
         )
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
@@ -223,7 +223,7 @@ class PassSearch:
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=self._may_wait(METHODS[method], setting),
+            may_wait=waits and not seen.met,
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
@@ -244,10 +244,6 @@ class PassSearch:
         shapes do, so the best of each shape come first."""
         effort, operations, count = self._asked.effort, 0, 0
         best, least = None, (True, math.inf)
-        if self._is_backward and not effort.every_name:
-            # Even chunks were tried in their place, and need no simulation.
-            evens = [x.name for x in scored if x.options.get("even_chunks")]
-            scored = [x for x in scored if not x.may_wait or x.name not in evens]
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
@@ -255,26 +251,17 @@ class PassSearch:
         for setting in (*firsts.values(), *rest):
             if least <= setting.score:
                 continue
-            if setting.timeline is None and (setting.may_wait or effort.every_name):
-                if least <= (not setting.fits, setting.seconds * (1 + effort.tolerance)):
-                    continue  # too little to gain
-                more = operations + setting.operations
-                if count < effort.simulated and more <= effort.simulated_operations:
-                    operations, count = more, count + 1
-                    setting = self._asked.simulated(setting)
-                    self._known[setting_key(setting.name, setting.options)] = setting
-                elif setting.may_wait and _may_wait_long(setting):
-                    continue  # its estimate says too little
-            score = not setting.fits, setting.seconds * (_WAITING if setting.may_wait else 1.0)
-            if score < least:
-                best, least = setting, score
+            more = operations + setting.operations
+            may_simulate = count < effort.simulated and more <= effort.simulated_operations
+            if setting.timeline is None and may_simulate:
+                operations, count = more, count + 1
+                setting = self._asked.simulated(setting)
+                self._known[setting_key(setting.name, setting.options)] = setting
+            elif setting.may_wait:
+                continue  # its estimate says too little
+            if setting.score < least:
+                best, least = setting, setting.score
         return best or next(iter(scored), None)
-
-
-def _may_wait_long(setting: Scored) -> bool:
-    """Whether it has chunks of what was exchanged for heads, or rings."""
-    method, degree = METHODS[setting.name], setting.options.get("ulysses") or 1
-    return degree > 1 or method.rotates or not method.is_plain_box
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:
