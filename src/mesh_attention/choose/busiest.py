@@ -52,11 +52,11 @@ def busiest_ranks(
     return ranks
 
 
-def extreme_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> tuple[int, int]:
-    """In the first and the last unit: chunks of a zigzag show most to the one and least to the
-    other, so between transfers they wait for each other in turn."""
-    degree, _ = degree_and_tile(method, setting, plan.problem, plan.num_ranks)
-    return 0, plan.num_ranks - degree
+def corner_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> list[int]:
+    """In the corners of the grid of units. Chunks of a zigzag show most in the first row or column
+    and least in the last, so between transfers these wait for each other in turn."""
+    degree, (a, b) = degree_and_tile(method, setting, plan.problem, plan.num_ranks)
+    return sorted({degree * unit for unit in (0, a - 1, a * (b - 1), a * b - 1)})
 
 
 def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:

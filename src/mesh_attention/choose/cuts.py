@@ -12,7 +12,6 @@ from typing import Any
 
 from mesh_attention.choose.shapes import Shape
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS
 
 _CUT_OPTIONS = ("chunks", "head_slices")
@@ -99,15 +98,12 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
 
 
 def variants_of(
-    setting: Mapping[str, Any], shape: Shape, *, even: bool, reduces_far: bool = False
+    setting: Mapping[str, Any], shape: Shape, *, even: bool
 ) -> Iterator[dict[str, Any]]:
-    """The same setting with a short first chunk of keys, with chunks of even work (`even`: where
-    the mask gives ranks chunks of unlike work), and with gradients of keys that are added inside
-    nodes first (`reduces_far`: where columns of the grid leave nodes)."""
+    """The same setting with a short first chunk of keys, and with chunks of even work (`even`: where
+    the mask gives ranks chunks of unlike work)."""
     known = METHODS[shape.name].options()
     kq, kkv = setting.get("chunks") or (1, 1)
-    if reduces_far and "combine" in known and "combine" not in setting and shape.tile[1] > 1:
-        yield {**setting, "combine": Combine.NODES.value}
     if shape.degree == 1:  # both are about what is exchanged for heads
         return
     if "short_start" in known and "short_start" not in setting and kkv > 1:

@@ -32,7 +32,6 @@ class SearchEffort(NamedTuple):
     simulated_operations     of so many operations of all ranks together at most
     every_name               also a shape that another method has under its own name
     ranks_of_even_chunks     even chunks are not tried on more ranks
-    ranks_of_even_variants   nor beside chunks of unlike work on more ranks than this
     tolerance                a setting so near to the bound of all shapes, or to the estimate of
                              another, is good enough
     """
@@ -47,7 +46,6 @@ class SearchEffort(NamedTuple):
     simulated_operations: int = 0
     every_name: bool = True
     ranks_of_even_chunks: int = 4096
-    ranks_of_even_variants: int = 4096
     tolerance: float = 0.0
 
 
@@ -69,9 +67,10 @@ DEFAULT = SearchEffort(
     cuts=5,
     varied=2,
     varied_cuts=1,
+    simulated=2,
+    simulated_operations=400,
     every_name=False,
     ranks_of_even_chunks=1024,
-    ranks_of_even_variants=64,
     tolerance=0.02,
 )
 # Settings of few ranks take less long to look at, those of many longer.

@@ -17,15 +17,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mesh_attention.choose.busiest import busiest_ranks, extreme_ranks, shows_little
+from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, shows_little
 from mesh_attention.choose.cuts import cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
+from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 
@@ -91,8 +93,6 @@ class PassSearch:
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape
-        # Programs of even chunks take four times as long to make.
-        all_even = self._asked.num_ranks <= effort.ranks_of_even_variants
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
             if len(taken) >= effort.shapes:
@@ -105,6 +105,11 @@ class PassSearch:
             if self._is_sure_of(enough):
                 break
             best_cut = self._try_cuts(shape, slice(0, 1))
+            if best_cut is not None and self._reduces_far(shape):
+                combined = {**best_cut.options, "combine": Combine.NODES.value}
+                other = self.attempt(shape.name, combined)
+                if other is not None and other.score < best_cut.score:
+                    best_cut, shape.options["combine"] = other, Combine.NODES.value
             if best_cut is not None:
                 taken.append((best_cut.score, number))
         for num_shapes, which in (
@@ -115,39 +120,38 @@ class PassSearch:
             for at, (score, number) in enumerate(taken[:num_shapes]):
                 if self._is_sure_of(enough):
                     break
-                best_cut = self._try_cuts(shapes[number], which, even=all_even)
+                best_cut = self._try_cuts(shapes[number], which)
                 if best_cut is not None:
                     taken[at] = min(score, best_cut.score), number
-        for _, number in () if all_even else sorted(taken)[: effort.in_four_cuts]:
-            self._make_even(shapes[number])
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
         return self._best is not None and self._best <= enough
 
-    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = False) -> Scored | None:
-        """The best of these cuts of a shape; `even`: with even chunks where they are better."""
+    def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
+        """The best of these cuts of a shape, with even chunks where they are better."""
         tried = []
         for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
-            if even and self._prefers_even(shape, setting):
+            if self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
             tried.append(self.attempt(shape.name, setting))
         taken = [scored for scored in tried if scored is not None]
         return min(taken, key=lambda scored: scored.score, default=None)
+
+    def _reduces_far(self, shape: Shape) -> bool:
+        """Whether gradients of keys leave nodes, and may be added inside nodes first."""
+        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
+        if not self._is_backward or not ranks > per_node > shape.degree * shape.tile[0]:
+            return False
+        known = METHODS[shape.name].options()
+        return "combine" in known and "combine" not in shape.options and shape.tile[1] > 1
 
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
         """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""
         if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
-
-    def _make_even(self, shape: Shape) -> None:
-        """The two best cuts of a shape: one rank takes about as long with even chunks."""
-        key = _shape_key(shape.name, shape.options)
-        cuts = [x.options for x in self.scored if key == _shape_key(x.name, x.options)]
-        for cut in [cut for cut in cuts if self._prefers_even(shape, cut)][:2]:
-            self.attempt(shape.name, {**cut, "even_chunks": True})
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         """Of the best cuts of the best of these shapes."""
@@ -158,16 +162,13 @@ class PassSearch:
             key = _shape_key(scored.name, scored.options)
             if key in shape_of:
                 cuts.setdefault(key, []).append(scored)
-        even = self._may_be_even and self._asked.num_ranks <= effort.ranks_of_even_variants
-        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
         for key in [*cuts][: effort.varied]:
             shape = shape_of[key]
             # Backward, attention of a slice outlasts its first transfers.
             starts_late = self._is_backward and shape.held > 1 and not effort.every_name
-            far = self._is_backward and ranks > per_node > shape.degree * shape.tile[0]
             for scored in cuts[key][: effort.varied_cuts]:
-                for setting in variants_of(scored.options, shape, even=even, reduces_far=far):
-                    if not starts_late or "combine" in setting:
+                for setting in variants_of(scored.options, shape, even=self._may_be_even):
+                    if not starts_late:
                         self.attempt(scored.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
@@ -190,40 +191,36 @@ class PassSearch:
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        waits = self._may_wait(METHODS[method], setting)
+        waits, rotates = self._may_wait(METHODS[method], setting), METHODS[method].rotates
+        corners = corner_ranks(plan, method, setting)
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
-        # A setting that is slower than the best by itself is not worth a look at others.
-        too_large, least = self._best or (True, math.inf)
-        seen = estimate(
-            plan,
-            asked.cluster,
-            self._direction,
-            overlap=asked.overlap,
-            kernel=asked.kernel,
-            ranks=sorted(ranks),
-            meeting=extreme_ranks(plan, method, setting) if waits else (),
-            limit=math.inf if too_large else least,
-        )
+        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
+        seen = estimate(plan, asked.cluster, self._direction, ranks=sorted(ranks), **how)
+        seconds = seen.seconds
+        # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
+        if waits and not rotates and (self._best is None or (False, seconds) < self._best):
+            few = seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
+            seconds, waits = max(seconds, few), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
         others_bytes = others * sum(buffer.num_bytes(asked.problem) for buffer in between)
         peak_bytes = seen.peak_bytes + others_bytes
         # Rings across nodes are simulated with all ranks, other passes with one of their copies.
-        across = METHODS[method].rotates and plan.num_nodes > 1
+        across = rotates and plan.num_nodes > 1
         copies = 1 if across else plan.direction(self._direction).copies
         return Scored(
             self._direction,
             method,
             setting,
-            seen.seconds,
+            seconds,
             peak_bytes,
             fits=peak_bytes <= gpu_bytes(asked.cluster),
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=waits and not seen.met,
+            may_wait=waits,
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
@@ -253,7 +250,8 @@ class PassSearch:
                 continue
             more = operations + setting.operations
             may_simulate = count < effort.simulated and more <= effort.simulated_operations
-            if setting.timeline is None and may_simulate:
+            uncertain = setting.may_wait or effort.every_name
+            if setting.timeline is None and uncertain and may_simulate:
                 operations, count = more, count + 1
                 setting = self._asked.simulated(setting)
                 self._known[setting_key(setting.name, setting.options)] = setting

@@ -1,13 +1,10 @@
-"""How long a pass takes as a few ranks see it: their own programs, with the others there on time.
+"""How long a pass takes as one rank sees it: its own program, with the others there on time.
 
 A search looks at hundreds of settings. To simulate all ranks takes seconds each, the program of one
 rank milliseconds. `seconds` is the estimate by which `choose/` ranks settings: both streams, slowed
 by each other as the cluster says, and links shared with the ranks of the node as if they did the
 same. `least_seconds` is a bound: no simulation of all ranks is shorter, since waiting for others
 and sharing links can only delay a program.
-
-Where ranks have unlike work between transfers, each waits for another one in turn. Ranks that meet
-at every transfer show it: the ones with the most and with the least work of each chunk.
 """
 
 from __future__ import annotations
@@ -34,15 +31,13 @@ _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Of the slowest of the ranks that were looked at. `num_operations` is what a simulation of all
-    ranks would have to go through, about; in `moving_seconds` at least something is in flight.
-    `met`: whether it says how ranks wait for each other."""
+    ranks would have to go through, about; in `moving_seconds` at least something is in flight."""
 
     seconds: float
     least_seconds: float
     moving_seconds: float
     peak_bytes: int
     num_operations: int
-    met: bool
 
 
 def estimate(
@@ -51,35 +46,21 @@ def estimate(
     direction: Direction,
     *,
     ranks: Sequence[int],
-    meeting: Sequence[int] = (),
-    limit: float = math.inf,
     overlap: Overlap = Overlap.EVENTS,
     kernel: str | None = None,
 ) -> Estimate:
-    """`ranks`: those to look at, each by itself. `meeting`: others that they meet at every
-    transfer, looked at unless it takes longer than `limit` without them."""
+    """`ranks`: those to look at."""
     with collector_paused():
         compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
         costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
-
-        def timed_rank(rank: int) -> _Rank:
-            return _Rank(compiled, cluster, costs, sharing, overlap, rank)
-
-        timed = [timed_rank(rank) for rank in ranks]
+        timed = [_Rank(compiled, cluster, costs, sharing, overlap, rank) for rank in ranks]
         least = max(rank.least_seconds() for rank in timed)
-        seconds = max(least, *(_run([rank], disturbed=True) for rank in timed))
-        others = [rank for rank in meeting if rank not in ranks]
-        if met := bool(meeting) and seconds < limit:
-            together = [*timed, *map(timed_rank, others)]
-            if len({len(rank.moves) for rank in together}) == 1:
-                seconds = max(seconds, _run(together, disturbed=True))
         return Estimate(
-            seconds,
+            max(least, *(rank.run(disturbed=True) for rank in timed)),
             least * _ROUNDING,
             max(rank.moving_seconds for rank in timed),
             max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
             plan.num_ranks * max(rank.num_operations for rank in timed),
-            met,
         )
 
 
@@ -133,9 +114,6 @@ class _Move(NamedTuple):
     slowdown: float
     sharing: float
     leaves: bool
-
-    def seconds_shared(self, disturbed: bool) -> float:
-        return self.seconds * (self.sharing if disturbed else 1.0)
 
 
 class _Rank:
@@ -208,31 +186,13 @@ class _Rank:
         calls = [call for _, several in self.compute for call in several]
         busy = sum(call.seconds for call in calls)
         lost = min(map(self.loss, calls), default=0.0)
-        return max(_run([self], disturbed=False), busy + lost * self.moving_seconds)
+        return max(self.run(disturbed=False), busy + lost * self.moving_seconds)
 
     def loss(self, call: TimedCall) -> float:
         return self._usual_loss if call.lost is None else call.lost
 
-
-def _run(ranks: Sequence[_Rank], *, disturbed: bool) -> float:
-    """Until all have ended. Each transfer of a rank meets those of the others in the same place: it
-    begins when all have come to it, is as slow as the slowest, and ends for all at once."""
-    streams = [_Streams(rank, disturbed=disturbed) for rank in ranks]
-    now = 0.0
-    while True:
-        for stream in streams:
-            stream.settle(now)
-        while all([stream.come for stream in streams]):
-            seconds = max([stream.come[0].seconds_shared(disturbed) for stream in streams])
-            for stream in streams:
-                stream.begin_met(seconds)
-        computing = any([stream.computes for stream in streams])
-        step = min([stream.next_event(computing) for stream in streams])
-        if step == math.inf:
-            return now
-        now += step
-        for stream in streams:
-            stream.advance(step, now)
+    def run(self, *, disturbed: bool) -> float:
+        return _Streams(self, disturbed=disturbed).run()
 
 
 class _Streams:
@@ -246,59 +206,42 @@ class _Streams:
         self._calls: deque[TimedCall] = deque()  # that are left of the current computation
         self._computing_at = 0
         self._call: TimedCall | None = None
-        self.come: deque[_Move] = deque()  # that wait for other ranks
         self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
         self._call_left = 0.0
         self._until_sms = math.inf  # for the next move, where it waits for them
         self._now, self._computed_until = 0.0, -1.0
-        self._began_idle: set[int] = set()  # of those come or in flight: while nothing was computed
+        self._began_idle: set[int] = set()  # of those in flight: while nothing was computed
         self._is_late = False  # whether programs of the call found no place beside one of those
-        self._call_speed, self._call_needs = 1.0, math.inf
-        self._speeds: list[float] = []  # of those in flight, and the seconds that they need
-        self._needs: list[float] = []
 
-    @property
-    def computes(self) -> bool:
-        return self._call is not None
-
-    def settle(self, now: float) -> None:
-        """Begins what it can begin now."""
-        self._now, self._until_sms = now, math.inf
-        while self._come_to_move() or self._begin_call():
-            pass
-
-    def begin_met(self, seconds: float) -> None:
-        self._moving.append((self.come.popleft(), seconds))
-
-    def next_event(self, computing: bool) -> float:
-        """Seconds until something ends; `computing`: whether any member of a transfer computes."""
-        call = self._call
-        beside = self._disturbed and call is not None and bool(self._moving or self.come)
-        self._call_speed = 1.0 - self._rank.loss(call) if beside and call else 1.0
-        self._call_needs = self._call_left / self._call_speed if call else math.inf
-        slowed = self._disturbed and computing
-        self._speeds = [self._speed(move, beside=slowed) for move, _ in self._moving]
-        self._needs = [
-            left / speed for (_, left), speed in zip(self._moving, self._speeds, strict=True)
-        ]
-        return min(self._call_needs, self._until_sms, min(self._needs, default=math.inf))
-
-    def advance(self, step: float, now: float) -> None:
-        call, moving = self._call, self._moving
-        self._call_left -= step * self._call_speed
-        self._moving = []
-        for (move, left), needed, speed in zip(moving, self._needs, self._speeds, strict=True):
-            if needed == step:
-                self._done[move.at] = 1
-                self._began_idle.discard(move.at)
-                if self._is_late and call is not None:
-                    self._call_left = min(self._call_left, call.seconds)
-            else:
-                self._moving.append((move, left - step * speed))
-        if call is not None and self._call_needs == step:
-            self._call, self._computed_until = None, now
-            if not self._calls:
-                self._done[self._computing_at] = 1
+    def run(self) -> float:
+        while True:
+            self._until_sms = math.inf
+            while self._begin_move() or self._begin_call():
+                pass
+            call, moving = self._call, self._moving
+            if call is None and not moving:
+                return self._now
+            both = self._disturbed and call is not None and bool(moving)
+            call_speed = 1.0 - self._rank.loss(call) if both and call else 1.0
+            call_needs = self._call_left / call_speed if call else math.inf
+            speeds = [self._speed(move, beside=both) for move, _ in moving]
+            needs = [left / speed for (_, left), speed in zip(moving, speeds, strict=True)]
+            step = min(call_needs, self._until_sms, min(needs, default=math.inf))
+            self._now += step
+            self._call_left -= step * call_speed
+            self._moving = []
+            for (move, left), needed, speed in zip(moving, needs, speeds, strict=True):
+                if needed == step:
+                    self._done[move.at] = 1
+                    self._began_idle.discard(move.at)
+                    if self._is_late and call is not None:
+                        self._call_left = min(self._call_left, call.seconds)
+                else:
+                    self._moving.append((move, left - step * speed))
+            if call is not None and call_needs == step:
+                self._call, self._computed_until = None, self._now
+                if not self._calls:
+                    self._done[self._computing_at] = 1
 
     def _speed(self, move: _Move, *, beside: bool) -> float:
         """Transfers that leave the node divide one link, the others another. For the bound all have
@@ -317,7 +260,7 @@ class _Streams:
                 return False
         return True
 
-    def _come_to_move(self) -> bool:
+    def _begin_move(self) -> bool:
         held = self._disturbed and self._call is not None and self._call.waits
         if held or not self._moves or not self._may_begin(self._moves[0].at):
             return False
@@ -325,7 +268,7 @@ class _Streams:
             computes = self._call is not None or self._calls
             if computes or (self._compute and self._compute[0][0] < self._moves[0].at):
                 return False
-        elif self._moving or self.come:
+        elif self._moving:
             return False
         if self._disturbed and self._call is not None:
             until = self._call.until_sms(self._call_left)
@@ -335,7 +278,8 @@ class _Streams:
         move = self._moves.popleft()
         if self._disturbed and self._call is None and self._computed_until < self._now:
             self._began_idle.add(move.at)
-        self.come.append(move)
+        left = move.seconds * (move.sharing if self._disturbed else 1.0)
+        self._moving.append((move, left))
         return True
 
     def _begin_call(self) -> bool:
