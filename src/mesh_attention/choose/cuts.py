@@ -42,7 +42,7 @@ _GATHERED = {
     ),
 }
 _EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
-_ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
+_ONE_HEAD = _parts("2x2 2x4 1x1 1x2 4x1 4x2 2x1 1x4")
 _QUERIES_ALONE = _parts("2x1 1x1 4x1")
 _WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
 
@@ -95,6 +95,19 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
         if cut not in seen:
             seen.append(cut)
             yield cut
+
+
+def finer_and_coarser(chunks: tuple[int, int]) -> list[tuple[int, int]]:
+    """With twice and half as many chunks of what is cut.
+
+    >>> finer_and_coarser((1, 2)), finer_and_coarser((1, 1))
+    ([(1, 4), (1, 1)], [(2, 1), (1, 2)])
+    """
+    q, kv = chunks
+    if q == kv == 1:
+        return [(2, 1), (1, 2)]
+    finer = [(2 * q, kv)] * (q > 1) + [(q, 2 * kv)] * (kv > 1)
+    return finer + [(q // 2, kv)] * (q > 1) + [(q, kv // 2)] * (kv > 1)
 
 
 def variants_of(

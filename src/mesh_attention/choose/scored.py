@@ -27,6 +27,7 @@ class SearchEffort(NamedTuple):
     shapes                   in one cut each
     in_four_cuts             of these, in four cuts
     in_all_cuts, cuts        of these, in so many cuts
+    refined                  shapes whose best cut is tried with more and with fewer chunks
     varied, varied_cuts      shapes, and cuts of each, with a short start and with even chunks
     simulated                settings simulated with all ranks
     simulated_operations     of so many operations of all ranks together at most
@@ -40,6 +41,7 @@ class SearchEffort(NamedTuple):
     in_four_cuts: int = 0
     in_all_cuts: int = 0
     cuts: int = 0
+    refined: int = 0
     varied: int = 0
     varied_cuts: int = 0
     simulated: int = 0
@@ -54,6 +56,7 @@ SEARCH = SearchEffort(
     in_four_cuts=6,
     in_all_cuts=3,
     cuts=12,
+    refined=3,
     varied=6,
     varied_cuts=2,
     simulated=40,
@@ -63,8 +66,7 @@ SEARCH = SearchEffort(
 DEFAULT = SearchEffort(
     shapes=6,
     in_four_cuts=3,
-    in_all_cuts=1,
-    cuts=5,
+    refined=1,
     varied=2,
     varied_cuts=1,
     simulated=2,

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, shows_little
-from mesh_attention.choose.cuts import cuts_of, variants_of
+from mesh_attention.choose.cuts import cuts_of, finer_and_coarser, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
@@ -123,6 +124,8 @@ class PassSearch:
                 best_cut = self._try_cuts(shapes[number], which)
                 if best_cut is not None:
                     taken[at] = min(score, best_cut.score), number
+        for _, number in sorted(taken)[: effort.refined]:
+            self._refine(shapes[number])
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
@@ -138,6 +141,15 @@ class PassSearch:
             tried.append(self.attempt(shape.name, setting))
         taken = [scored for scored in tried if scored is not None]
         return min(taken, key=lambda scored: scored.score, default=None)
+
+    def _refine(self, shape: Shape) -> None:
+        """The best cut of a shape with more and with fewer chunks."""
+        key = _shape_key(shape.name, shape.options)
+        best = next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
+        if best is None or "chunks" not in best.options or "chunks" in self._asked.options:
+            return
+        for chunks in finer_and_coarser(best.options["chunks"]):
+            self.attempt(shape.name, {**best.options, "chunks": chunks})
 
     def _reduces_far(self, shape: Shape) -> bool:
         """Whether gradients of keys leave nodes, and may be added inside nodes first."""
@@ -192,7 +204,6 @@ class PassSearch:
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
         waits, rotates = self._may_wait(METHODS[method], setting), METHODS[method].rotates
-        corners = corner_ranks(plan, method, setting)
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
         how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
@@ -200,8 +211,7 @@ class PassSearch:
         seconds = seen.seconds
         # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
         if waits and not rotates and (self._best is None or (False, seconds) < self._best):
-            few = seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
-            seconds, waits = max(seconds, few), False
+            seconds, waits = max(seconds, self._of_corners(plan, method, setting)), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -224,6 +234,21 @@ class PassSearch:
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
+
+    def _of_corners(self, plan: Plan, method: str, setting: Mapping[str, Any]) -> float:
+        asked, corners = self._asked, corner_ranks(plan, method, setting)
+        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
+        return seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
+
+    def _met(self, setting: Scored) -> Scored:
+        """With the waits of ranks for each other, if they can be known without a simulation."""
+        if not setting.may_wait or METHODS[setting.name].rotates:
+            return setting
+        plan = self._asked.plan(self._direction, setting.name, setting.options)
+        few = self._of_corners(plan, setting.name, setting.options)
+        setting = replace(setting, seconds=max(setting.seconds, few), may_wait=False)
+        self._known[setting_key(setting.name, setting.options)] = setting
+        return setting
 
     def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
         """Whether ranks have unlike work before they meet. In one unit all have the same; under a
@@ -248,6 +273,7 @@ class PassSearch:
         for setting in (*firsts.values(), *rest):
             if least <= setting.score:
                 continue
+            setting = self._met(setting)
             more = operations + setting.operations
             may_simulate = count < effort.simulated and more <= effort.simulated_operations
             uncertain = setting.may_wait or effort.every_name
