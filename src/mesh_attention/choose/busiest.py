@@ -33,11 +33,15 @@ def shows_little(problem: Problem) -> bool:
     return mask.window is not None or mask.documents is not None or mask.slices is not None
 
 
-def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node: int) -> set[int]:
-    """The ranks that may end last, of which an estimate looks at all."""
+def busiest_ranks(
+    plan: Plan, method: str, setting: Mapping[str, Any], per_node: int, *, usual: int | None = None
+) -> set[int]:
+    """The ranks that may end last, of which an estimate looks at all. `usual`: where all have the
+    same work."""
     layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
     degree, tile = degree_and_tile(method, setting, problem, num_ranks)
-    ranks = {num_ranks // 2}  # where a causal mask leaves the mean of the work
+    # The middle has the mean of the work where a causal mask is not balanced.
+    ranks = {num_ranks // 2 if usual is None else usual}
     if shows_little(problem) and all(layout.kind in COUNTED for layout in layouts):
         ranks = {degree * busiest_unit(*layouts, problem.rows, tile, degree)[0]}
     far = _far_rows(plan, method, degree, tile, per_node)
@@ -46,6 +50,13 @@ def busiest_ranks(plan: Plan, method: str, setting: Mapping[str, Any], per_node:
     if problem.num_heads % degree or problem.q_tokens < 2 * num_ranks:
         ranks.add(0)  # a large share of heads; or others have no token
     return ranks
+
+
+def corner_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> list[int]:
+    """In the corners of the grid of units. Chunks of a zigzag show most in the first row or column
+    and least in the last, so between transfers these wait for each other in turn."""
+    degree, (a, b) = degree_and_tile(method, setting, plan.problem, plan.num_ranks)
+    return sorted({degree * unit for unit in (0, a - 1, a * (b - 1), a * b - 1)})
 
 
 def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:

@@ -12,7 +12,6 @@ from typing import Any
 
 from mesh_attention.choose.shapes import Shape
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS
 
 _CUT_OPTIONS = ("chunks", "head_slices")
@@ -43,7 +42,7 @@ _GATHERED = {
     ),
 }
 _EXCHANGED = _parts("1x1/2 2x4/2 1x1/4 1x1/4:4 1x1/2:2 1x2/2 2x2/2 1x1 1x1/8")
-_ONE_HEAD = _parts("2x2 2x4 4x1 1x2 1x1 4x2 2x1 1x4")
+_ONE_HEAD = _parts("2x2 2x4 1x1 1x2 4x1 4x2 2x1 1x4")
 _QUERIES_ALONE = _parts("2x1 1x1 4x1")
 _WHOLE_ROWS = _parts("1x1 1x1/2 1x1/4:4 1x1/4 1x1/2:4 1x1/8:4")
 
@@ -98,16 +97,26 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
             yield cut
 
 
+def finer_and_coarser(chunks: tuple[int, int]) -> list[tuple[int, int]]:
+    """With twice and half as many chunks of what is cut.
+
+    >>> finer_and_coarser((1, 2)), finer_and_coarser((1, 1))
+    ([(1, 4), (1, 1)], [(2, 1), (1, 2)])
+    """
+    q, kv = chunks
+    if q == kv == 1:
+        return [(2, 1), (1, 2)]
+    finer = [(2 * q, kv)] * (q > 1) + [(q, 2 * kv)] * (kv > 1)
+    return finer + [(q // 2, kv)] * (q > 1) + [(q, kv // 2)] * (kv > 1)
+
+
 def variants_of(
-    setting: Mapping[str, Any], shape: Shape, *, even: bool, reduces_far: bool = False
+    setting: Mapping[str, Any], shape: Shape, *, even: bool
 ) -> Iterator[dict[str, Any]]:
-    """The same setting with a short first chunk of keys, with chunks of even work (`even`: where
-    the mask gives ranks chunks of unlike work), and with gradients of keys that are added inside
-    nodes first (`reduces_far`: where columns of the grid leave nodes)."""
+    """The same setting with a short first chunk of keys, and with chunks of even work (`even`: where
+    the mask gives ranks chunks of unlike work)."""
     known = METHODS[shape.name].options()
     kq, kkv = setting.get("chunks") or (1, 1)
-    if reduces_far and "combine" in known and "combine" not in setting and shape.tile[1] > 1:
-        yield {**setting, "combine": Combine.NODES.value}
     if shape.degree == 1:  # both are about what is exchanged for heads
         return
     if "short_start" in known and "short_start" not in setting and kkv > 1:

@@ -27,12 +27,12 @@ class SearchEffort(NamedTuple):
     shapes                   in one cut each
     in_four_cuts             of these, in four cuts
     in_all_cuts, cuts        of these, in so many cuts
+    refined                  shapes whose best cut is tried with more and with fewer chunks
     varied, varied_cuts      shapes, and cuts of each, with a short start and with even chunks
     simulated                settings simulated with all ranks
     simulated_operations     of so many operations of all ranks together at most
     every_name               also a shape that another method has under its own name
     ranks_of_even_chunks     even chunks are not tried on more ranks
-    ranks_of_even_variants   nor beside chunks of unlike work on more ranks than this
     tolerance                a setting so near to the bound of all shapes, or to the estimate of
                              another, is good enough
     """
@@ -41,13 +41,13 @@ class SearchEffort(NamedTuple):
     in_four_cuts: int = 0
     in_all_cuts: int = 0
     cuts: int = 0
+    refined: int = 0
     varied: int = 0
     varied_cuts: int = 0
     simulated: int = 0
     simulated_operations: int = 0
     every_name: bool = True
     ranks_of_even_chunks: int = 4096
-    ranks_of_even_variants: int = 4096
     tolerance: float = 0.0
 
 
@@ -56,6 +56,7 @@ SEARCH = SearchEffort(
     in_four_cuts=6,
     in_all_cuts=3,
     cuts=12,
+    refined=3,
     varied=6,
     varied_cuts=2,
     simulated=40,
@@ -65,15 +66,13 @@ SEARCH = SearchEffort(
 DEFAULT = SearchEffort(
     shapes=6,
     in_four_cuts=3,
-    in_all_cuts=1,
-    cuts=5,
+    refined=1,
     varied=2,
     varied_cuts=1,
     simulated=2,
     simulated_operations=400,
     every_name=False,
     ranks_of_even_chunks=1024,
-    ranks_of_even_variants=64,
     tolerance=0.02,
 )
 # Settings of few ranks take less long to look at, those of many longer.

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mesh_attention.choose.busiest import busiest_ranks, shows_little
-from mesh_attention.choose.cuts import cuts_of, variants_of
+from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, shows_little
+from mesh_attention.choose.cuts import cuts_of, finer_and_coarser, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import PLACES, tokens_stay
+from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import LayoutKind
 
@@ -37,10 +40,6 @@ _CUTS = (
     "backward_chunks",
     "backward_head_slices",
 )
-
-# Simulated over estimated seconds of chunks that both halves of a zigzag share: at most 1.09. What
-# was exchanged for heads is chunked half by half, and up to 1.33 times as slow as its estimate.
-_WAITING = 1.07
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
@@ -60,8 +59,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
-        self._best: Score | None = None
-        self._sure: Score | None = None  # the best without waits that one rank does not see
+        self._best: Score | None = None  # of those whose estimate knows how ranks wait
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
         self._ranks_wait = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
@@ -96,8 +94,6 @@ class PassSearch:
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape
-        # Programs of even chunks take four times as long to make.
-        all_even = self._asked.num_ranks <= effort.ranks_of_even_variants
         boxes: set[str] = set()
         for number, shape in enumerate(shapes):
             if len(taken) >= effort.shapes:
@@ -110,6 +106,11 @@ class PassSearch:
             if self._is_sure_of(enough):
                 break
             best_cut = self._try_cuts(shape, slice(0, 1))
+            if best_cut is not None and self._reduces_far(shape):
+                combined = {**best_cut.options, "combine": Combine.NODES.value}
+                other = self.attempt(shape.name, combined)
+                if other is not None and other.score < best_cut.score:
+                    best_cut, shape.options["combine"] = other, Combine.NODES.value
             if best_cut is not None:
                 taken.append((best_cut.score, number))
         for num_shapes, which in (
@@ -120,39 +121,49 @@ class PassSearch:
             for at, (score, number) in enumerate(taken[:num_shapes]):
                 if self._is_sure_of(enough):
                     break
-                best_cut = self._try_cuts(shapes[number], which, even=all_even)
+                best_cut = self._try_cuts(shapes[number], which)
                 if best_cut is not None:
                     taken[at] = min(score, best_cut.score), number
-        for _, number in () if all_even else sorted(taken)[: effort.in_four_cuts]:
-            self._make_even(shapes[number])
+        for _, number in sorted(taken)[: effort.refined]:
+            self._refine(shapes[number])
         self._try_variants(shapes)
 
     def _is_sure_of(self, enough: Score) -> bool:
-        return self._sure is not None and self._sure <= enough
+        return self._best is not None and self._best <= enough
 
-    def _try_cuts(self, shape: Shape, which: slice, *, even: bool = False) -> Scored | None:
-        """The best of these cuts of a shape; `even`: with even chunks where they are better."""
+    def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
+        """The best of these cuts of a shape, with even chunks where they are better."""
         tried = []
         for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
             setting = {**shape.options, **cut}
-            if even and self._prefers_even(shape, setting):
+            if self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
             tried.append(self.attempt(shape.name, setting))
         taken = [scored for scored in tried if scored is not None]
         return min(taken, key=lambda scored: scored.score, default=None)
+
+    def _refine(self, shape: Shape) -> None:
+        """The best cut of a shape with more and with fewer chunks."""
+        key = _shape_key(shape.name, shape.options)
+        best = next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
+        if best is None or "chunks" not in best.options or "chunks" in self._asked.options:
+            return
+        for chunks in finer_and_coarser(best.options["chunks"]):
+            self.attempt(shape.name, {**best.options, "chunks": chunks})
+
+    def _reduces_far(self, shape: Shape) -> bool:
+        """Whether gradients of keys leave nodes, and may be added inside nodes first."""
+        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
+        if not self._is_backward or not ranks > per_node > shape.degree * shape.tile[0]:
+            return False
+        known = METHODS[shape.name].options()
+        return "combine" in known and "combine" not in shape.options and shape.tile[1] > 1
 
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
         """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""
         if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
-
-    def _make_even(self, shape: Shape) -> None:
-        """The two best cuts of a shape: one rank takes about as long with even chunks."""
-        key = _shape_key(shape.name, shape.options)
-        cuts = [x.options for x in self.scored if key == _shape_key(x.name, x.options)]
-        for cut in [cut for cut in cuts if self._prefers_even(shape, cut)][:2]:
-            self.attempt(shape.name, {**cut, "even_chunks": True})
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
         """Of the best cuts of the best of these shapes."""
@@ -163,16 +174,13 @@ class PassSearch:
             key = _shape_key(scored.name, scored.options)
             if key in shape_of:
                 cuts.setdefault(key, []).append(scored)
-        even = self._may_be_even and self._asked.num_ranks <= effort.ranks_of_even_variants
-        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
         for key in [*cuts][: effort.varied]:
             shape = shape_of[key]
             # Backward, attention of a slice outlasts its first transfers.
             starts_late = self._is_backward and shape.held > 1 and not effort.every_name
-            far = self._is_backward and ranks > per_node > shape.degree * shape.tile[0]
             for scored in cuts[key][: effort.varied_cuts]:
-                for setting in variants_of(scored.options, shape, even=even, reduces_far=far):
-                    if not starts_late or "combine" in setting:
+                for setting in variants_of(scored.options, shape, even=self._may_be_even):
+                    if not starts_late:
                         self.attempt(scored.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
@@ -188,45 +196,59 @@ class PassSearch:
             self.refusals.setdefault(method, error)
         self._known[key] = scored
         if scored is not None:
-            self._best = min(self._best or scored.score, scored.score)
             if not scored.may_wait:
-                self._sure = min(self._sure or scored.score, scored.score)
+                self._best = min(self._best or scored.score, scored.score)
         self._asked.report()
         return scored
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        ranks = busiest_ranks(plan, method, setting, asked.cluster.node.ranks)
-        seen = estimate(
-            plan,
-            asked.cluster,
-            self._direction,
-            overlap=asked.overlap,
-            kernel=asked.kernel,
-            ranks=sorted(ranks),
-        )
+        waits, rotates = self._may_wait(METHODS[method], setting), METHODS[method].rotates
+        per_node = asked.cluster.node.ranks
+        ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
+        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
+        seen = estimate(plan, asked.cluster, self._direction, ranks=sorted(ranks), **how)
+        seconds = seen.seconds
+        # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
+        if waits and not rotates and (self._best is None or (False, seconds) < self._best):
+            seconds, waits = max(seconds, self._of_corners(plan, method, setting)), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
         others_bytes = others * sum(buffer.num_bytes(asked.problem) for buffer in between)
         peak_bytes = seen.peak_bytes + others_bytes
         # Rings across nodes are simulated with all ranks, other passes with one of their copies.
-        across = METHODS[method].rotates and plan.num_nodes > 1
+        across = rotates and plan.num_nodes > 1
         copies = 1 if across else plan.direction(self._direction).copies
         return Scored(
             self._direction,
             method,
             setting,
-            seen.seconds,
+            seconds,
             peak_bytes,
             fits=peak_bytes <= gpu_bytes(asked.cluster),
             place=place_of(plan),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
-            may_wait=self._may_wait(METHODS[method], setting),
+            may_wait=waits,
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
         )
+
+    def _of_corners(self, plan: Plan, method: str, setting: Mapping[str, Any]) -> float:
+        asked, corners = self._asked, corner_ranks(plan, method, setting)
+        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
+        return seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
+
+    def _met(self, setting: Scored) -> Scored:
+        """With the waits of ranks for each other, if they can be known without a simulation."""
+        if not setting.may_wait or METHODS[setting.name].rotates:
+            return setting
+        plan = self._asked.plan(self._direction, setting.name, setting.options)
+        few = self._of_corners(plan, setting.name, setting.options)
+        setting = replace(setting, seconds=max(setting.seconds, few), may_wait=False)
+        self._known[setting_key(setting.name, setting.options)] = setting
+        return setting
 
     def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
         """Whether ranks have unlike work before they meet. In one unit all have the same; under a
@@ -244,10 +266,6 @@ class PassSearch:
         shapes do, so the best of each shape come first."""
         effort, operations, count = self._asked.effort, 0, 0
         best, least = None, (True, math.inf)
-        if self._is_backward and not effort.every_name:
-            # Even chunks were tried in their place, and need no simulation.
-            evens = [x.name for x in scored if x.options.get("even_chunks")]
-            scored = [x for x in scored if not x.may_wait or x.name not in evens]
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
@@ -255,26 +273,19 @@ class PassSearch:
         for setting in (*firsts.values(), *rest):
             if least <= setting.score:
                 continue
-            if setting.timeline is None and (setting.may_wait or effort.every_name):
-                if least <= (not setting.fits, setting.seconds * (1 + effort.tolerance)):
-                    continue  # too little to gain
-                more = operations + setting.operations
-                if count < effort.simulated and more <= effort.simulated_operations:
-                    operations, count = more, count + 1
-                    setting = self._asked.simulated(setting)
-                    self._known[setting_key(setting.name, setting.options)] = setting
-                elif setting.may_wait and _may_wait_long(setting):
-                    continue  # its estimate says too little
-            score = not setting.fits, setting.seconds * (_WAITING if setting.may_wait else 1.0)
-            if score < least:
-                best, least = setting, score
+            setting = self._met(setting)
+            more = operations + setting.operations
+            may_simulate = count < effort.simulated and more <= effort.simulated_operations
+            uncertain = setting.may_wait or effort.every_name
+            if setting.timeline is None and uncertain and may_simulate:
+                operations, count = more, count + 1
+                setting = self._asked.simulated(setting)
+                self._known[setting_key(setting.name, setting.options)] = setting
+            elif setting.may_wait:
+                continue  # its estimate says too little
+            if setting.score < least:
+                best, least = setting, setting.score
         return best or next(iter(scored), None)
-
-
-def _may_wait_long(setting: Scored) -> bool:
-    """Whether it has chunks of what was exchanged for heads, or rings."""
-    method, degree = METHODS[setting.name], setting.options.get("ulysses") or 1
-    return degree > 1 or method.rotates or not method.is_plain_box
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:

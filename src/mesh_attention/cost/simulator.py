@@ -69,6 +69,25 @@ def simulate(
         return replace(timeline, target=compiled.plan.target)
 
 
+def seconds_of_few(
+    plan: Plan,
+    cluster: Cluster,
+    direction: Direction,
+    ranks: Sequence[int],
+    *,
+    overlap: Overlap = Overlap.EVENTS,
+    kernel: str | None = None,
+) -> float:
+    """Until the last of these ranks ends if nobody waits for other ranks than these: no more than
+    all ranks take. For programs without flows, whose other end may not be there."""
+    with collector_paused():
+        compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
+        costs = ClusterCosts(cluster, compiled)
+        return _Simulation(
+            plan, compiled.pass_, cluster, costs, overlap, ranks, compiled.waits
+        ).seconds()
+
+
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
 _Place = tuple[int, int]  # rank, index of the operation
 _Ends = defaultdict[_Flow, deque[_Place]]
@@ -113,13 +132,18 @@ class _Simulation:
         # By group: the members that are simulated, and what its collectives share with others.
         self._meetings: dict[str, tuple[int, tuple[Capacity, ...]]] = {}
 
-    def run(self) -> Timeline:
+    def seconds(self) -> float:
+        """Until all have ended."""
         for state in self._ranks.values():
             self._advance(state)
         self._clock.run()
         stuck = [rank for rank, state in self._ranks.items() if not state.finished]
         if stuck:
             raise ClusterError(f"ranks {stuck[:4]} deadlock; run `verify` for the reason")
+        return self._clock.now
+
+    def run(self) -> Timeline:
+        self.seconds()
         copies = self._plan.num_ranks // len(self._ranks)
         simulated = [rank - rank % copies for rank in range(self._plan.num_ranks)]
         return Timeline(
