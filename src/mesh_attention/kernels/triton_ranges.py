@@ -218,8 +218,7 @@ def _forward(
 def _backward(
     block: Block, tensors: tuple[Tensor, ...], tiles: KernelTiles
 ) -> tuple[KernelLaunch, ...]:
-    from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
-    from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
+    from mesh_attention.kernels.fused import attention_backward as kernels
 
     q, k, v, grad_out, lse, delta, dq, dk, dv = tensors
     B, S, H, _ = q.shape
@@ -231,7 +230,7 @@ def _backward(
     of_queries, of_keys = tiles.backward_queries, tiles.backward_keys
     return (
         KernelLaunch(
-            attention_backward_queries_kernel,
+            kernels.attention_backward_queries_kernel,
             (_programs(S, tiles.block, of_queries.rows), B * H, 1),
             (*strides, *of_rows, S, H, *scales, *constants),
             tiles.block,
@@ -240,7 +239,7 @@ def _backward(
             of_queries.keys,
         ),
         KernelLaunch(
-            attention_backward_keys_kernel,
+            kernels.attention_backward_keys_kernel,
             (_programs(T, tiles.block, of_keys.keys), B * G, 1),
             (*strides, *_strides(dk, dv), S, T, G, *scales, *constants),
             tiles.block,

@@ -21,7 +21,22 @@ LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
 # Of fp32 products. "tf32x3" takes tensor cores, and its errors are a few times as large.
 PRECISION = tl.constexpr("ieee")
 
+_TABLE_COLUMNS = tl.constexpr(5)  # of lists of blocks, `range_blocks.py`
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+
+
+@triton.jit
+def own_block(
+    table: tl.tensor, num_heads: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr
+) -> tl.tensor:
+    """(entry of the table, first row, batch, head) of this program, which takes `ROWS` rows of a
+    block."""
+    SHARES: tl.constexpr = BLOCK // ROWS
+    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
+    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
+    batch = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    return entry, start, batch, head
 
 
 @triton.jit
@@ -106,14 +121,20 @@ def whole_blocks(length: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def row_bounds(
-    bound: tl.tensor, interval: tl.tensor, start: tl.tensor,
-    num_queries: tl.tensor,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def visible(
+    row_lo: tl.tensor, row_hi: tl.tensor, at_key: tl.tensor,
+    lo: tl.tensor, hi: tl.tensor, start: tl.tensor, num_queries: tl.tensor,
+    INTERVALS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEY_DIM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Where an interval of each of some rows begins or ends."""
-    bound += interval * whole_blocks(num_queries, BLOCK) + start
-    return tl.load(bound + tl.arange(0, ROWS))
+    """Whether the rows from `start` on see keys, whose positions lie along `KEY_DIM`. The first
+    interval of the rows is loaded already."""
+    seen = (tl.expand_dims(row_lo, KEY_DIM) <= at_key) & (at_key < tl.expand_dims(row_hi, KEY_DIM))
+    for interval in tl.static_range(1, INTERVALS):
+        at = interval * whole_blocks(num_queries, BLOCK) + start
+        more_lo = tl.expand_dims(tl.load(lo + at + tl.arange(0, ROWS)), KEY_DIM)
+        more_hi = tl.expand_dims(tl.load(hi + at + tl.arange(0, ROWS)), KEY_DIM)
+        seen |= (more_lo <= at_key) & (at_key < more_hi)
+    return seen
 
 
 @triton.jit

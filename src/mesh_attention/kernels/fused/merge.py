@@ -55,59 +55,38 @@ def _join(
 
 
 @triton.jit
-def _finish(
-    value: tl.tensor, best: tl.tensor, weight: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    inside: tl.tensor, cells: tl.tensor,
-) -> None:  # fmt: skip
-    seen = weight > 0
-    value = value / tl.where(seen, weight, 1.0)[:, None]
-    tl.store(out, value.to(out.dtype.element_ty), cells)
-    tl.store(lse, tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best), inside)
-
-
-@triton.jit
-def merge_stacked_kernel(
+def merge_all_kernel(
     parts: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor,
     strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, part_step: tl.tensor,
     lse_step: tl.tensor,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LOOSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Partial results that lie in memory at equal distances, any number of them."""
-    row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
-    parts += place(row, sizes, strides[0])[:, None] + column
-    lses += place(row, sizes, strides[1])
-    value = tl.zeros([ROWS, COLUMNS], tl.float32)
-    best = tl.full([ROWS], -float("inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    for _ in range(count):
-        value, best, weight = _join(value, best, weight, parts, lses, inside, cells)
-        parts += part_step
-        lses += lse_step
-    out += place(row, sizes, strides[2])[:, None] + column
-    lse += place(row, sizes, strides[3])
-    _finish(value, best, weight, out, lse, inside, cells)
-
-
-@triton.jit
-def merge_loose_kernel(
-    parts: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Partial results anywhere in memory and of any dtypes; `parts` and `lses` are tuples."""
+    """`parts` and `lses` are tuples of `LOOSE` partial results, anywhere in memory and of any
+    dtypes; or, if that is zero, the first of `count` that lie in memory at equal distances."""
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     at = place(row, sizes, strides[0])[:, None] + column
     lse_at = place(row, sizes, strides[1])
     value = tl.zeros([ROWS, COLUMNS], tl.float32)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    for i in tl.static_range(COUNT):
-        value, best, weight = _join(
-            value, best, weight, parts[i] + at, lses[i] + lse_at, inside, cells
-        )
+    if LOOSE:
+        for i in tl.static_range(LOOSE):
+            value, best, weight = _join(
+                value, best, weight, parts[i] + at, lses[i] + lse_at, inside, cells
+            )
+    else:
+        parts += at
+        lses += lse_at
+        for _ in range(count):
+            value, best, weight = _join(value, best, weight, parts, lses, inside, cells)
+            parts += part_step
+            lses += lse_step
     out += place(row, sizes, strides[2])[:, None] + column
     lse += place(row, sizes, strides[3])
-    _finish(value, best, weight, out, lse, inside, cells)
+    seen = weight > 0
+    value = value / tl.where(seen, weight, 1.0)[:, None]
+    tl.store(out, value.to(out.dtype.element_ty), cells)
+    tl.store(lse, tl.where(seen, best + tl.log(tl.where(seen, weight, 1.0)), best), inside)
 
 
 @triton.jit
@@ -135,33 +114,24 @@ def merge_lse_kernel(
 
 
 @triton.jit
-def sum_stacked_kernel(
+def sum_kernel(
     parts: tl.tensor, target: tl.tensor,
     strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, step: tl.tensor,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LOOSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copies that lie in memory at equal distances, any number of them."""
-    row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
-    parts += place(row, sizes, strides[0])[:, None] + column
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for _ in range(count):
-        total += tl.load(parts, cells, other=0.0).to(tl.float32)
-        parts += step
-    target += place(row, sizes, strides[1])[:, None] + column
-    tl.store(target, total.to(target.dtype.element_ty), cells)
-
-
-@triton.jit
-def sum_loose_kernel(
-    parts: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Copies anywhere in memory, of any dtypes and strides; the target may be one of them."""
+    """`parts` is a tuple of `LOOSE` copies, anywhere in memory, of any dtypes and strides, of which
+    the target may be one; or, if that is zero, the first of `count` at equal distances. The last of
+    `strides` is that of the target."""
     row, column, _inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for i in tl.static_range(COUNT):
-        at = place(row, sizes, strides[i])[:, None] + column
-        total += tl.load(parts[i] + at, cells, other=0.0).to(tl.float32)
-    target += place(row, sizes, strides[COUNT])[:, None] + column
+    if LOOSE:
+        for i in tl.static_range(LOOSE):
+            at = place(row, sizes, strides[i])[:, None] + column
+            total += tl.load(parts[i] + at, cells, other=0.0).to(tl.float32)
+    else:
+        parts += place(row, sizes, strides[0])[:, None] + column
+        for _ in range(count):
+            total += tl.load(parts, cells, other=0.0).to(tl.float32)
+            parts += step
+    target += place(row, sizes, strides[LOOSE if LOOSE else 1])[:, None] + column
     tl.store(target, total.to(target.dtype.element_ty), cells)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from mesh_attention.kernels.fused.addressing import block_shape, equal_steps, row_stride
 from mesh_attention.kernels.fused.merge import (
+    merge_all_kernel,
     merge_into_kernel,
-    merge_loose_kernel,
     merge_lse_kernel,
-    merge_stacked_kernel,
-    sum_loose_kernel,
-    sum_stacked_kernel,
+    sum_kernel,
 )
 from mesh_attention.kernels.fused.statistics import (
     delta_kernel,
@@ -47,10 +45,10 @@ class FusedRows(RowKernels):
         firsts = (outs[0], lses[0], out, lse)
         part_step, lse_step = equal_steps(outs), equal_steps(lses)
         if part_step is not None and lse_step is not None:
-            _launch(merge_stacked_kernel, firsts, len(outs), part_step, lse_step)
+            _launch(merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
         elif len(outs) <= _MOST_LOOSE and _alike(outs) and _alike(lses):
             parts = (tuple(outs), tuple(lses), out, lse)
-            _launch(merge_loose_kernel, parts, strided=firsts, COUNT=len(outs))
+            _launch(merge_all_kernel, parts, 0, 0, 0, strided=firsts, LOOSE=len(outs))
         else:
             super().merge_all(outs, lses, out, lse)
 
@@ -67,10 +65,10 @@ class FusedRows(RowKernels):
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
         step = equal_steps(parts)
         if len(parts) > 2 and step is not None:
-            _launch(sum_stacked_kernel, (parts[0], target), len(parts), step)
+            _launch(sum_kernel, (parts[0], target), len(parts), step, LOOSE=0)
         elif len(parts) <= _MOST_LOOSE:
             copies, strided = (tuple(parts), target), (*parts, target)
-            _launch(sum_loose_kernel, copies, strided=strided, COUNT=len(parts))
+            _launch(sum_kernel, copies, 0, 0, strided=strided, LOOSE=len(parts))
         else:
             super().sum(parts, target)
 
