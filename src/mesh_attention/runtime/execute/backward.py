@@ -1,33 +1,23 @@
-"""The backward kernel calls of one operation and their inputs, which are prepared together.
+"""The inputs of the backward kernel calls of one operation, which are prepared together.
 
 A kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or `delta`. The
 missing one is made for all rows of the operation at once. A finite log-sum-exp is made for every
-run of rows that a call takes, since it must be contiguous. `ComputeOperations` makes these calls.
+run of rows that a call takes, since it must be contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import (
-    BackwardInputs,
-    BackwardNeeds,
-    Block,
-    CheckedCall,
-    Kernel,
-    RowKernels,
-)
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.kernels import BackwardInputs, BackwardNeeds, Kernel, RowKernels
+from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.binding import cut
-from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
 
 Interval = tuple[int, int]
 
@@ -77,15 +67,18 @@ class Preparation:
         if out_BSHE is None and delta_BHS is None:
             raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
         self._kernels = kernels
-        self._calls = calls
-        self._inputs = [
-            BackwardInputs(
-                cut(grad_out_BSHE, 1, *rows),
-                None if out_BSHE is None else cut(out_BSHE, 1, *rows),
-                cut(lse_BHS, 2, *rows),
-                None if delta_BHS is None else cut(delta_BHS, 2, *rows),
+        self._calls = [
+            (
+                needs,
+                rows,
+                BackwardInputs(
+                    cut(grad_out_BSHE, 1, *rows),
+                    None if out_BSHE is None else cut(out_BSHE, 1, *rows),
+                    cut(lse_BHS, 2, *rows),
+                    None if delta_BHS is None else cut(delta_BHS, 2, *rows),
+                ),
             )
-            for _, rows in calls
+            for needs, rows in calls
         ]
         missing = Missing.of(calls, has_out=out_BSHE is not None, has_delta=delta_BHS is not None)
         self._lse = {rows: cut(lse_BHS, 2, *rows) for rows in missing.lse}
@@ -106,116 +99,31 @@ class Preparation:
         if self._for_delta is not None:
             first_delta, out, grad_out = self._for_delta
             B, S, H, _ = out.shape
-            dtype = self._inputs[0].lse.dtype
+            dtype = self._calls[0][2].lse.dtype
             made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
             self._kernels.delta(out, grad_out, made_delta)
         finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
         prepared = []
-        for (needs, rows), inputs in zip(self._calls, self._inputs, strict=True):
-            grad_out_rows, out_rows, lse_rows, delta_rows = inputs
+        for needs, rows, inputs in self._calls:
+            start, stop = rows
             if needs.out and made_out is not None:
-                out_rows = cut(made_out, 1, rows[0] - first_out, rows[1] - first_out)
+                inputs = inputs._replace(out=cut(made_out, 1, start - first_out, stop - first_out))
             if needs.delta and made_delta is not None:
-                delta_rows = cut(made_delta, 2, rows[0] - first_delta, rows[1] - first_delta)
+                delta = cut(made_delta, 2, start - first_delta, stop - first_delta)
+                inputs = inputs._replace(delta=delta)
             if needs.finite_lse:
-                lse_rows = finite[rows]
-            prepared.append(BackwardInputs(grad_out_rows, out_rows, lse_rows, delta_rows))
+                inputs = inputs._replace(lse=finite[rows])
+            prepared.append(inputs)
         return prepared
 
 
-class AccumulatorRows:
-    """The rows of accumulators that one call's result goes to. Views are made once; a result is cut
-    only if some of its rows are fresh and some are not."""
-
-    _parts: Sequence[tuple[Any, ...]]  # tensors, rows of the result or None for all, if fresh
-
-    def into(self, dtype: torch.dtype) -> Tensor | None:
-        """Where a kernel may write its result: where nothing is that it must be added to."""
-        if len(self._parts) != 1:
-            return None
-        target, *_, fresh = self._parts[0]
-        return target if fresh and target.dtype == dtype else None
-
-
-class SummedRows(AccumulatorRows):
-    """The rows of a gradient (B, S, H, D) that one call's gradient is added to."""
-
-    def __init__(self, kernels: RowKernels, total: Tensor, stretches: Sequence[Stretch]) -> None:
-        self._kernels = kernels
-        self._parts = [
-            (cut(total, 1, start, stop), rows, fresh)
-            for (start, stop, fresh), rows in rows_in_result(stretches)
-        ]
-
-    def take(self, grad: Tensor) -> None:
-        for total, rows, fresh in self._parts:
-            part = grad if rows is None else grad[:, rows]
-            if part is not total:  # or the kernel has written it there
-                self._kernels.sum((part,) if fresh else (total, part), total)
-
-
-class BackwardCall(NamedTuple):
-    kernel: Kernel
-    block: Block
-    queries: Interval
-    targets: Sequence[SummedRows]  # of dq, dk, dv
-
-
-class BackwardCalls:
-    """All kernel calls of one operation on its tensors, to be made in every call of the program.
-
-    `untouched` rows of the gradients are seen by no call; `turns`: streams on which calls take
-    turns; `follows`: the first call reads what was computed right before it.
-    """
-
-    def __init__(
-        self,
-        rows: RowKernels,
-        calls: Sequence[BackwardCall],
-        whole: BackwardInputs,
-        *,
-        untouched: Sequence[Tensor],
-        turns: ComputeStreams | None,
-        follows: bool,
-    ) -> None:
-        self._untouched = untouched
-        self._turns = turns
-        self._follows = follows
-        self._prepared: Any = None if turns is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._calls = [
-            (CheckedCall(call.kernel, Direction.BACKWARD, call.block), call.targets)
-            for call in calls
-        ]
-        needed = [(backward_needs(call.kernel), call.queries) for call in calls]
-        self._preparation = Preparation(rows, needed, whole)
-
-    def __call__(self) -> None:
-        turns = self._turns
-        for rows in self._untouched:
-            rows.zero_()
-        inputs: list[BackwardInputs] = []
-        for at, (call, targets) in enumerate(self._calls):
-            if turns is not None:
-                turns.turn()
-                if at == 0 and self._follows:
-                    turns.follow()
-                if at == 1:
-                    turns.wait_for(self._prepared)
-            if at == 0:
-                inputs = self._preparation.make()
-                if turns is not None:
-                    turns.record(self._prepared)
-            grads = call(inputs[at])
-            if turns is not None:
-                turns.follow()
-            for target, grad in zip(targets, grads, strict=True):
-                target.take(grad)
-            del grads, grad  # before the next call asks for as much memory again
-        if turns is not None:
-            turns.hold(inputs)
-
-
-def backward_needs(kernel: Kernel) -> BackwardNeeds:
-    needs = kernel.backward_needs
-    assert needs is not None, f"{kernel.name} was chosen for a pass that it has not"
-    return needs
+def needs_of_calls(
+    op: AttendBackward, kernels: Mapping[str, Kernel]
+) -> list[tuple[BackwardNeeds, Interval]]:
+    """What the kernel of each call needs, and the rows of queries that the call takes."""
+    calls = []
+    for call in op.calls:
+        needs = kernels[call.kernel].backward_needs
+        assert needs is not None, f"{call.kernel} was chosen for a pass that it has not"
+        calls.append((needs, (call.q_start, call.q_stop)))
+    return calls

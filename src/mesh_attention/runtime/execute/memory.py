@@ -19,7 +19,7 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Program
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.execute.backward import Missing, backward_needs
+from mesh_attention.runtime.execute.backward import Missing, needs_of_calls
 from mesh_attention.runtime.execute.binding import CallShape
 
 
@@ -55,9 +55,7 @@ def _prepared(
     """What is made once for all calls."""
     if isinstance(op, Attend):
         return 0
-    calls = [
-        (backward_needs(kernels[call.kernel]), (call.q_start, call.q_stop)) for call in op.calls
-    ]
+    calls = needs_of_calls(op, kernels)
     missing = Missing.of(calls, has_out=op.out is not None, has_delta=op.delta is not None)
     return num_heads * missing.head_bytes(problem)
 
