@@ -18,16 +18,14 @@ _ELEMENTS = 2048
 
 
 @triton.jit
-def own_rows(sizes: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def own_rows(sizes, ROWS: tl.constexpr):
     """(numbers of the rows of this program, whether they exist)"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return row, row < sizes[0]
 
 
 @triton.jit
-def own_cells(
-    sizes: tl.tensor, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-) -> tl.tensor:
+def own_cells(sizes, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(row, column, whether a row exists, whether a cell does) of the block of this program"""
     row, inside = own_rows(sizes, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -35,7 +33,7 @@ def own_cells(
 
 
 @triton.jit
-def place(row: tl.tensor, sizes: tl.tensor, stride: tl.tensor) -> tl.tensor:
+def place(row, sizes, stride):
     """Offset of a row; `stride` is (batch, sequence, head). 64-bit: buffers pass 2 GiB easily."""
     head = row % sizes[2]
     rest = row // sizes[2]

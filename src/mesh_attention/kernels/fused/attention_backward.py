@@ -34,25 +34,16 @@ _UNSEEN = tl.constexpr(1e30)  # two to the power of any score less this is zero
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_queries_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor,
-    k_described: tl.tensor, v_described: tl.tensor, grad_out: tl.tensor, lse: tl.tensor,
-    delta: tl.tensor,
-    statistics: tl.tensor, dq: tl.tensor,
-    lo: tl.tensor, hi: tl.tensor, key_position: tl.tensor, runs: tl.tensor, table: tl.tensor,
-    q_batch: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_batch: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_batch: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
-    grad_batch: tl.tensor, grad_row: tl.tensor, grad_head: tl.tensor,
-    lse_batch: tl.tensor, lse_row: tl.tensor, lse_head: tl.tensor,
-    delta_batch: tl.tensor, delta_row: tl.tensor, delta_head: tl.tensor,
-    dq_batch: tl.tensor, dq_row: tl.tensor, dq_head: tl.tensor,
-    num_queries: tl.tensor, num_heads: tl.tensor,
-    scale: tl.tensor, inner_scale: tl.tensor, softmax_scale: tl.tensor,
+    q, k, v, k_described, v_described, grad_out, lse, delta, statistics, dq,
+    lo, hi, key_position, runs, table,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    grad_batch, grad_row, grad_head, lse_batch, lse_row, lse_head,
+    delta_batch, delta_row, delta_head, dq_batch, dq_row, dq_head,
+    num_queries, num_heads, scale, inner_scale, softmax_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:  # fmt: skip
+    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """If `DESCRIBED` there are descriptors of `k` and `v` too, in tiles of `KEYS` rows."""
     entry, start, batch, head = own_block(table, num_heads, BLOCK, ROWS)
     group = head // REPEATS
@@ -132,23 +123,15 @@ def attention_backward_queries_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_keys_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad_out: tl.tensor,
-    q_described: tl.tensor, grad_described: tl.tensor,
-    statistics: tl.tensor, dk: tl.tensor, dv: tl.tensor,
-    lo: tl.tensor, hi: tl.tensor, key_position: tl.tensor, runs: tl.tensor, table: tl.tensor,
-    q_batch: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_batch: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_batch: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
-    grad_batch: tl.tensor, grad_row: tl.tensor, grad_head: tl.tensor,
-    dk_batch: tl.tensor, dk_row: tl.tensor, dk_head: tl.tensor,
-    dv_batch: tl.tensor, dv_row: tl.tensor, dv_head: tl.tensor,
-    num_queries: tl.tensor, num_keys: tl.tensor, num_groups: tl.tensor,
-    scale: tl.tensor, inner_scale: tl.tensor, softmax_scale: tl.tensor,
+    q, k, v, grad_out, q_described, grad_described, statistics, dk, dv,
+    lo, hi, key_position, runs, table,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    grad_batch, grad_row, grad_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    num_queries, num_keys, num_groups, scale, inner_scale, softmax_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:  # fmt: skip
+    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """A program takes `KEYS` keys, and of the queries `ROWS` at once, for one head of the group
     after another. If `DESCRIBED` there are descriptors of `q` and `grad_out` too, in tiles of
     `ROWS` rows."""

@@ -28,20 +28,13 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor,
-    k_described: tl.tensor, v_described: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    lo: tl.tensor, hi: tl.tensor, key_position: tl.tensor, runs: tl.tensor, table: tl.tensor,
-    q_batch: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_batch: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_batch: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
-    out_batch: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    num_queries: tl.tensor, num_keys: tl.tensor, num_heads: tl.tensor,
-    scale: tl.tensor, inner_scale: tl.tensor,
+    q, k, v, k_described, v_described, out, lse, lo, hi, key_position, runs, table,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    out_batch, out_row, out_head, num_queries, num_keys, num_heads, scale, inner_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:  # fmt: skip
+    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """`lse` is (B, H, S), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
     tiles of `KEYS` rows. With `AHEAD` the product of the next whole block is begun before the
     softmax of this one, so that both run at once; one product is made for nothing."""

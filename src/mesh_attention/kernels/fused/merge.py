@@ -14,10 +14,9 @@ from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place
 
 @triton.jit
 def merge_into_kernel(
-    acc: tl.tensor, acc_lse: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
+    acc, acc_lse, out, lse, strides, sizes,
     WIDTH: tl.constexpr, FRESH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     acc_lse += place(row, sizes, strides[1])
     acc += place(row, sizes, strides[0])[:, None] + column
@@ -39,10 +38,7 @@ def merge_into_kernel(
 
 
 @triton.jit
-def _join(
-    value: tl.tensor, best: tl.tensor, weight: tl.tensor, part: tl.tensor, part_lse: tl.tensor,
-    inside: tl.tensor, cells: tl.tensor,
-) -> tl.tensor:  # fmt: skip
+def _join(value, best, weight, part, part_lse, inside, cells):
     """One more partial result into the running (sum of weighted values, largest lse, weight)."""
     new = tl.load(part_lse, inside, other=-float("inf"))
     top = tl.maximum(best, new)
@@ -56,11 +52,9 @@ def _join(
 
 @triton.jit
 def merge_all_kernel(
-    parts: tl.tensor, lses: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, part_step: tl.tensor,
-    lse_step: tl.tensor,
+    parts, lses, out, lse, strides, sizes, count, part_step, lse_step,
     LOOSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """`parts` and `lses` are tuples of `LOOSE` partial results, anywhere in memory and of any
     dtypes; or, if that is zero, the first of `count` that lie in memory at equal distances."""
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
@@ -90,11 +84,7 @@ def merge_all_kernel(
 
 
 @triton.jit
-def merge_lse_kernel(
-    parts: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, step: tl.tensor,
-    ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def merge_lse_kernel(parts, target, strides, sizes, count, step, ROWS: tl.constexpr):
     """The log-sum-exp of the whole, in one pass over those of its parts, which lie in memory at
     equal distances, any number of them."""
     row, inside = own_rows(sizes, ROWS)
@@ -115,10 +105,9 @@ def merge_lse_kernel(
 
 @triton.jit
 def sum_kernel(
-    parts: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor, count: tl.tensor, step: tl.tensor,
+    parts, target, strides, sizes, count, step,
     LOOSE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """`parts` is a tuple of `LOOSE` copies, anywhere in memory, of any dtypes and strides, of which
     the target may be one; or, if that is zero, the first of `count` at equal distances. The last of
     `strides` is that of the target."""

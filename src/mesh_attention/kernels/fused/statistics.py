@@ -16,10 +16,9 @@ _STEP = 2048
 
 @triton.jit
 def delta_kernel(
-    out: tl.tensor, grad_out: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
+    out, grad_out, target, strides, sizes,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     out += place(row, sizes, strides[0])[:, None] + column
     grad_out += place(row, sizes, strides[1])[:, None] + column
@@ -30,10 +29,9 @@ def delta_kernel(
 
 @triton.jit
 def rescale_kernel(
-    out: tl.tensor, partial_lse: tl.tensor, global_lse: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
+    out, partial_lse, global_lse, target, strides, sizes,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     part = tl.load(partial_lse + place(row, sizes, strides[1]), inside, other=-float("inf"))
     whole = tl.load(global_lse + place(row, sizes, strides[2]), inside, other=0.0)
@@ -47,10 +45,9 @@ def rescale_kernel(
 
 @triton.jit
 def stand_in_kernel(
-    grad_out: tl.tensor, delta: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
+    grad_out, delta, target, strides, sizes,
     LIMIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row, column, inside, cells = own_cells(sizes, WIDTH, ROWS, COLUMNS)
     grad_out += place(row, sizes, strides[0])[:, None] + column
     grad = tl.load(grad_out, cells, other=0.0).to(tl.float32)
@@ -77,11 +74,7 @@ def stand_in_kernel(
 
 
 @triton.jit
-def finite_lse_kernel(
-    lse: tl.tensor, target: tl.tensor,
-    strides: tl.tensor, sizes: tl.tensor,
-    UNSEEN: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def finite_lse_kernel(lse, target, strides, sizes, UNSEEN: tl.constexpr, ROWS: tl.constexpr):
     row, inside = own_rows(sizes, ROWS)
     value = tl.load(lse + place(row, sizes, strides[0]), inside, other=0.0)
     value = tl.where(value == -float("inf"), UNSEEN, value)
@@ -90,11 +83,9 @@ def finite_lse_kernel(
 
 @triton.jit
 def tiled_statistics_kernel(
-    delta: tl.tensor, lse: tl.tensor, tiled_delta: tl.tensor, tiled_lse: tl.tensor,
-    grad_q: tl.tensor,
-    strides: tl.tensor, num_heads: tl.tensor, num_rows: tl.tensor, num_tiled: tl.tensor,
+    delta, lse, tiled_delta, tiled_lse, grad_q, strides, num_heads, num_rows, num_tiled,
     UNSEEN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A program has `ROWS` rows of one head. `grad_q`, cleared, has `WIDTH` cells a row."""
     first = tl.program_id(0) * ROWS
     of_head = tl.program_id(1).to(tl.int64)

@@ -8,6 +8,7 @@ as far as kernels say what they take. The bytes of masks are counted once masks 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -125,20 +126,7 @@ def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    parts: Iterable[Any] = ()
-    if isinstance(thing, Mapping):
-        parts = thing.values()
-    elif isinstance(thing, list | tuple | set | frozenset):
-        parts = thing
-    elif type(thing).__module__.partition(".")[0] in _OWNERS:
-        parts = [*getattr(thing, "__dict__", {}).values(), *_in_slots(thing)]
-    for part in parts:
-        yield from _tensors(part, seen)
-
-
-def _in_slots(thing: Any) -> Iterator[Any]:
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(thing, name):
-                yield getattr(thing, name)
+    holds = isinstance(thing, Mapping | list | tuple | set | frozenset)
+    if holds or type(thing).__module__.partition(".")[0] in _OWNERS:
+        for part in gc.get_referents(thing):
+            yield from _tensors(part, seen)
