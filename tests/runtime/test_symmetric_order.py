@@ -20,7 +20,7 @@ from mesh_attention.plan.language.program import AllToAll, SendRecv, Task
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.transport import symmetric_memory
 from mesh_attention.runtime.transport.copies import Owner
-from mesh_attention.runtime.transport.symmetric import SymmetricTransport, _Ready
+from mesh_attention.runtime.transport.symmetric import SymmetricTransport, perform
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
 
 
@@ -52,7 +52,7 @@ PLACES = {1: 5, 2: 6}  # in the block, of the members of the group
 
 def test_readers_are_told_and_owners_waited_for_one_by_one_before_and_after_the_copies() -> None:
     log: Any = Log()
-    _Ready(STEPS, PLACES, everybody=False).perform(log, log)
+    perform(STEPS, PLACES, False, log, log)
     assert log == [
         ("put", 5, READY), ("put", 6, READY), ("keep",),
         ("wait", 5, READY), ("fetch", "from 1", 5), ("put", 5, DONE),
@@ -63,7 +63,7 @@ def test_readers_are_told_and_owners_waited_for_one_by_one_before_and_after_the_
 
 def test_one_barrier_before_and_one_after_do_where_all_read_from_all() -> None:
     log: Any = Log()
-    _Ready(STEPS, PLACES, everybody=True).perform(log, log)
+    perform(STEPS, PLACES, True, log, log)
     copies = [("fetch", "from 1", 5), ("fetch", "from 2", 6)]
     assert log == [("barrier",), ("keep",), *copies, ("barrier",)]
 

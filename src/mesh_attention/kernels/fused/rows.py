@@ -9,19 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from mesh_attention.kernels.fused import row_kernels as kernels
 from mesh_attention.kernels.fused.addressing import block_shape, equal_steps, row_stride
-from mesh_attention.kernels.fused.merge import (
-    merge_all_kernel,
-    merge_into_kernel,
-    merge_lse_kernel,
-    sum_kernel,
-)
-from mesh_attention.kernels.fused.statistics import (
-    delta_kernel,
-    finite_lse_kernel,
-    rescale_kernel,
-    stand_in_kernel,
-)
 from mesh_attention.kernels.rows import UNSEEN_LSE, RowKernels
 
 # Loose copies are unrolled into the kernel, so their number must stay small.
@@ -37,7 +26,7 @@ class FusedRows(RowKernels):
     def merge_into(
         self, acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, fresh: bool
     ) -> None:
-        _launch(merge_into_kernel, (acc_out, acc_lse, out, lse), FRESH=fresh)
+        _launch(kernels.merge_into_kernel, (acc_out, acc_lse, out, lse), FRESH=fresh)
 
     def merge_all(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor
@@ -45,10 +34,10 @@ class FusedRows(RowKernels):
         firsts = (outs[0], lses[0], out, lse)
         part_step, lse_step = equal_steps(outs), equal_steps(lses)
         if part_step is not None and lse_step is not None:
-            _launch(merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
+            _launch(kernels.merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
         elif len(outs) <= _MOST_LOOSE and _alike(outs) and _alike(lses):
             parts = (tuple(outs), tuple(lses), out, lse)
-            _launch(merge_all_kernel, parts, 0, 0, 0, strided=firsts, LOOSE=len(outs))
+            _launch(kernels.merge_all_kernel, parts, 0, 0, 0, strided=firsts, LOOSE=len(outs))
         else:
             super().merge_all(outs, lses, out, lse)
 
@@ -57,33 +46,33 @@ class FusedRows(RowKernels):
         if step is None:  # plans stack them
             super().merge_lse(parts, target)
         else:
-            _launch(merge_lse_kernel, (parts[0], target), len(parts), step)
+            _launch(kernels.merge_lse_kernel, (parts[0], target), len(parts), step)
 
     def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
-        _launch(rescale_kernel, (out, partial_lse, global_lse, target))
+        _launch(kernels.rescale_kernel, (out, partial_lse, global_lse, target))
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
         step = equal_steps(parts)
         if len(parts) > 2 and step is not None:
-            _launch(sum_kernel, (parts[0], target), len(parts), step, LOOSE=0)
+            _launch(kernels.sum_kernel, (parts[0], target), len(parts), step, LOOSE=0)
         elif len(parts) <= _MOST_LOOSE:
             copies, strided = (tuple(parts), target), (*parts, target)
-            _launch(sum_kernel, copies, 0, 0, strided=strided, LOOSE=len(parts))
+            _launch(kernels.sum_kernel, copies, 0, 0, strided=strided, LOOSE=len(parts))
         else:
             super().sum(parts, target)
 
     def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None:
-        _launch(delta_kernel, (out, grad_out, target))
+        _launch(kernels.delta_kernel, (out, grad_out, target))
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         target = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
         limit = torch.finfo(grad_out.dtype).max
-        _launch(stand_in_kernel, (grad_out, delta, target), LIMIT=limit)
+        _launch(kernels.stand_in_kernel, (grad_out, delta, target), LIMIT=limit)
         return target
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         target = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        _launch(finite_lse_kernel, (lse, target), UNSEEN=UNSEEN_LSE)
+        _launch(kernels.finite_lse_kernel, (lse, target), UNSEEN=UNSEEN_LSE)
         return target
 
 

@@ -11,7 +11,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -33,15 +33,16 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
 from mesh_attention.runtime.device import ComputeStreams
-from mesh_attention.runtime.execute.backward import Preparation, needs_of_calls
 from mesh_attention.runtime.execute.binding import GRAD_LSE, Views, cut
 from mesh_attention.runtime.execute.call_masks import Masks
 from mesh_attention.runtime.execute.kernel_calls import (
     KernelCalls,
     MergedRows,
+    Preparation,
     SummedRows,
+    needs_of_calls,
 )
-from mesh_attention.runtime.execute.steps import Coverage, coverage, must_follow
+from mesh_attention.runtime.execute.steps import coverage, must_follow
 
 Work = Callable[[], object]
 
@@ -70,8 +71,14 @@ class ComputeOperations:
         self.operations = program.operations
         self._follow = set() if turns is None else must_follow(program.operations, memory)
         self.masks = masks
-        covered = cache(_coverage)  # slices of heads have the same calls
-        self._coverage = {at: covered(*_rows_of_calls(program.operations[at])) for at in masks}
+        covered = cache(coverage)  # slices of heads have the same calls
+        self._coverage = {
+            at: [
+                covered(rows, length, fresh=fresh)
+                for rows, length, fresh in _rows_of_calls(program.operations[at])
+            ]
+            for at in masks
+        }
         self._kernels = kernels
         self._rows = rows
         self._scores = scores
@@ -190,18 +197,13 @@ def _delta_less(
     delta.sub_(grad_lse)
 
 
-_Side = tuple[tuple[tuple[int, int], ...], int, bool]  # rows of the calls, of all, and if fresh
-
-
-def _rows_of_calls(op: Operation) -> tuple[_Side, ...]:
-    """Of queries; in backward of keys too."""
+def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:
+    """(rows of the calls, of all, and if fresh) of queries; in backward of keys too."""
     assert isinstance(op, Attend | AttendBackward)
     queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
     if isinstance(op, Attend):
-        return ((queries, op.q.num_rows, op.fresh),)
+        yield queries, op.q.num_rows, op.fresh
+        return
+    yield queries, op.q.num_rows, op.fresh_q
     keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
-    return (queries, op.q.num_rows, op.fresh_q), (keys, op.k.num_rows, op.fresh_kv)
-
-
-def _coverage(*sides: _Side) -> tuple[Coverage, ...]:
-    return tuple(coverage(rows, length, fresh=fresh) for rows, length, fresh in sides)
+    yield keys, op.k.num_rows, op.fresh_kv

@@ -20,8 +20,8 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Program
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.execute.backward import Missing, needs_of_calls
 from mesh_attention.runtime.execute.binding import CallShape
+from mesh_attention.runtime.execute.kernel_calls import Missing, needs_of_calls
 
 
 def scratch_bytes(
@@ -43,22 +43,17 @@ def scratch_bytes(
                 kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
                 for call in op.calls
             ]
-            known[key] = _prepared(op, heads[0], problem, kernels), calls
+            shared = 0  # what is made once for all calls
+            if isinstance(op, AttendBackward):
+                needs = needs_of_calls(op, kernels)
+                has_out, has_delta = op.out is not None, op.delta is not None
+                missing = Missing.of(needs, has_out=has_out, has_delta=has_delta)
+                shared = heads[0] * missing.head_bytes(problem)
+            known[key] = shared, calls
         prepared, (first, *others) = known[key]
         largest = max(largest, held + prepared + first, *(prepared + call for call in others))
         held = prepared if two_streams else 0
     return largest
-
-
-def _prepared(
-    op: Attend | AttendBackward, num_heads: int, problem: Problem, kernels: Mapping[str, Kernel]
-) -> int:
-    """What is made once for all calls."""
-    if isinstance(op, Attend):
-        return 0
-    calls = needs_of_calls(op, kernels)
-    missing = Missing.of(calls, has_out=op.out is not None, has_delta=op.delta is not None)
-    return num_heads * missing.head_bytes(problem)
 
 
 def call_size(

@@ -8,7 +8,7 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -50,56 +50,49 @@ class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
 
+@dataclass(slots=True)
 class _InFlight(Handle):
-    """Works in flight, and the copies that must follow them. On a GPU both are on a communication
-    stream, and what waits is the compute stream, through an event."""
+    """Works in flight, and the copies that must follow them."""
 
-    def __init__(
-        self,
-        what: str,
-        limit: tuple[timedelta, ...],
-        stream: torch.cuda.Stream | None,
-        event: torch.cuda.Event | None,
-    ) -> None:
-        """`limit`: for the host to wait, if it does."""
-        self._what, self._limit, self._stream, self._event = what, limit, stream, event
-        self._works: Works = []
-        self._copies: Copies = []
-        self._finished = False
+    what: str
+    limit: tuple[timedelta, ...]  # for the host to wait, if it does
+    works: Works
+    copies: Copies
 
-    def begin(self, ready: Ready) -> None:
+    def wait(self) -> None:
         try:
-            for begin in ready:
-                begin(self._works, self._copies)
+            for work in self.works:
+                work.wait(*self.limit)
         except (RuntimeError, dist.DistBackendError) as error:
-            raise CommunicationError(f"{self._what} could not begin: {error}") from error
+            raise CommunicationError(
+                f"{self.what} failed: another rank has ended, or did not answer in time "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        for copy in self.copies:
+            copy()
+        self.works.clear()
+        self.copies.clear()
+
+
+@dataclass(slots=True)
+class _OnStream(_InFlight):
+    """The same on a communication stream; what waits is the compute stream, through an event."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    finished: bool = False
 
     def finish(self) -> None:
         """On the communication stream, which must be the current one."""
-        try:
-            for work in self._works:
-                work.wait(*self._limit)
-        except (RuntimeError, dist.DistBackendError) as error:
-            raise CommunicationError(
-                f"{self._what} failed: another rank has ended, or did not answer in time "
-                f"({str(error).splitlines()[0]})"
-            ) from error
-        for copy in self._copies:
-            copy()
-        self._works.clear()
-        self._copies.clear()
-        self._finished = True
-        if self._event is not None:
-            self._event.record(self._stream)
+        _InFlight.wait(self)
+        self.finished = True
+        self.event.record(self.stream)
 
     def wait(self) -> None:
-        if self._stream is None or self._event is None:
-            self.finish()
-            return
-        if not self._finished:  # gloo: the host has to drive it
-            with torch.cuda.stream(self._stream):
+        if not self.finished:  # gloo: the host has to drive it
+            with torch.cuda.stream(self.stream):
                 self.finish()
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
 
 
 class _Known(NamedTuple):
@@ -148,14 +141,13 @@ class DistributedTransport:
     def _start(self, known: _Known, ready: Ready, counted: bool, after: Marks) -> Handle:
         if counted:
             self.meter.counters.starts[known.each] += 1
-        handle = _InFlight(known.what, self._limit, self._stream, known.event)
-        if self._stream is None:
-            handle.begin(ready)
-            return handle
+        if known.event is None or self._stream is None:
+            return _InFlight(known.what, self._limit, *_begin(known.what, ready))
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            handle.begin(ready)
+            begun = _begin(known.what, ready)
+            handle = _OnStream(known.what, self._limit, *begun, self._stream, known.event)
             if not self._host_driven:
                 handle.finish()
         return handle
@@ -198,3 +190,14 @@ class DistributedTransport:
         ]
         own = [(view(a), view(b)) for a, b in known.own]
         return [exchange(tensors, own, group, host_driven=self._host_driven)]
+
+
+def _begin(what: str, ready: Ready) -> tuple[Works, Copies]:
+    works: Works = []
+    copies: Copies = []
+    try:
+        for begin in ready:
+            begin(works, copies)
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise CommunicationError(f"{what} could not begin: {error}") from error
+    return works, copies

@@ -48,20 +48,9 @@ Start = Callable[[Marks], Handle]  # begins an operation once these marks are pa
 
 
 class Transport(Protocol):
-    @property
-    def in_order(self) -> bool:
-        """Whether operations follow each other without anybody waiting for the one before."""
-        ...
-
-    @property
-    def own_stream(self) -> bool:
-        """Whether operations run on a CUDA stream that no computation is on, and follow marks."""
-        ...
-
-    @property
-    def shows_workspace(self) -> bool:
-        """Whether other ranks read this rank's workspace, where the plan places its buffers."""
-        ...
+    in_order: bool  # operations follow each other without anybody waiting for the one before
+    own_stream: bool  # they run on a CUDA stream that no computation is on, and follow marks
+    shows_workspace: bool  # other ranks read this rank's, where the plan places its buffers
 
     def prepare(self, op: Communication, view: View) -> Start:
         """Do all of an operation of this rank that can be done before its tensors hold anything.
