@@ -14,6 +14,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import torch_operations
 from mesh_attention.runtime.transport.interface import Transfers
 from mesh_attention.runtime.transport.torch_operations import (
+    CollectiveRows,
     Copies,
     PointToPoint,
     Works,
@@ -52,7 +53,7 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
     rows = contiguous_or_not((6, 4), contiguous)
     works: Works = []
     finish: Copies = []
-    gather(PARTS[0], rows, GROUP, list(order), works, finish)
+    gather(CollectiveRows(PARTS[0], rows, GROUP, order), works, finish)
     for copy in finish:
         copy()
     assert torch.equal(rows, PARTS.view(6, 4))
@@ -79,7 +80,7 @@ def test_rows_to_be_reduced_are_given_in_the_order_of_the_process_group(
     part = contiguous_or_not((2, 4), contiguous)
     works: Works = []
     finish: Copies = []
-    reduce(part, rows, GROUP, list(order), works, finish)
+    reduce(CollectiveRows(part, rows, GROUP, order), works, finish)
     for copy in finish:
         copy()
     assert torch.equal(part, PARTS[2])

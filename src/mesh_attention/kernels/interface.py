@@ -48,9 +48,7 @@ class RowRange:
     lo: Tensor  # (S,), or of several intervals (N, S), integers >= 0
     hi: Tensor  # as lo
     key_position: Tensor  # (T,) integers >= 0; padding, which may hold anything, is at -1
-    ascending: bool = (
-        False  # whether the positions of keys are known to ascend, none of them padding
-    )
+    ascending: bool = False  # positions of keys are known to ascend, none of them padding
     from_first: bool = False  # and then: known to be seen from the first one on by every query
     kept: dict[Hashable, Any] = field(default_factory=dict)
 

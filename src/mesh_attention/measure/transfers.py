@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
 from mesh_attention.runtime.transport.torch_operations import (
+    CollectiveRows,
     PointToPoint,
     Works,
     exchange,
@@ -68,7 +69,8 @@ class TimedTransfers:
             return self.all_to_all(members, part_bytes)
         part, whole = self._tensor(part_bytes), self._tensor(size * part_bytes)
         call = gather if gathers else reduce_by_messages if self._over_gloo else reduce
-        return _begin(partial(call, part, whole, self._groups[members], [*range(size)]))
+        rows = CollectiveRows(part, whole, self._groups[members], range(size))
+        return _begin(partial(call, rows))
 
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""

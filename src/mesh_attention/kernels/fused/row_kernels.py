@@ -4,6 +4,11 @@ them, in whole tiles of a head.
 
 `kernels/rows.py` has the plain form and the reasons. A row without weight (lse = -inf) is never
 loaded, so whatever it holds, NaN too, cannot matter. Sums are made in fp32 and rounded once.
+
+Rows are found in strided (B, S, H, width) views; nothing is ever reordered. A program takes a block
+of rows, numbered with the head fastest and the sequence slowest, which is the order in which
+buffers lie in memory, so neighbours in a block are neighbours there. A kernel takes its tensors,
+their `strides` in the same order, and the `sizes` (rows, batch, heads).
 """
 
 from __future__ import annotations
@@ -12,11 +17,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mesh_attention.kernels.fused.addressing import own_cells, own_rows, place, row_stride
 from mesh_attention.kernels.rows import UNSEEN_LSE
 
 _TILE_ROWS = 128  # of a program of `tiled_statistics_kernel`
 _STEP = 2048
+
+
+@triton.jit
+def own_rows(sizes, ROWS: tl.constexpr):
+    """(numbers of the rows of this program, whether they exist)"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return row, row < sizes[0]
+
+
+@triton.jit
+def own_cells(sizes, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(row, column, whether a row exists, whether a cell does) of the block of this program"""
+    row, inside = own_rows(sizes, ROWS)
+    column = tl.arange(0, COLUMNS)
+    return row, column, inside, inside[:, None] & (column < WIDTH)
+
+
+@triton.jit
+def place(row, sizes, stride):
+    """Offset of a row; `stride` is (batch, sequence, head). 64-bit: buffers pass 2 GiB easily."""
+    head = row % sizes[2]
+    rest = row // sizes[2]
+    return (
+        (rest % sizes[1]).to(tl.int64) * stride[0]
+        + (rest // sizes[1]).to(tl.int64) * stride[1]
+        + head.to(tl.int64) * stride[2]
+    )
+
+
+def row_stride(x: Tensor) -> tuple[int, int, int]:
+    """Of tokens (B, S, H, E) or statistics (B, H, S)."""
+    stride = x.stride()
+    if x.dim() == 4:
+        return stride[0], stride[1], stride[2]
+    return stride[0], stride[2], stride[1]
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from mesh_attention.kernels.fused import row_kernels as kernels
-from mesh_attention.kernels.fused.addressing import block_shape, equal_steps, row_stride
 from mesh_attention.kernels.rows import UNSEEN_LSE, RowKernels
 
 # Loose copies are unrolled into the kernel, so their number must stay small.
 _MOST_LOOSE = 32
+# 2,048 elements for 128 threads: two 16-byte loads of bf16 or four of fp32 in flight for each.
+_ELEMENTS = 2048
 _STATISTICS = 1024  # of a program, where one number is all there is of a row
 
 
@@ -32,7 +33,7 @@ class FusedRows(RowKernels):
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor
     ) -> None:
         firsts = (outs[0], lses[0], out, lse)
-        part_step, lse_step = equal_steps(outs), equal_steps(lses)
+        part_step, lse_step = _equal_steps(outs), _equal_steps(lses)
         if part_step is not None and lse_step is not None:
             _launch(kernels.merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
         elif len(outs) <= _MOST_LOOSE and _alike(outs) and _alike(lses):
@@ -42,7 +43,7 @@ class FusedRows(RowKernels):
             super().merge_all(outs, lses, out, lse)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        step = equal_steps(parts)
+        step = _equal_steps(parts)
         if step is None:  # plans stack them
             super().merge_lse(parts, target)
         else:
@@ -52,7 +53,7 @@ class FusedRows(RowKernels):
         _launch(kernels.rescale_kernel, (out, partial_lse, global_lse, target))
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        step = equal_steps(parts)
+        step = _equal_steps(parts)
         if len(parts) > 2 and step is not None:
             _launch(kernels.sum_kernel, (parts[0], target), len(parts), step, LOOSE=0)
         elif len(parts) <= _MOST_LOOSE:
@@ -93,11 +94,37 @@ def _launch(
     first = strided[0]
     if first.dim() == 4:
         batch, length, heads, width = first.shape
-        rows, columns = block_shape(width)
+        rows, columns = _block_shape(width)
         constants |= {"WIDTH": width, "COLUMNS": columns}
     else:
         batch, heads, length = first.shape
         rows = _STATISTICS
-    strides, sizes = tuple(map(row_stride, strided)), (batch * length * heads, batch, heads)
+    strides, sizes = tuple(map(kernels.row_stride, strided)), (batch * length * heads, batch, heads)
     grid = (triton.cdiv(sizes[0], rows),)
     kernel[grid](*tensors, strides, sizes, *counts, ROWS=rows, **constants)
+
+
+def _block_shape(width: int) -> tuple[int, int]:
+    """(rows, columns) of a block; columns past the width are masked."""
+    columns: int = triton.next_power_of_2(width)
+    return max(1, _ELEMENTS // columns), columns
+
+
+def _equal_steps(tensors: Sequence[Tensor]) -> int | None:
+    """Elements from each tensor to the next, where they lie in memory at equal distances, so that
+    a kernel can walk over them; None if they differ in that, in dtype or in strides."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return 0
+    size = first.element_size()
+    step = tensors[1].data_ptr() - first.data_ptr()
+    if step % size:
+        return None
+    before = first
+    for x in tensors[1:]:
+        if x.data_ptr() - before.data_ptr() != step:
+            return None
+        if x.dtype != first.dtype or x.stride() != first.stride():
+            return None
+        before = x
+    return step // size

@@ -31,6 +31,7 @@ from mesh_attention.runtime.transport.interface import (
 )
 from mesh_attention.runtime.transport.torch_operations import (
     Begin,
+    CollectiveRows,
     Copies,
     Messages,
     PointToPoint,
@@ -177,7 +178,7 @@ class DistributedTransport:
         # A call for each stretch: its places in the whole follow each other, member by member.
         wholes = [replace(a, stop=b.stop) for a, b in zip(places[0], places[-1], strict=True)]
         return lambda view: [
-            partial(call, view(part), view(whole), group, order)
+            partial(call, CollectiveRows(view(part), view(whole), group, order))
             for part, whole in zip(parts, wholes, strict=True)
         ]
 

@@ -89,80 +89,65 @@ def exchange(
     return begin
 
 
-# Collectives on one stretch, to be begun by `works` and `finish`. `rows` holds equal rows for each
-# member; `order[member]` is the member's place in the group. Rows can be used as they lie if that
-# is the order of the process group.
+class CollectiveRows(NamedTuple):
+    """One stretch of a collective. `rows` holds equal rows for each member; `order[member]` is the
+    member's place in the group. They can be used as they lie if that is the order of the group."""
+
+    part: Tensor
+    rows: Tensor
+    group: dist.ProcessGroup
+    order: Sequence[int]
+
+    @property
+    def usable(self) -> bool:
+        return list(self.order) == sorted(self.order) and self.rows.is_contiguous()
+
+    def by_member(self, in_order_of_group: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of each member, and those of a tensor in the order of the process group."""
+        size = len(self.order)
+        places = in_order_of_group.tensor_split(size)
+        return zip(self.rows.tensor_split(size), [places[at] for at in self.order], strict=True)
 
 
-def gather(
-    part: Tensor,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-    order: Sequence[int],
-    works: Works,
-    finish: Copies,
-) -> None:
+def gather(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+    part, rows, group, _ = stretch
     own = part.contiguous()  # a slice of rows is contiguous; of heads it is not
-    if _as_they_lie(rows, order):
+    if stretch.usable:
         works.append(all_gather(rows, own, group))
         return
     landing = torch.empty_like(rows, memory_format=torch.contiguous_format)
     works.append(all_gather(landing, own, group))
-    finish += [partial(target.copy_, landed) for target, landed in _by_member(rows, landing, order)]
+    finish += [partial(target.copy_, landed) for target, landed in stretch.by_member(landing)]
 
 
-def reduce(
-    part: Tensor,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-    order: Sequence[int],
-    works: Works,
-    finish: Copies,
-) -> None:
-    own, whole = part.contiguous(), rows
-    if not _as_they_lie(rows, order):
-        whole = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for source, place in _by_member(rows, whole, order):
-            place.copy_(source)
+def reduce(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+    part, whole, group, _ = stretch
+    own = part.contiguous()
+    if not stretch.usable:
+        whole = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        for rows, place in stretch.by_member(whole):
+            place.copy_(rows)
     works.append(reduce_scatter(own, whole, group))
     if own is not part and own.data_ptr() != part.data_ptr():
         finish.append(partial(part.copy_, own))
 
 
-def reduce_by_messages(
-    part: Tensor,
-    rows: Tensor,
-    group: dist.ProcessGroup,
-    order: Sequence[int],
-    works: Works,
-    finish: Copies,
-) -> None:
+def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
     """Over gloo: each member sends the others their rows and adds up what it gets, wide. gloo's own
     in PyTorch is an all-reduce, with twice the bytes."""
+    part, whole, group, order = stretch
     landing = torch.empty((len(order), *part.shape), dtype=part.dtype, device="cpu")
     own: list[tuple[Tensor, Tensor]] = []
     tensors: list[PointToPoint] = []
-    for place, source, target in zip(order, rows.tensor_split(len(order)), landing, strict=True):
+    for place, rows, target in zip(order, whole.tensor_split(len(order)), landing, strict=True):
         if place == dist.get_rank(group):
-            own.append((source, target))
+            own.append((rows, target))
             continue
         peers = (dist.get_global_rank(group, place),)
-        tensors += [PointToPoint(target, peers, 0, False), PointToPoint(source, peers, 0, True)]
+        tensors += [PointToPoint(target, peers, 0, False), PointToPoint(rows, peers, 0, True)]
     exchange(tensors, own, group, host_driven=True)(works, finish)
     wide = torch.promote_types(part.dtype, torch.float32)
     finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
-
-
-def _as_they_lie(rows: Tensor, order: Sequence[int]) -> bool:
-    return list(order) == sorted(order) and rows.is_contiguous()
-
-
-def _by_member(
-    rows: Tensor, in_order_of_group: Tensor, order: Sequence[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of each member, and those of a tensor in the order of the process group."""
-    places = in_order_of_group.tensor_split(len(order))
-    return zip(rows.tensor_split(len(order)), [places[place] for place in order], strict=True)
 
 
 def gathers_by_messages(size: int, *, host_driven: bool) -> bool:
