@@ -11,7 +11,6 @@ import torch
 
 from mesh_attention import Problem, make_plan
 from mesh_attention.plan.language.program import Attention
-from mesh_attention.plan.language.traffic import Traffic
 from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.kernel_calls import KernelCalls
@@ -120,13 +119,13 @@ def test_a_transfer_begins_on_its_stream_after_what_it_reads_was_computed(
     transport._host_driven, transport._limit = False, ()
     transport._stream = Noted("transfers", log) if on_stream else None
     event: Any = Noted("done", log) if on_stream else None
-    known = _Known("KV-0", lambda _: [], event, ("SendRecv", Traffic()))
+    known = _Known("KV-0", lambda _: [], event)
 
     def begin(works: list[Any], copies: list[Any]) -> None:
         log.append("begin KV-0")
         works.append(SimpleNamespace(wait=lambda: log.append("wait")))
 
-    transport._start(known, [begin], False, (Noted("rows", log),))
+    transport._start(known, [begin], (Noted("rows", log),))
     before, after = ["transfers waits for rows"], ["wait", "done on transfers"]
     assert log == (before * on_stream + ["begin KV-0"] + after * on_stream)
 

@@ -72,7 +72,7 @@ def near(*ranks: int) -> SymmetricTransport:
     """The transport of a rank that shares memory with these."""
     transport = object.__new__(SymmetricTransport)  # made without a GPU
     memory: Any = SimpleNamespace(block=object(), covers=lambda some: set(some) <= set(ranks))
-    far: Any = SimpleNamespace(prepare=lambda op, view, counted: ("far", op))
+    far: Any = SimpleNamespace(prepare=lambda op, view: ("far", op))
     transport._memory, transport._far = memory, far
     transport._ranks = {"inside": [0, 1], "across": [0, 1, 4]}
     return transport
@@ -80,7 +80,7 @@ def near(*ranks: int) -> SymmetricTransport:
 
 def way(op: AllToAll | SendRecv, *ranks: int) -> str:
     view: Any = None
-    found: Any = near(*ranks)._way(op, view)
+    found: Any = near(*ranks).prepare(op, view)
     if isinstance(found, tuple):
         assert found == ("far", op)
         return "network"
@@ -103,11 +103,11 @@ def test_the_half_of_a_shift_that_leaves_the_node_goes_by_the_network_and_first(
 ) -> None:
     log: list[tuple[str, SendRecv]] = []
     transport: Any = near(0, 1)
-    transport._far.prepare = lambda op, view, counted: lambda after: log.append(("network", op))
+    transport._far.prepare = lambda op, view: lambda after: log.append(("network", op))
     transport._begin = lambda op, view, after: log.append(("memory", op))
     pieces = (Piece("x", 0, 1),)
     shift = SendRecv(Task("KV"), "across", to_member, pieces, from_member, pieces)
-    transport._way(shift, None)(())
+    transport.prepare(shift, None)(())
     sends, receives = replace(shift, receives=()), replace(shift, sends=())
     near_half, far_half = (sends, receives) if to_member == 1 else (receives, sends)
     assert log == [("network", far_half), ("memory", near_half)]

@@ -23,9 +23,7 @@ from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import (
     Handle,
-    Meter,
     Start,
-    Started,
     View,
     transfers,
 )
@@ -102,7 +100,6 @@ class _Known(NamedTuple):
     what: str  # for errors
     bind: Callable[[View], Ready]
     event: torch.cuda.Event | None  # recorded in every call
-    each: Started  # bytes of a start
 
 
 class DistributedTransport:
@@ -115,8 +112,6 @@ class DistributedTransport:
         timeout: timedelta | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._pass = pass_
-        self._rank = rank
         self._groups = groups
         self._stream = stream
         self._global = groups.global_ranks(plan, pass_, rank)
@@ -127,21 +122,12 @@ class DistributedTransport:
         self.own_stream = stream is not None
         self.shows_workspace = False
         self.in_order = self.own_stream and not self._host_driven
-        self.meter = Meter(pass_.programs[rank].buffer_table())
 
-    def prepare(self, op: Communication, view: View, *, counted: bool = True) -> Start:
-        """`counted=False`: the bytes of the operation are counted elsewhere."""
-        known = self._known.get(op) or self._work_out(op, view)
-        return partial(self._start, known, known.bind(view), counted)
+    def prepare(self, op: Communication, view: View) -> Start:
+        known = self._known.get(op) or self._work_out(op)
+        return partial(self._start, known, known.bind(view))
 
-    def measure(self, op: Communication, view: View) -> Started:
-        members = self._pass.groups[op.group]
-        moved = transfers(op, len(members))
-        return self.meter.measure(op, moved, members.index(self._rank), view)
-
-    def _start(self, known: _Known, ready: Ready, counted: bool, after: Marks) -> Handle:
-        if counted:
-            self.meter.counters.starts[known.each] += 1
+    def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
         if known.event is None or self._stream is None:
             return _InFlight(known.what, self._limit, *_begin(known.what, ready))
         with torch.cuda.stream(self._stream):
@@ -153,11 +139,11 @@ class DistributedTransport:
                 handle.finish()
         return handle
 
-    def _work_out(self, op: Communication, view: View) -> _Known:
+    def _work_out(self, op: Communication) -> _Known:
         ranks = self._global[op.group]
         what = f"{op.name} among ranks {ranks}"
         event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._known[op] = known = _Known(what, self._bind(op), event, self.measure(op, view))
+        self._known[op] = known = _Known(what, self._bind(op), event)
         return known
 
     def _bind(self, op: Communication) -> Callable[[View], Ready]:

@@ -15,7 +15,6 @@ from mesh_attention.plan.language.program import Communication, Program
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import (
     Handle,
-    Meter,
     Start,
     Transfers,
     View,
@@ -53,7 +52,6 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
         self._rank = program.rank
-        self.meter = Meter(program.buffer_table())
 
     def prepare(self, op: Communication, view: View) -> Start:
         return partial(self.start, op, view)
@@ -61,7 +59,6 @@ class LocalTransport:
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
         members, meetings = self._world.groups[op.group], self._world.meetings
         member, moved = members.index(self._rank), transfers(op, len(members))
-        self.meter.counters.starts[self.meter.measure(op, moved, member, view)] += 1
         meeting = meetings.setdefault((op.group, op.name), _Meeting())
         meeting.arrived[member] = (moved, view)
         if len(meeting.arrived) == len(members):

@@ -63,33 +63,22 @@ class SymmetricTransport:
         self._near: dict[tuple[str, str], tuple[Steps, Perform, torch.cuda.Event]] = {}
 
     def prepare(self, op: Communication, view: View) -> Start:
-        # Measured first: a half of it has the same name.
-        meter, each = self._far.meter, self._far.measure(op, view)
-        start = self._way(op, view)
-
-        def counted_start(after: Marks) -> Handle:
-            meter.counters.starts[each] += 1
-            return start(after)
-
-        return counted_start
-
-    def _way(self, op: Communication, view: View) -> Start:
         ranks = self._ranks[op.group]
         if self._memory.covers(ranks):
             return partial(self._begin, op, view)
         if isinstance(op, SendRecv) and self._memory.block is not None:
             return self._by_link(op, ranks, view)
-        return self._far.prepare(op, view, counted=False)
+        return self._far.prepare(op, view)
 
     def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
         to_near = self._memory.covers([ranks[op.to_member]])
         from_near = self._memory.covers([ranks[op.from_member]])
         if to_near == from_near:
             near_start = partial(self._begin, op, view)
-            return near_start if to_near else self._far.prepare(op, view, counted=False)
+            return near_start if to_near else self._far.prepare(op, view)
         sending, receiving = replace(op, receives=()), replace(op, sends=())
         near, far = (sending, receiving) if to_near else (receiving, sending)
-        far_start = self._far.prepare(far, view, counted=False)
+        far_start = self._far.prepare(far, view)
         # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
         return lambda after: _Both(far_start(after), self._begin(near, view, after))
 
