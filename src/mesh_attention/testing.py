@@ -156,23 +156,23 @@ class _Run:
     ) -> list[dict[str, Tensor]]:
         pass_ = self.plan.direction(direction)
         world = LocalWorld(pass_.groups)
-        transports = [world.transport(program) for program in pass_.programs]
-        self.counters = [transport.meter.counters for transport in transports]
-        runs = {
-            rank: make_executor(
+        executors = [
+            make_executor(
                 self.plan,
                 pass_,
                 rank,
-                transports[rank],
+                world.transport(pass_.programs[rank]),
                 self.workspaces[rank],
                 self.call_shape,
                 softmax_scale=self.scores.softmax_scale,
                 softcap=self.scores.softcap,
                 lse_gradient=self.lse_gradient,
                 kernel=self.kernel,
-            ).run(inputs[rank])
+            )
             for rank in range(self.plan.num_ranks)
-        }
+        ]
+        self.counters = [executor.counters for executor in executors]
+        runs = {rank: executor.run(inputs[rank]) for rank, executor in enumerate(executors)}
         with outside_autocast():
             return _in_turns(runs)
 

@@ -27,8 +27,10 @@ import triton  # type: ignore[import-untyped,unused-ignore]
 from script import script_parser
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped,unused-ignore]
 
-from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
-from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
+from mesh_attention.kernels.fused.attention_backward import (
+    attention_backward_keys_kernel,
+    attention_backward_queries_kernel,
+)
 from mesh_attention.kernels.fused.attention_forward import attention_forward_kernel
 from mesh_attention.kernels.launches import KernelTile, padded
 from mesh_attention.kernels.triton_ranges import tiles_for

@@ -26,7 +26,7 @@ from mesh_attention.kernels import Block as KernelBlock
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.rows import RowKernels, delta
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.execute.backward import Preparation, backward_needs
+from mesh_attention.runtime.execute.kernel_calls import Preparation
 
 MaskMaker = Callable[[int, int], BlockMask]
 
@@ -189,7 +189,8 @@ def backward(
     delta: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of a block by itself, given what its kernel declares to need."""
-    wanted = [(backward_needs(kernel), (0, grad_out.shape[1]))]
+    assert kernel.backward_needs is not None
+    wanted = [(kernel.backward_needs, (0, grad_out.shape[1]))]
     whole = BackwardInputs(grad_out, out, lse, delta)
     (given,) = Preparation(RowKernels(), wanted, whole).make()
     return kernel.backward(block, given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.fused.statistics import tile_statistics
+from mesh_attention.kernels.fused.row_kernels import tile_statistics
 from mesh_attention.kernels.rows import UNSEEN_LSE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ from mesh_attention import Problem, make_plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.runtime.device import ComputeStreams
-from mesh_attention.runtime.execute.compute import _forward
+from mesh_attention.runtime.execute.kernel_calls import KernelCalls
 from mesh_attention.runtime.execute.steps import must_follow
 from mesh_attention.runtime.transport.distributed import DistributedTransport, _Known
 
@@ -54,7 +54,7 @@ def test_only_the_first_call_waits_for_what_was_computed_before_and_every_merge_
         log.append("call")
         return torch.zeros(1), torch.zeros(1)
 
-    _forward(log, follows, [], [(call, log), (call, log)])
+    KernelCalls([(call, log), (call, log)], [], None, log, follows=follows)()
     each = ["turn", "call", "follow", "take"]
     assert log == (["turn", "follow", *each[1:], *each] if follows else [*each, *each])
 
@@ -116,18 +116,16 @@ def test_a_transfer_begins_on_its_stream_after_what_it_reads_was_computed(
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     transport: Any = object.__new__(DistributedTransport)
-    transport._host_driven = False
+    transport._host_driven, transport._limit = False, ()
     transport._stream = Noted("transfers", log) if on_stream else None
-
-    def begin(what: str, ready: object) -> Any:
-        log.append(f"begin {what}")
-        return SimpleNamespace(wait=lambda: log.append("wait"))
-
-    transport._begin = begin
     event: Any = Noted("done", log) if on_stream else None
-    bind: Any = None
-    known = _Known("KV-0", bind, event, ("SendRecv", SimpleNamespace()))  # type: ignore[arg-type]
-    transport._start(known, [], False, (Noted("rows", log),))
+    known = _Known("KV-0", lambda _: [], event)
+
+    def begin(works: list[Any], copies: list[Any]) -> None:
+        log.append("begin KV-0")
+        works.append(SimpleNamespace(wait=lambda: log.append("wait")))
+
+    transport._start(known, [begin], (Noted("rows", log),))
     before, after = ["transfers waits for rows"], ["wait", "done on transfers"]
     assert log == (before * on_stream + ["begin KV-0"] + after * on_stream)
 

@@ -29,7 +29,7 @@ def test_ranks_with_different_histories_meet_under_the_same_numbers() -> None:
 def test_keys_without_a_number_are_left_alone() -> None:
     shared = HashStore()
     store = RendezvousStore(shared, SECONDS)
-    store.set("name", "value")
+    store.set("name", b"value")
     assert shared.get("name") == b"value"
     assert store.check(["name"])
     assert store.add("count", 2) == 2

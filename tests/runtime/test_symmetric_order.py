@@ -20,7 +20,7 @@ from mesh_attention.plan.language.program import AllToAll, SendRecv, Task
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.transport import symmetric_memory
 from mesh_attention.runtime.transport.copies import Owner
-from mesh_attention.runtime.transport.symmetric import SymmetricTransport, _Ready
+from mesh_attention.runtime.transport.symmetric import SymmetricTransport, perform
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
 
 
@@ -52,7 +52,7 @@ PLACES = {1: 5, 2: 6}  # in the block, of the members of the group
 
 def test_readers_are_told_and_owners_waited_for_one_by_one_before_and_after_the_copies() -> None:
     log: Any = Log()
-    _Ready(STEPS, PLACES, everybody=False).perform(log, log)
+    perform(STEPS, PLACES, False, log, log)
     assert log == [
         ("put", 5, READY), ("put", 6, READY), ("keep",),
         ("wait", 5, READY), ("fetch", "from 1", 5), ("put", 5, DONE),
@@ -63,7 +63,7 @@ def test_readers_are_told_and_owners_waited_for_one_by_one_before_and_after_the_
 
 def test_one_barrier_before_and_one_after_do_where_all_read_from_all() -> None:
     log: Any = Log()
-    _Ready(STEPS, PLACES, everybody=True).perform(log, log)
+    perform(STEPS, PLACES, True, log, log)
     copies = [("fetch", "from 1", 5), ("fetch", "from 2", 6)]
     assert log == [("barrier",), ("keep",), *copies, ("barrier",)]
 
@@ -72,7 +72,7 @@ def near(*ranks: int) -> SymmetricTransport:
     """The transport of a rank that shares memory with these."""
     transport = object.__new__(SymmetricTransport)  # made without a GPU
     memory: Any = SimpleNamespace(block=object(), covers=lambda some: set(some) <= set(ranks))
-    far: Any = SimpleNamespace(prepare=lambda op, view, counted: ("far", op))
+    far: Any = SimpleNamespace(prepare=lambda op, view: ("far", op))
     transport._memory, transport._far = memory, far
     transport._ranks = {"inside": [0, 1], "across": [0, 1, 4]}
     return transport
@@ -80,7 +80,7 @@ def near(*ranks: int) -> SymmetricTransport:
 
 def way(op: AllToAll | SendRecv, *ranks: int) -> str:
     view: Any = None
-    found: Any = near(*ranks)._way(op, view)
+    found: Any = near(*ranks).prepare(op, view)
     if isinstance(found, tuple):
         assert found == ("far", op)
         return "network"
@@ -103,11 +103,11 @@ def test_the_half_of_a_shift_that_leaves_the_node_goes_by_the_network_and_first(
 ) -> None:
     log: list[tuple[str, SendRecv]] = []
     transport: Any = near(0, 1)
-    transport._far.prepare = lambda op, view, counted: lambda after: log.append(("network", op))
+    transport._far.prepare = lambda op, view: lambda after: log.append(("network", op))
     transport._begin = lambda op, view, after: log.append(("memory", op))
     pieces = (Piece("x", 0, 1),)
     shift = SendRecv(Task("KV"), "across", to_member, pieces, from_member, pieces)
-    transport._way(shift, None)(())
+    transport.prepare(shift, None)(())
     sends, receives = replace(shift, receives=()), replace(shift, sends=())
     near_half, far_half = (sends, receives) if to_member == 1 else (receives, sends)
     assert log == [("network", far_half), ("memory", near_half)]

@@ -14,13 +14,14 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import torch_operations
 from mesh_attention.runtime.transport.interface import Transfers
 from mesh_attention.runtime.transport.torch_operations import (
+    CollectiveRows,
     Copies,
-    Exchange,
-    Gather,
     PointToPoint,
-    Reduce,
     Works,
+    exchange,
+    gather,
     messages,
+    reduce,
 )
 
 GROUP: Any = None
@@ -41,18 +42,18 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
 ) -> None:
     in_place = []
 
-    def gather(whole: Tensor, part: Tensor, group: Any) -> None:
+    def all_gather(whole: Tensor, part: Tensor, group: Any) -> None:
         assert whole.is_contiguous()
         assert part.is_contiguous()
         in_place.append(whole.data_ptr() == rows.data_ptr())
         for member, place in enumerate(order):
             whole[2 * place : 2 * place + 2] = PARTS[member]
 
-    monkeypatch.setattr(torch_operations, "all_gather", gather)
+    monkeypatch.setattr(torch_operations, "all_gather", all_gather)
     rows = contiguous_or_not((6, 4), contiguous)
     works: Works = []
     finish: Copies = []
-    Gather(PARTS[0], rows, GROUP, list(order)).begin(works, finish)
+    gather(CollectiveRows(PARTS[0], rows, GROUP, order), works, finish)
     for copy in finish:
         copy()
     assert torch.equal(rows, PARTS.view(6, 4))
@@ -66,20 +67,20 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
 def test_rows_to_be_reduced_are_given_in_the_order_of_the_process_group(
     order: tuple[int, ...], contiguous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reduce(part: Tensor, whole: Tensor, group: Any) -> None:
+    def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:
         assert whole.is_contiguous()
         assert part.is_contiguous()
         for member, place in enumerate(order):
             assert torch.equal(whole[2 * place : 2 * place + 2], PARTS[member])
         part.copy_(PARTS[2])
 
-    monkeypatch.setattr(torch_operations, "reduce_scatter", reduce)
+    monkeypatch.setattr(torch_operations, "reduce_scatter", reduce_scatter)
     rows = contiguous_or_not((6, 4), contiguous)
     rows.copy_(PARTS.view(6, 4))
     part = contiguous_or_not((2, 4), contiguous)
     works: Works = []
     finish: Copies = []
-    Reduce(part, rows, GROUP, list(order)).begin(works, finish)
+    reduce(CollectiveRows(part, rows, GROUP, order), works, finish)
     for copy in finish:
         copy()
     assert torch.equal(part, PARTS[2])
@@ -120,7 +121,7 @@ def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "batch_isend_irecv", post)
     pairs = [((peer,), sent) for peer in (1, 2) for sent in (True, False)]
     tensors = [PointToPoint(PARTS[0], peers, 0, sent) for peers, sent in pairs]
-    Exchange(tensors, (), GROUP, host_driven=True).begin([], [])
+    exchange(tensors, (), GROUP, host_driven=True)([], [])
     calls = {True: dist.isend, False: dist.irecv}
     assert posted == [(calls[sent], peer, 0) for sent in (False, True) for peer in (1, 2)]
 

@@ -75,7 +75,7 @@ class Blockwise:
                 seen = visibility.seen(queries.start, keys.start)
                 if seen is Seen.NONE:
                     continue
-                scores = q_rows @ _columns(cleared(k_BTGD, padding.keys, keys)).to(dtype)
+                scores = q_rows @ cleared(k_BTGD, padding.keys, keys).permute(0, 2, 3, 1).to(dtype)
                 if softcap:
                     _cap(scores, softcap)
                 if seen is Seen.SOME:
@@ -86,9 +86,8 @@ class Blockwise:
                 p = scores.sub_(base[..., None]).exp_()
                 shrink = torch.exp(best - base)
                 total = total * shrink + p.sum(dim=-1)
-                acc = acc.mul_(shrink[..., None]) + p @ _heads_first(
-                    cleared(v_BTGE, padding.keys, keys)
-                ).to(dtype)
+                acc = acc.mul_(shrink[..., None])
+                acc = acc + p @ cleared(v_BTGE, padding.keys, keys).transpose(1, 2).to(dtype)
                 best = new_best
             unseen = total == 0
             acc = acc / total.masked_fill(unseen, 1.0)[..., None]
@@ -105,8 +104,10 @@ class Blockwise:
         dtype = accumulator_dtype(q_BSHD.dtype)
         assert delta_BHS is not None  # as `backward_needs` says
         dq_BSHD = torch.zeros(q_BSHD.shape, dtype=dtype, device=q_BSHD.device)
-        dk_BGTD = torch.zeros(_heads_first(k_BTGD).shape, dtype=dtype, device=q_BSHD.device)
-        dv_BGTE = torch.zeros(_heads_first(v_BTGE).shape, dtype=dtype, device=q_BSHD.device)
+        dk_BGTD, dv_BGTE = (
+            torch.zeros(x.transpose(1, 2).shape, dtype=dtype, device=x.device)
+            for x in (k_BTGD, v_BTGE)
+        )
         visibility = self._visibility(block)
         padding = Padding.of(block.mask, q_BSHD.device)
         for queries in _runs(S, self._query_block):
@@ -119,8 +120,8 @@ class Blockwise:
                 seen = visibility.seen(queries.start, keys.start)
                 if seen is Seen.NONE:
                     continue
-                k = _heads_first(cleared(k_BTGD, padding.keys, keys)).to(dtype)
-                v = _heads_first(cleared(v_BTGE, padding.keys, keys)).to(dtype)
+                k = cleared(k_BTGD, padding.keys, keys).transpose(1, 2).to(dtype)
+                v = cleared(v_BTGE, padding.keys, keys).transpose(1, 2).to(dtype)
                 scores = q_rows @ k.mT
                 slope = _cap(scores, softcap) if softcap else None
                 if seen is Seen.SOME:
@@ -156,14 +157,6 @@ def _unrows(rows: Tensor, num_heads: int) -> Tensor:
     """Back to (B, S, H, D)."""
     B, G, N, D = rows.shape
     return rows.view(B, num_heads, N * G // num_heads, D).transpose(1, 2)
-
-
-def _heads_first(x_BTGD: Tensor) -> Tensor:
-    return x_BTGD.transpose(1, 2)
-
-
-def _columns(k_BTGD: Tensor) -> Tensor:
-    return k_BTGD.permute(0, 2, 3, 1)
 
 
 def _cap(scores: Tensor, softcap: float) -> Tensor:

@@ -188,7 +188,7 @@ def _hand_on(
 ) -> None:
     """In place of the package's first kernel, with its arguments."""
     # Imported here: it needs Triton, without which this kernel is never chosen.
-    from mesh_attention.kernels.fused.statistics import tile_statistics
+    from mesh_attention.kernels.fused.row_kernels import tile_statistics
 
     tile_statistics(delta, lse, tiled_delta, tiled_lse, grad_q)
 

@@ -48,9 +48,7 @@ class RowRange:
     lo: Tensor  # (S,), or of several intervals (N, S), integers >= 0
     hi: Tensor  # as lo
     key_position: Tensor  # (T,) integers >= 0; padding, which may hold anything, is at -1
-    ascending: bool = (
-        False  # whether the positions of keys are known to ascend, none of them padding
-    )
+    ascending: bool = False  # positions of keys are known to ascend, none of them padding
     from_first: bool = False  # and then: known to be seen from the first one on by every query
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -259,37 +257,24 @@ class CheckedCall:
 
     def __call__(self, *inputs: BackwardInputs) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = self._compute(self._block, *inputs)
-        device = self._block.q.device
-        if (
-            not isinstance(result, tuple | list)
-            or len(result) != len(self._expected)
-            or not all(
-                isinstance(x, Tensor)
-                and x.shape == shape
-                and x.dtype in dtypes
-                and x.device == device
-                for x, (shape, dtypes) in zip(result, self._expected.values(), strict=True)
-            )
-        ):
-            raise self._error(result)
-        return result
-
-    def _error(self, result: Any) -> KernelResultError:
-        q, k, v = self._block[:3]
-        shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in self._expected.items())
-        message = (
-            f"kernel {self._kernel.name!r}: {self._direction} of a block with q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)} in {q.dtype} must return ({shapes})"
-        )
         if not isinstance(result, tuple | list) or len(result) != len(self._expected):
-            return KernelResultError(f"{message}, not {_described(result)}")
+            raise self._error(f", not {_described(result)}")
+        device = self._block.q.device
         for (name, (shape, dtypes)), x in zip(self._expected.items(), result, strict=True):
-            if not isinstance(x, Tensor) or x.shape != shape or x.device != q.device:
-                return KernelResultError(f"{message} on {q.device}; its {name} is {_described(x)}")
+            if not isinstance(x, Tensor) or x.shape != shape or x.device != device:
+                raise self._error(f" on {device}; its {name} is {_described(x)}")
             if x.dtype not in dtypes:
                 known = " or ".join(sorted(map(str, dtypes)))
-                return KernelResultError(f"{message}; its {name} is {x.dtype}, and must be {known}")
-        raise AssertionError("there is nothing wrong with it")
+                raise self._error(f"; its {name} is {x.dtype}, and must be {known}")
+        return result
+
+    def _error(self, fault: str) -> KernelResultError:
+        q, k, v = self._block[:3]
+        shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in self._expected.items())
+        return KernelResultError(
+            f"kernel {self._kernel.name!r}: {self._direction} of a block with q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)} in {q.dtype} must return ({shapes}){fault}"
+        )
 
 
 def _described(x: Any) -> str:

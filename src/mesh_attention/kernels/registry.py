@@ -108,7 +108,8 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
 
 
 def _why_not(kernel: Kernel, request: Request) -> str | None:
-    if request.direction is Direction.BACKWARD and kernel.backward_needs is None:
+    backward, needs = request.direction is Direction.BACKWARD, kernel.backward_needs
+    if backward and needs is None:
         return "has no backward pass"
     if request.softcap and not getattr(kernel, "has_softcap", False):
         return "has no softcap (a kernel with `has_softcap = True` has)"
@@ -118,12 +119,14 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
             f"takes one interval of keys for each query, not {request.intervals} (a kernel with "
             "`takes_unions = True` does)"
         )
-    backward = request.direction is Direction.BACKWARD
-    needs = kernel.backward_needs
     if backward and request.lse_gradient and needs is not None and needs.out:
         return "its backward pass takes `out`, where differentiable_lse=True needs one with `delta`"
-    if (reason := _why_not_deterministic(kernel, request)) is not None:
-        return reason
+    said = getattr(kernel, "deterministic", False)  # what says nothing has promised nothing
+    if request.deterministic and said is not True and said != request.direction:
+        return (
+            f"its {request.direction} pass is not deterministic (a kernel with `deterministic = "
+            "True` is), as deterministic=True or torch.use_deterministic_algorithms asks"
+        )
     if request.any_heads and not getattr(kernel, "any_heads", False):
         return (
             "its bits may depend on the number of heads of a call (those of a kernel with "
@@ -138,30 +141,14 @@ def _why_not(kernel: Kernel, request: Request) -> str | None:
     return reason
 
 
-def _why_not_deterministic(kernel: Kernel, request: Request) -> str | None:
-    """A kernel that says nothing has promised nothing."""
-    said = getattr(kernel, "deterministic", False)
-    if not request.deterministic or said is True or said == request.direction:
-        return None
-    return (
-        f"its {request.direction} pass is not deterministic (a kernel with `deterministic = True` "
-        "is), as deterministic=True or torch.use_deterministic_algorithms asks"
-    )
-
-
 def _has_forward_only(kernel: Kernel, request: Request) -> bool:
     """Whether a kernel that refuses this backward pass takes the forward pass before it. One that
     has the pass, and not the same bits every time, is not left out in silence."""
-    if request.direction is not Direction.BACKWARD or _could_otherwise(kernel, request):
+    if request.direction is not Direction.BACKWARD:
+        return False
+    if request.deterministic and _why_not(kernel, replace(request, deterministic=False)) is None:
         return False
     return _why_not(kernel, replace(request, direction=Direction.FORWARD)) is None
-
-
-def _could_otherwise(kernel: Kernel, request: Request) -> bool:
-    """Whether it refuses for want of the same bits every time alone."""
-    if not request.deterministic:
-        return False
-    return _why_not(kernel, replace(request, deterministic=False)) is None
 
 
 def register(kernel: Kernel, *, before: str | None = None) -> None:
@@ -230,19 +217,15 @@ class RowChoice:
 
 
 def choose_rows(device_type: str, dtype: torch.dtype) -> RowChoice:
-    why_not = _why_not_fused(device_type, dtype)
-    if why_not is None:
+    if device_type != "cuda":
+        why_not = f"runs on cuda, not on {device_type}"
+    elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        why_not = f"takes float32, bfloat16 and float16, not {dtype}"
+    elif isinstance(triton := load("triton", "jit"), str):
+        why_not = triton
+    else:
         # Imported here: it needs Triton, which comes with CUDA builds of PyTorch only.
         from mesh_attention.kernels.fused.rows import FusedRows
 
         return RowChoice(FusedRows(), (("fused", "chosen"),))
     return RowChoice(RowKernels(), (("fused", why_not), ("plain", "chosen")))
-
-
-def _why_not_fused(device_type: str, dtype: torch.dtype) -> str | None:
-    if device_type != "cuda":
-        return f"runs on cuda, not on {device_type}"
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"takes float32, bfloat16 and float16, not {dtype}"
-    triton = load("triton", "jit")
-    return triton if isinstance(triton, str) else None

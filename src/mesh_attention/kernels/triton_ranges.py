@@ -133,11 +133,9 @@ class TritonRanges:
         lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
-        tensors = (q, k, v, out)
-        key = (False, *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
-        launches = self._launches.get(key) or self._prepare(key, block, tensors)
-        blocks = self._blocks(block, launches[0].block)
-        launches[0](q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
+        (launch,) = self._launches_for(block, (q, k, v, out))
+        blocks = self._blocks(block, launch.block)
+        launch(q, k, v, None, None, out, lse, *blocks[:4], blocks.by_query)
         return out, lse
 
     def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,8 +149,7 @@ class TritonRanges:
             return dq.zero_(), dk.zero_(), dv.zero_()
         grad_out = grad_out.to(q.dtype)
         tensors = (q, k, v, grad_out, lse, delta, dq, dk, dv)
-        key = (True, *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
-        of_queries, of_keys = self._launches.get(key) or self._prepare(key, block, tensors)
+        of_queries, of_keys = self._launches_for(block, tensors)
         blocks = self._blocks(block, of_queries.block)
         rows = whole_blocks(S, of_queries.block)
         statistics = torch.empty(2, B, H, rows, dtype=torch.float32, device=q.device)
@@ -166,14 +163,15 @@ class TritonRanges:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
         return range_blocks(block.mask, S, T, size, size, device)
 
-    def _prepare(
-        self, key: tuple[Any, ...], block: Block, tensors: tuple[Tensor, ...]
-    ) -> tuple[KernelLaunch, ...]:
-        if len(self._launches) >= _MOST_LAUNCHES:
-            self._launches.clear()
-        tiles = self._tiles or _tiles_of(block)
-        make = _forward if len(tensors) == 4 else _backward
-        self._launches[key] = launches = make(block, tensors, tiles)
+    def _launches_for(self, block: Block, tensors: tuple[Tensor, ...]) -> tuple[KernelLaunch, ...]:
+        key = (len(tensors), *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
+        launches = self._launches.get(key)
+        if launches is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            make = _forward if len(tensors) == 4 else _backward
+            launches = make(block, tensors, self._tiles or _tiles_of(block))
+            self._launches[key] = launches
         return launches
 
 
@@ -218,8 +216,7 @@ def _forward(
 def _backward(
     block: Block, tensors: tuple[Tensor, ...], tiles: KernelTiles
 ) -> tuple[KernelLaunch, ...]:
-    from mesh_attention.kernels.fused.attention_backward import attention_backward_queries_kernel
-    from mesh_attention.kernels.fused.attention_backward_keys import attention_backward_keys_kernel
+    from mesh_attention.kernels.fused import attention_backward as kernels
 
     q, k, v, grad_out, lse, delta, dq, dk, dv = tensors
     B, S, H, _ = q.shape
@@ -231,7 +228,7 @@ def _backward(
     of_queries, of_keys = tiles.backward_queries, tiles.backward_keys
     return (
         KernelLaunch(
-            attention_backward_queries_kernel,
+            kernels.attention_backward_queries_kernel,
             (_programs(S, tiles.block, of_queries.rows), B * H, 1),
             (*strides, *of_rows, S, H, *scales, *constants),
             tiles.block,
@@ -240,7 +237,7 @@ def _backward(
             of_queries.keys,
         ),
         KernelLaunch(
-            attention_backward_keys_kernel,
+            kernels.attention_backward_keys_kernel,
             (_programs(T, tiles.block, of_keys.keys), B * G, 1),
             (*strides, *_strides(dk, dv), S, T, G, *scales, *constants),
             tiles.block,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 
 import numpy as np
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
 from mesh_attention.runtime.transport.torch_operations import (
-    Exchange,
-    Gather,
+    CollectiveRows,
     PointToPoint,
     Works,
+    exchange,
+    gather,
     gathers_by_messages,
-    reduce_kind,
+    reduce,
+    reduce_by_messages,
 )
 
 Begin = Callable[[], Works]  # begins a transfer
@@ -65,8 +68,9 @@ class TimedTransfers:
         if gathers and gathers_by_messages(size, host_driven=self._over_gloo):
             return self.all_to_all(members, part_bytes)
         part, whole = self._tensor(part_bytes), self._tensor(size * part_bytes)
-        make = Gather if gathers else reduce_kind(host_driven=self._over_gloo)
-        return _begin(make(part, whole, self._groups[members], [*range(size)]).begin)
+        call = gather if gathers else reduce_by_messages if self._over_gloo else reduce
+        rows = CollectiveRows(part, whole, self._groups[members], range(size))
+        return _begin(partial(call, rows))
 
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""
@@ -74,8 +78,7 @@ class TimedTransfers:
             PointToPoint(self._tensor(part_bytes), (self._global[peer],), 0, sent)
             for peer, sent in peers
         ]
-        exchange = Exchange(messages, (), self._ranks.group, host_driven=self._over_gloo)
-        return _begin(exchange.begin)
+        return _begin(exchange(messages, (), self._ranks.group, host_driven=self._over_gloo))
 
     def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
         others = [m for m in members if m != self._ranks.rank]

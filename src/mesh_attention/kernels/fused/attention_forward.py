@@ -16,39 +16,29 @@ from mesh_attention.kernels.fused.attention_tiles import (
     load_rows,
     load_tile,
     next_piece,
-    row_bounds,
+    own_block,
     scores_of,
     store_tile,
     tile_offsets,
+    visible,
 )
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_TABLE_COLUMNS = tl.constexpr(5)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor,
-    k_described: tl.tensor, v_described: tl.tensor, out: tl.tensor, lse: tl.tensor,
-    lo: tl.tensor, hi: tl.tensor, key_position: tl.tensor, runs: tl.tensor, table: tl.tensor,
-    q_batch: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
-    k_batch: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_batch: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
-    out_batch: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    num_queries: tl.tensor, num_keys: tl.tensor, num_heads: tl.tensor,
-    scale: tl.tensor, inner_scale: tl.tensor,
+    q, k, v, k_described, v_described, out, lse, lo, hi, key_position, runs, table,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    out_batch, out_row, out_head, num_queries, num_keys, num_heads, scale, inner_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
-) -> None:  # fmt: skip
+    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """`lse` is (B, H, S), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
-    tiles of `KEYS` rows."""
-    SHARES: tl.constexpr = BLOCK // ROWS
-    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
-    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
-    batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    tiles of `KEYS` rows. With `AHEAD` the product of the next whole block is begun before the
+    softmax of this one, so that both run at once; one product is made for nothing."""
+    entry, start, batch, head = own_block(table, num_heads, BLOCK, ROWS)
     group = head // REPEATS
     start_row = start.to(tl.int64)
     rows_left = num_queries - start
@@ -67,111 +57,67 @@ def attention_forward_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     best = tl.full([ROWS], -float("inf"), dtype=tl.float32)
 
-    # No branch around either: with one ptxas lets no two matrix products overlap.
-    acc, total, best = _attend(
-        *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
-        *(row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
-        *(tl.load(entry + 1), tl.load(entry + 2), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED),
-        AHEAD=AHEAD,
-        MASKED=False,
-    )
-    acc, total, best = _attend(
-        *(acc, total, best, q_tile, k, v, k_described, v_described, batch, group, k_row, v_row),
-        *(row_lo, row_hi, lo, hi, start, num_queries, key_position, num_keys, runs),
-        *(tl.load(entry + 3), tl.load(entry + 4), scale, inner_scale),
-        *(D, E, D_PADDED, E_PADDED, SCORES, INTERVALS, BLOCK, ROWS, KEYS, DESCRIBED),
-        AHEAD=False,
-        MASKED=True,
-    )
+    # No branch around either list: with one ptxas lets no two matrix products overlap.
+    PIECES: tl.constexpr = BLOCK // KEYS
+    key = tl.arange(0, KEYS)
+    for MASKED in tl.static_range(2):
+        run = tl.load(entry + (1 + 2 * MASKED))
+        num_pieces = tl.load(entry + (2 + 2 * MASKED)) * PIECES
+        at, end = first_piece(runs, run, PIECES)
+        if AHEAD and not MASKED:  # of an empty list there is no first block, so check bounds
+            k_tile = load_rows(
+                k, k_described, batch, at * KEYS, group, k_row, key < num_keys - at * KEYS,
+                KEYS, D_PADDED, D, True, DESCRIBED,
+            )  # fmt: skip
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        for piece in tl.range(num_pieces):
+            first_key = at * KEYS
+            real = key >= 0
+            if MASKED:
+                # Positions begin at zero, so nobody sees padding or what is past the last key.
+                position = tl.load(key_position + first_key + key)
+                real = position >= 0
+            run, next_at, end = next_piece(runs, run, at, end, PIECES)
+            if AHEAD and not MASKED:
+                next_at = tl.where(piece + 1 < num_pieces, next_at, at)
+            k_at = next_at if AHEAD and not MASKED else at
+            k_tile = load_rows(
+                k, k_described, batch, k_at * KEYS, group, k_row, real,
+                KEYS, D_PADDED, D, MASKED, DESCRIBED,
+            )  # fmt: skip
+            new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            if not AHEAD or MASKED:
+                product = new_product
+            scores = scores_of(product, inner_scale, SCORES)
+            if MASKED:
+                seen = visible(
+                    row_lo, row_hi, position[None, :], lo, hi, start, num_queries,
+                    INTERVALS, BLOCK, ROWS, KEY_DIM=1,
+                )  # fmt: skip
+                scores = tl.where(seen, scores, -float("inf"))
+            new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+            base = new_best
+            if MASKED:
+                # Rows that have seen nothing yet must not compute inf - inf.
+                base = tl.where(new_best == -float("inf"), 0.0, new_best)
+            p = tl.exp2(scores * scale - base[:, None])
+            shrink = tl.exp2(best - base)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            v_tile = load_rows(
+                v, v_described, batch, first_key, group, v_row, real,
+                KEYS, E_PADDED, E, MASKED, DESCRIBED,
+            )  # fmt: skip
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            best = new_best
+            at = next_at
+            if AHEAD and not MASKED:
+                product = new_product
 
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
     row_lse = tl.where(unseen, -float("inf"), (best + tl.log2(total)) * _LN_2)
     tl.store(lse + tl.program_id(1).to(tl.int64) * num_queries + start + row, row_lse, mask=inside)
     out += batch * out_batch + head * out_head + start_row * out_row
-    store_tile(
-        out + tile_offsets(out_row, ROWS, E_PADDED),
-        acc / total[:, None],
-        rows_left,
-        *(ROWS, E_PADDED, E),
-    )
-
-
-@triton.jit
-def _attend(
-    acc: tl.tensor, total: tl.tensor, best: tl.tensor, q_tile: tl.tensor, k: tl.tensor,
-    v: tl.tensor,
-    k_described: tl.tensor, v_described: tl.tensor,
-    batch: tl.tensor, group: tl.tensor, k_row: tl.tensor, v_row: tl.tensor,
-    row_lo: tl.tensor, row_hi: tl.tensor,
-    lo: tl.tensor, hi: tl.tensor, query_start: tl.tensor,
-    num_queries: tl.tensor, key_position: tl.tensor, num_keys: tl.tensor, runs: tl.tensor,
-    run: tl.tensor, num_blocks: tl.tensor,
-    scale: tl.tensor, inner_scale: tl.tensor,
-    D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr, E_PADDED: tl.constexpr,
-    SCORES: tl.constexpr, INTERVALS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr, MASKED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """With `AHEAD` the product of the next block is begun before the softmax of this one, so that
-    both run at once; one product is made for nothing."""
-    PIECES: tl.constexpr = BLOCK // KEYS
-    key = tl.arange(0, KEYS)
-    at, end = first_piece(runs, run, PIECES)
-    num_pieces = num_blocks * PIECES
-    if AHEAD:  # of an empty list there is no first block, so bounds are checked
-        first_start = at * KEYS
-        first_rows = key < num_keys - first_start
-        k_tile = load_rows(
-            *(k, k_described, batch, first_start, group, k_row, first_rows, KEYS, D_PADDED, D),
-            *(True, DESCRIBED),
-        )
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    for piece in tl.range(num_pieces):
-        start = at * KEYS
-        real = key >= 0
-        if MASKED:
-            # Positions begin at zero, so nobody sees padding or what is past the last key.
-            position = tl.load(key_position + start + key)
-            real = position >= 0
-        run, next_at, end = next_piece(runs, run, at, end, PIECES)
-        k_start = start
-        if AHEAD:
-            next_at = tl.where(piece + 1 < num_pieces, next_at, at)
-            k_start = next_at * KEYS
-        k_tile = load_rows(
-            *(k, k_described, batch, k_start, group, k_row, real, KEYS, D_PADDED, D),
-            *(MASKED, DESCRIBED),
-        )
-        new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        if not AHEAD:
-            product = new_product
-        scores = scores_of(product, inner_scale, SCORES)
-        if MASKED:
-            at_key = position[None, :]
-            visible = (row_lo[:, None] <= at_key) & (at_key < row_hi[:, None])
-            for interval in tl.static_range(1, INTERVALS):
-                more_lo = row_bounds(lo, interval, query_start, num_queries, BLOCK, ROWS)
-                more_hi = row_bounds(hi, interval, query_start, num_queries, BLOCK, ROWS)
-                visible |= (more_lo[:, None] <= at_key) & (at_key < more_hi[:, None])
-            scores = tl.where(visible, scores, -float("inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
-        base = new_best
-        if MASKED:
-            # Rows that have seen nothing yet must not compute inf - inf.
-            base = tl.where(new_best == -float("inf"), 0.0, new_best)
-        p = tl.exp2(scores * scale - base[:, None])
-        shrink = tl.exp2(best - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        v_tile = load_rows(
-            *(v, v_described, batch, start, group, v_row, real, KEYS, E_PADDED, E),
-            *(MASKED, DESCRIBED),
-        )
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-        best = new_best
-        at = next_at
-        if AHEAD:
-            product = new_product
-    return acc, total, best
+    out_pointers = out + tile_offsets(out_row, ROWS, E_PADDED)
+    store_tile(out_pointers, acc / total[:, None], rows_left, ROWS, E_PADDED, E)

@@ -21,19 +21,32 @@ LENGTHS = ("num_queries", "num_keys", "num_heads", "num_groups")
 # Of fp32 products. "tf32x3" takes tensor cores, and its errors are a few times as large.
 PRECISION = tl.constexpr("ieee")
 
+_TABLE_COLUMNS = tl.constexpr(5)  # of lists of blocks, `range_blocks.py`
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
 @triton.jit
-def tile_offsets(row_stride: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+def own_block(table, num_heads, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(entry of the table, first row, batch, head) of this program, which takes `ROWS` rows of a
+    block."""
+    SHARES: tl.constexpr = BLOCK // ROWS
+    entry = table + tl.program_id(0) // SHARES * _TABLE_COLUMNS
+    start = tl.load(entry) * BLOCK + tl.program_id(0) % SHARES * ROWS
+    batch = (tl.program_id(1) // num_heads).to(tl.int64)
+    head = (tl.program_id(1) % num_heads).to(tl.int64)
+    return entry, start, batch, head
+
+
+@triton.jit
+def tile_offsets(row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def load_tile(
-    pointers: tl.tensor, rows: tl.tensor,
+    pointers, rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK_ROWS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Zeros past the width, and, if they are checked, in place of other rows than these: those
     past the end, and padding, which may hold anything."""
     row = rows[:, None]
@@ -51,11 +64,10 @@ def load_tile(
 
 @triton.jit
 def load_rows(
-    source: tl.tensor, described: tl.tensor,
-    batch: tl.tensor, start: tl.tensor, head: tl.tensor, row_stride: tl.tensor, rows: tl.tensor,
+    source, described, batch, start, head, row_stride, rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK_ROWS: tl.constexpr,
     DESCRIBED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """From a pointer to the first row of a head, or, where every row is wanted and there is one, by
     the descriptor of the whole tensor (B, S, H, D): the hardware then loads the tile by itself."""
     if DESCRIBED and not CHECK_ROWS:
@@ -70,9 +82,9 @@ def load_rows(
 
 @triton.jit
 def store_tile(
-    pointers: tl.tensor, value: tl.tensor, rows_left: tl.tensor,
+    pointers, value, rows_left,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None] < rows_left
     value = value.to(pointers.dtype.element_ty)
     if WIDTH < COLUMNS:
@@ -82,15 +94,13 @@ def store_tile(
 
 
 @triton.jit
-def first_piece(runs: tl.tensor, run: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+def first_piece(runs, run, PIECES: tl.constexpr):
     """(the first piece of a run of blocks, the end of the run), in pieces of a block."""
     return tl.load(runs + run) * PIECES, tl.load(runs + run + 1) * PIECES
 
 
 @triton.jit
-def next_piece(
-    runs: tl.tensor, run: tl.tensor, at: tl.tensor, end: tl.tensor, PIECES: tl.constexpr
-) -> tl.tensor:
+def next_piece(runs, run, at, end, PIECES: tl.constexpr):
     """(run, piece, end of the run). Without a branch, and an iteration before it is needed, so
     that loads of tiles can be pipelined over the ends of runs."""
     ended = at + 1 == end
@@ -100,24 +110,29 @@ def next_piece(
 
 
 @triton.jit
-def whole_blocks(length: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def whole_blocks(length, BLOCK: tl.constexpr):
     """The length of a table of so many rows."""
     return tl.cdiv(length, BLOCK) * BLOCK
 
 
 @triton.jit
-def row_bounds(
-    bound: tl.tensor, interval: tl.tensor, start: tl.tensor,
-    num_queries: tl.tensor,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Where an interval of each of some rows begins or ends."""
-    bound += interval * whole_blocks(num_queries, BLOCK) + start
-    return tl.load(bound + tl.arange(0, ROWS))
+def visible(
+    row_lo, row_hi, at_key, lo, hi, start, num_queries,
+    INTERVALS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEY_DIM: tl.constexpr,
+):  # fmt: skip
+    """Whether the rows from `start` on see keys, whose positions lie along `KEY_DIM`. The first
+    interval of the rows is loaded already."""
+    seen = (tl.expand_dims(row_lo, KEY_DIM) <= at_key) & (at_key < tl.expand_dims(row_hi, KEY_DIM))
+    for interval in tl.static_range(1, INTERVALS):
+        at = interval * whole_blocks(num_queries, BLOCK) + start
+        more_lo = tl.expand_dims(tl.load(lo + at + tl.arange(0, ROWS)), KEY_DIM)
+        more_hi = tl.expand_dims(tl.load(hi + at + tl.arange(0, ROWS)), KEY_DIM)
+        seen |= (more_lo <= at_key) & (at_key < more_hi)
+    return seen
 
 
 @triton.jit
-def scores_of(product: tl.tensor, inner_scale: tl.tensor, SCORES: tl.constexpr) -> tl.tensor:
+def scores_of(product, inner_scale, SCORES: tl.constexpr):
     scores = product
     if SCORES == SCALED:
         scores = product * inner_scale

@@ -63,11 +63,7 @@ def _first_launch(
 
 
 @triton.jit(do_not_specialize=["place", "size_a", "size_b", "size_c"])
-def poison_kernel(
-    pair: tl.tensor, status: tl.tensor, place: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor,
-    size_a: tl.tensor, size_b: tl.tensor, size_c: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def poison_kernel(pair, status, place, a, b, c, size_a, size_b, size_c, BLOCK: tl.constexpr):
     first = tl.load(status, volatile=True)
     differ = tl.load(pair) + tl.load(pair + 1) != 0
     if differ | (first != 0):
@@ -82,7 +78,7 @@ def poison_kernel(
 
 
 @triton.jit
-def _fill(x: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _fill(x, size, BLOCK: tl.constexpr):
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < size:

@@ -9,25 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from mesh_attention.kernels.fused.addressing import block_shape, equal_steps, row_stride
-from mesh_attention.kernels.fused.merge import (
-    merge_into_kernel,
-    merge_loose_kernel,
-    merge_lse_kernel,
-    merge_stacked_kernel,
-    sum_loose_kernel,
-    sum_stacked_kernel,
-)
-from mesh_attention.kernels.fused.statistics import (
-    delta_kernel,
-    finite_lse_kernel,
-    rescale_kernel,
-    stand_in_kernel,
-)
+from mesh_attention.kernels.fused import row_kernels as kernels
 from mesh_attention.kernels.rows import UNSEEN_LSE, RowKernels
 
 # Loose copies are unrolled into the kernel, so their number must stay small.
 _MOST_LOOSE = 32
+# 2,048 elements for 128 threads: two 16-byte loads of bf16 or four of fp32 in flight for each.
+_ELEMENTS = 2048
 _STATISTICS = 1024  # of a program, where one number is all there is of a row
 
 
@@ -39,53 +27,53 @@ class FusedRows(RowKernels):
     def merge_into(
         self, acc_out: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, fresh: bool
     ) -> None:
-        _launch(merge_into_kernel, (acc_out, acc_lse, out, lse), FRESH=fresh)
+        _launch(kernels.merge_into_kernel, (acc_out, acc_lse, out, lse), FRESH=fresh)
 
     def merge_all(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor
     ) -> None:
         firsts = (outs[0], lses[0], out, lse)
-        part_step, lse_step = equal_steps(outs), equal_steps(lses)
+        part_step, lse_step = _equal_steps(outs), _equal_steps(lses)
         if part_step is not None and lse_step is not None:
-            _launch(merge_stacked_kernel, firsts, len(outs), part_step, lse_step)
+            _launch(kernels.merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
         elif len(outs) <= _MOST_LOOSE and _alike(outs) and _alike(lses):
             parts = (tuple(outs), tuple(lses), out, lse)
-            _launch(merge_loose_kernel, parts, strided=firsts, COUNT=len(outs))
+            _launch(kernels.merge_all_kernel, parts, 0, 0, 0, strided=firsts, LOOSE=len(outs))
         else:
             super().merge_all(outs, lses, out, lse)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        step = equal_steps(parts)
+        step = _equal_steps(parts)
         if step is None:  # plans stack them
             super().merge_lse(parts, target)
         else:
-            _launch(merge_lse_kernel, (parts[0], target), len(parts), step)
+            _launch(kernels.merge_lse_kernel, (parts[0], target), len(parts), step)
 
     def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
-        _launch(rescale_kernel, (out, partial_lse, global_lse, target))
+        _launch(kernels.rescale_kernel, (out, partial_lse, global_lse, target))
 
     def sum(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        step = equal_steps(parts)
+        step = _equal_steps(parts)
         if len(parts) > 2 and step is not None:
-            _launch(sum_stacked_kernel, (parts[0], target), len(parts), step)
+            _launch(kernels.sum_kernel, (parts[0], target), len(parts), step, LOOSE=0)
         elif len(parts) <= _MOST_LOOSE:
             copies, strided = (tuple(parts), target), (*parts, target)
-            _launch(sum_loose_kernel, copies, strided=strided, COUNT=len(parts))
+            _launch(kernels.sum_kernel, copies, 0, 0, strided=strided, LOOSE=len(parts))
         else:
             super().sum(parts, target)
 
     def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None:
-        _launch(delta_kernel, (out, grad_out, target))
+        _launch(kernels.delta_kernel, (out, grad_out, target))
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         target = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
         limit = torch.finfo(grad_out.dtype).max
-        _launch(stand_in_kernel, (grad_out, delta, target), LIMIT=limit)
+        _launch(kernels.stand_in_kernel, (grad_out, delta, target), LIMIT=limit)
         return target
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         target = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        _launch(finite_lse_kernel, (lse, target), UNSEEN=UNSEEN_LSE)
+        _launch(kernels.finite_lse_kernel, (lse, target), UNSEEN=UNSEEN_LSE)
         return target
 
 
@@ -106,11 +94,37 @@ def _launch(
     first = strided[0]
     if first.dim() == 4:
         batch, length, heads, width = first.shape
-        rows, columns = block_shape(width)
+        rows, columns = _block_shape(width)
         constants |= {"WIDTH": width, "COLUMNS": columns}
     else:
         batch, heads, length = first.shape
         rows = _STATISTICS
-    strides, sizes = tuple(map(row_stride, strided)), (batch * length * heads, batch, heads)
+    strides, sizes = tuple(map(kernels.row_stride, strided)), (batch * length * heads, batch, heads)
     grid = (triton.cdiv(sizes[0], rows),)
     kernel[grid](*tensors, strides, sizes, *counts, ROWS=rows, **constants)
+
+
+def _block_shape(width: int) -> tuple[int, int]:
+    """(rows, columns) of a block; columns past the width are masked."""
+    columns: int = triton.next_power_of_2(width)
+    return max(1, _ELEMENTS // columns), columns
+
+
+def _equal_steps(tensors: Sequence[Tensor]) -> int | None:
+    """Elements from each tensor to the next, where they lie in memory at equal distances, so that
+    a kernel can walk over them; None if they differ in that, in dtype or in strides."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return 0
+    size = first.element_size()
+    step = tensors[1].data_ptr() - first.data_ptr()
+    if step % size:
+        return None
+    before = first
+    for x in tensors[1:]:
+        if x.data_ptr() - before.data_ptr() != step:
+            return None
+        if x.dtype != first.dtype or x.stride() != first.stride():
+            return None
+        before = x
+    return step // size

@@ -42,10 +42,7 @@ class Views:
 
     workspace: Mapping[str, Tensor]
     passed: Mapping[str, Tensor] = field(default_factory=dict)
-    # Views of the workspace, by layout.
-    _rows: dict[Piece, Tensor] = field(default_factory=dict)
-    _tokens: dict[Piece, Tensor] = field(default_factory=dict)
-    _statistics: dict[Piece, Tensor] = field(default_factory=dict)
+    _rows: dict[Piece, Tensor] = field(default_factory=dict)  # views of the workspace
 
     def rows(self, piece: Piece) -> Tensor:
         """(rows, batch, heads, width)"""
@@ -62,21 +59,11 @@ class Views:
 
     def tokens(self, piece: Piece) -> Tensor:
         """(batch, rows, heads, width)"""
-        view = self._tokens.get(piece)
-        if view is None:
-            view = self.rows(piece).transpose(0, 1)
-            if piece.buffer not in self.passed:
-                self._tokens[piece] = view
-        return view
+        return self.rows(piece).transpose(0, 1)
 
     def statistics(self, piece: Piece) -> Tensor:
         """(batch, heads, rows)"""
-        view = self._statistics.get(piece)
-        if view is None:
-            view = self.rows(piece).squeeze(-1).permute(1, 2, 0)
-            if piece.buffer not in self.passed:
-                self._statistics[piece] = view
-        return view
+        return self.rows(piece).squeeze(-1).permute(1, 2, 0)
 
 
 class Bindings:

@@ -78,7 +78,10 @@ def row_range(
         nothing = torch.zeros_like(query)
         return RowRange(nothing, nothing, position)
     most = max(rows.intervals_between(run.start, run.stop) for run in queries)
-    lo, hi = _bounds(rows, most, queries, query)
+    # Lines on the segments of the mask.
+    lo_base, lo_slope, hi_base, hi_slope = rows.table(most).astype(np.int32)
+    spread = _spread(rows, queries, query)
+    lo, hi = _line(lo_base, lo_slope, spread, query), _line(hi_base, hi_slope, spread, query)
     if any(run.stop > rows.q_tokens for run in queries):
         real = query < rows.q_tokens
         lo, hi = lo * real, hi * real
@@ -89,15 +92,6 @@ def row_range(
     begin, slope, _, _ = rows.table(1)
     from_first = most == 1 and not slope.any() and bool((begin <= keys[0].start).all())
     return RowRange(lo, hi, position, ascending=True, from_first=from_first)
-
-
-def _bounds(
-    rows: RowRanges, most: int, queries: tuple[Run, ...], query: Tensor
-) -> tuple[Tensor, Tensor]:
-    """lo and hi of each query: lines on the segments of the mask."""
-    lo, lo_slope, hi, hi_slope = rows.table(most).astype(np.int32)
-    spread = _spread(rows, queries, query)
-    return _line(lo, lo_slope, spread, query), _line(hi, hi_slope, spread, query)
 
 
 def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:

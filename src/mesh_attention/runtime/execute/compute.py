@@ -11,7 +11,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -33,21 +33,16 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
 from mesh_attention.runtime.device import ComputeStreams
-from mesh_attention.runtime.execute.backward import (
-    AccumulatorRows,
-    BackwardCall,
-    BackwardCalls,
-    SummedRows,
-)
 from mesh_attention.runtime.execute.binding import GRAD_LSE, Views, cut
 from mesh_attention.runtime.execute.call_masks import Masks
-from mesh_attention.runtime.execute.steps import (
-    Coverage,
-    Stretch,
-    coverage,
-    must_follow,
-    rows_in_result,
+from mesh_attention.runtime.execute.kernel_calls import (
+    KernelCalls,
+    MergedRows,
+    Preparation,
+    SummedRows,
+    needs_of_calls,
 )
+from mesh_attention.runtime.execute.steps import coverage, must_follow
 
 Work = Callable[[], object]
 
@@ -76,8 +71,14 @@ class ComputeOperations:
         self.operations = program.operations
         self._follow = set() if turns is None else must_follow(program.operations, memory)
         self.masks = masks
-        covered = cache(_coverage)  # slices of heads have the same calls
-        self._coverage = {at: covered(*_rows_of_calls(program.operations[at])) for at in masks}
+        covered = cache(coverage)  # slices of heads have the same calls
+        self._coverage = {
+            at: [
+                covered(rows, length, fresh=fresh)
+                for rows, length, fresh in _rows_of_calls(program.operations[at])
+            ]
+            for at in masks
+        }
         self._kernels = kernels
         self._rows = rows
         self._scores = scores
@@ -95,55 +96,46 @@ class ComputeOperations:
         match op:
             case Merge():
                 return self._merge(op, views)
-            case Attend():
+            case Attend() | AttendBackward():
                 return self._attend(at, op, views)
-            case AttendBackward():
-                return self._attend_backward(at, op, views)
             case _:
                 raise AssertionError(f"{op.name} computes nothing")
 
-    def _attend(self, at: int, op: Attend, views: Views) -> Work:
-        q, k, v, out = (views.tokens(p) for p in (op.q, op.k, op.v, op.out))
-        lse = views.statistics(op.lse)
-        (covered,) = self._coverage[at]
-        calls = []
-        for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
-            target = MergedRows(self._rows, out, lse, covered.stretches[i])
-            block = self._block(call, q, k, v, mask, (target.into(q.dtype),))
-            checked = CheckedCall(self._kernels[call.kernel], Direction.FORWARD, block)
-            calls.append((checked, target))
-        untouched = [(out[:, a:b], lse[:, :, a:b]) for a, b in covered.untouched]
-        return partial(_forward, self._turns, at in self._follow, untouched, calls)
-
-    def _attend_backward(self, at: int, op: AttendBackward, views: Views) -> Work:
+    def _attend(self, at: int, op: Attend | AttendBackward, views: Views) -> Work:
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
-        inputs = BackwardInputs(
-            views.tokens(op.grad_out),
-            None if op.out is None else views.tokens(op.out),
-            views.statistics(op.lse),
-            None if op.delta is None else views.statistics(op.delta),
-        )
-        by_query, by_key = self._coverage[at]
-        sums = [
-            (views.tokens(op.grad_q), by_query),
-            (views.tokens(op.grad_k), by_key),
-            (views.tokens(op.grad_v), by_key),
-        ]
+        preparation: Preparation | None = None
+        targets: list[MergedRows | SummedRows]
+        if isinstance(op, Attend):
+            direction = Direction.FORWARD
+            out, lse = views.tokens(op.out), views.statistics(op.lse)
+            (covered,) = self._coverage[at]
+            targets = [MergedRows(self._rows, out, lse, rows) for rows in covered.stretches]
+            untouched = [(out[:, a:b], 0.0) for a, b in covered.untouched]
+            untouched += [(lse[:, :, a:b], -inf) for a, b in covered.untouched]
+        else:
+            direction = Direction.BACKWARD
+            by_query, by_key = self._coverage[at]
+            grads = [views.tokens(p) for p in (op.grad_q, op.grad_k, op.grad_v)]
+            sums = [*zip(grads, (by_query, by_key, by_key), strict=True)]
+            targets = [
+                SummedRows(self._rows, [(grad, c.stretches[i]) for grad, c in sums])
+                for i in range(len(op.calls))
+            ]
+            untouched = [(grad[:, a:b], 0.0) for grad, c in sums for a, b in c.untouched]
+            whole = BackwardInputs(
+                views.tokens(op.grad_out),
+                None if op.out is None else views.tokens(op.out),
+                views.statistics(op.lse),
+                None if op.delta is None else views.statistics(op.delta),
+            )
+            needs = needs_of_calls(op, self._kernels)
+            preparation = Preparation(self._rows, needs, whole)
         calls = []
-        for i, (call, mask) in enumerate(zip(op.calls, self.masks[at], strict=True)):
-            targets = [SummedRows(self._rows, total, c.stretches[i]) for total, c in sums]
-            into = tuple(target.into(q.dtype) for target in targets)
-            block = self._block(call, q, k, v, mask, into)
-            rows = call.q_start, call.q_stop
-            calls.append(BackwardCall(self._kernels[call.kernel], block, rows, targets))
-        return BackwardCalls(
-            self._rows,
-            calls,
-            inputs,
-            untouched=[total[:, a:b] for total, c in sums for a, b in c.untouched],
-            turns=self._turns,
-            follows=at in self._follow,
-        )
+        for call, mask, target in zip(op.calls, self.masks[at], targets, strict=True):
+            block = self._block(call, q, k, v, mask, target.into(q.dtype))
+            calls.append((CheckedCall(self._kernels[call.kernel], direction, block), target))
+        follows = at in self._follow
+        return KernelCalls(calls, untouched, preparation, self._turns, follows=follows)
 
     def _block(
         self,
@@ -190,52 +182,8 @@ class ComputeOperations:
                 return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
 
 
-class MergedRows(AccumulatorRows):
-    """The rows of (out_BSHE, lse_BHS) that one call's partial result is merged into."""
-
-    def __init__(
-        self, kernels: RowKernels, out: Tensor, lse: Tensor, stretches: Sequence[Stretch]
-    ) -> None:
-        self._kernels = kernels
-        self._parts = [
-            (cut(out, 1, start, stop), cut(lse, 2, start, stop), rows, fresh)
-            for (start, stop, fresh), rows in rows_in_result(stretches)
-        ]
-
-    def take(self, out: Tensor, lse: Tensor) -> None:
-        merge = self._kernels.merge_into
-        for acc_out, acc_lse, rows, fresh in self._parts:
-            if out is acc_out:  # written there by the kernel
-                acc_lse.copy_(lse)
-            elif rows is None:
-                merge(acc_out, acc_lse, out, lse, fresh=fresh)
-            else:
-                merge(acc_out, acc_lse, out[:, rows], lse[:, :, rows], fresh=fresh)
-
-
-def _forward(
-    turns: ComputeStreams | None,
-    follows: bool,
-    untouched: Sequence[tuple[Tensor, Tensor]],
-    calls: Sequence[tuple[Callable[[], tuple[Tensor, ...]], MergedRows]],
-) -> None:
-    """`follows`: the first kernel call reads what was computed right before it."""
-    for out, lse in untouched:
-        _clear(out, lse)
-    for at, (call, target) in enumerate(calls):
-        if turns is not None:
-            turns.turn()
-            if at == 0 and follows:
-                turns.follow()
-        result = call()
-        if turns is not None:
-            turns.follow()
-        target.take(*result)
-        del result  # before the next call asks for as much memory again
-
-
 def _clear(out: Tensor, lse: Tensor) -> None:
-    """What rows that no call touches hold."""
+    """What rows that have seen nothing hold."""
     out.zero_()
     lse.fill_(-inf)
 
@@ -249,18 +197,13 @@ def _delta_less(
     delta.sub_(grad_lse)
 
 
-_Side = tuple[tuple[tuple[int, int], ...], int, bool]  # rows of the calls, of all, and if fresh
-
-
-def _rows_of_calls(op: Operation) -> tuple[_Side, ...]:
-    """Of queries; in backward of keys too."""
+def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:
+    """(rows of the calls, of all, and if fresh) of queries; in backward of keys too."""
     assert isinstance(op, Attend | AttendBackward)
     queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
     if isinstance(op, Attend):
-        return ((queries, op.q.num_rows, op.fresh),)
+        yield queries, op.q.num_rows, op.fresh
+        return
+    yield queries, op.q.num_rows, op.fresh_q
     keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
-    return (queries, op.q.num_rows, op.fresh_q), (keys, op.k.num_rows, op.fresh_kv)
-
-
-def _coverage(*sides: _Side) -> tuple[Coverage, ...]:
-    return tuple(coverage(rows, length, fresh=fresh) for rows, length, fresh in sides)
+    yield keys, op.k.num_rows, op.fresh_kv

@@ -30,7 +30,7 @@ from mesh_attention.kernels import (
     RowChoice,
     RowKernels,
 )
-from mesh_attention.plan.language.buffers import Role
+from mesh_attention.plan.language.buffers import Piece, Role
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
@@ -46,7 +46,7 @@ from mesh_attention.runtime.execute.memory import (
     stand_in_block,
 )
 from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
-from mesh_attention.runtime.transport.interface import Handle, Transport
+from mesh_attention.runtime.transport.interface import Counters, Handle, Transport, started
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
@@ -120,6 +120,19 @@ class Executor:
         self.scratch_bytes = scratch * call_shape.batch
         kept = [b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.KEPT]
         self.kept_bytes = sum(kept) * call_shape.batch
+        table, batch = program.buffer_table(), call_shape.batch
+
+        def num_bytes(piece: Piece) -> int:
+            buffer = table[piece.buffer]
+            heads, row_bytes = piece.num_heads(buffer), buffer.row_bytes(plan.problem)
+            return piece.num_rows * batch * heads * row_bytes
+
+        self.counters = Counters()
+        self._starts = {
+            at: started(op, pass_.groups[op.group], program.rank, table, num_bytes)
+            for at, op in enumerate(program.operations)
+            if isinstance(op, Communication)
+        }
         # Why these kernels, for people; and what was predicted of the calls.
         self.choices: dict[MaskKind, Choice] = {}
         self.row_choice: RowChoice | None = None
@@ -178,6 +191,7 @@ class Executor:
                 if work is None:
                     work = self._work(step, views)
                 if step.communicates:
+                    self.counters.starts[self._starts[step.at]] += 1
                     in_flight[step.at] = work(step.after)
                 else:
                     work()

@@ -8,6 +8,7 @@ as far as kernels say what they take. The bytes of masks are counted once masks 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Program
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.execute.backward import Missing, backward_needs
 from mesh_attention.runtime.execute.binding import CallShape
+from mesh_attention.runtime.execute.kernel_calls import Missing, needs_of_calls
 
 
 def scratch_bytes(
@@ -42,24 +43,17 @@ def scratch_bytes(
                 kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
                 for call in op.calls
             ]
-            known[key] = _prepared(op, heads[0], problem, kernels), calls
+            shared = 0  # what is made once for all calls
+            if isinstance(op, AttendBackward):
+                needs = needs_of_calls(op, kernels)
+                has_out, has_delta = op.out is not None, op.delta is not None
+                missing = Missing.of(needs, has_out=has_out, has_delta=has_delta)
+                shared = heads[0] * missing.head_bytes(problem)
+            known[key] = shared, calls
         prepared, (first, *others) = known[key]
         largest = max(largest, held + prepared + first, *(prepared + call for call in others))
         held = prepared if two_streams else 0
     return largest
-
-
-def _prepared(
-    op: Attend | AttendBackward, num_heads: int, problem: Problem, kernels: Mapping[str, Kernel]
-) -> int:
-    """What is made once for all calls."""
-    if isinstance(op, Attend):
-        return 0
-    calls = [
-        (backward_needs(kernels[call.kernel]), (call.q_start, call.q_stop)) for call in op.calls
-    ]
-    missing = Missing.of(calls, has_out=op.out is not None, has_delta=op.delta is not None)
-    return num_heads * missing.head_bytes(problem)
 
 
 def call_size(
@@ -127,20 +121,7 @@ def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    parts: Iterable[Any] = ()
-    if isinstance(thing, Mapping):
-        parts = thing.values()
-    elif isinstance(thing, list | tuple | set | frozenset):
-        parts = thing
-    elif type(thing).__module__.partition(".")[0] in _OWNERS:
-        parts = [*getattr(thing, "__dict__", {}).values(), *_in_slots(thing)]
-    for part in parts:
-        yield from _tensors(part, seen)
-
-
-def _in_slots(thing: Any) -> Iterator[Any]:
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(thing, name):
-                yield getattr(thing, name)
+    holds = isinstance(thing, Mapping | list | tuple | set | frozenset)
+    if holds or type(thing).__module__.partition(".")[0] in _OWNERS:
+        for part in gc.get_referents(thing):
+            yield from _tensors(part, seen)

@@ -25,7 +25,7 @@ from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import CallTransport, TransportName, Transports
-from mesh_attention.runtime.transport.interface import Counters, Meter
+from mesh_attention.runtime.transport.interface import Counters
 
 
 class AgreedPasses:
@@ -85,7 +85,7 @@ class PreparedCall:
         self._base = base
         self._call_shape = call_shape
         self._on_cuda = call_shape.device.type == "cuda"
-        self._executors: dict[Direction, tuple[Executor, Meter]] = {}
+        self.executors: dict[Direction, Executor] = {}
         self._known_ranges: KnownRanges = {}
         self._made: torch.cuda.Event | None = None
         self._last_stream: list[torch.cuda.Stream] = []
@@ -102,28 +102,24 @@ class PreparedCall:
         positions = torch.from_numpy(layout.positions(self._rank))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 
-    @property
-    def executors(self) -> dict[Direction, Executor]:
-        return {direction: executor for direction, (executor, _) in self._executors.items()}
-
     def is_warm(self, needs_grad: bool) -> bool:
         """Whether ranks know such calls and this rank has all it needs for one."""
         kind = self.kind
         ready = Direction.BACKWARD if needs_grad else Direction.FORWARD
-        return kind.is_kept and needs_grad in kind.agreed and ready in self._executors
+        return kind.is_kept and needs_grad in kind.agreed and ready in self.executors
 
     def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
         for direction in directions:
-            if direction not in self._executors:
-                self._executors[direction] = executor, _ = self._executor(direction)
+            if direction not in self.executors:
+                self.executors[direction] = executor = self._executor(direction)
                 self.reports[direction] = PassReport.of(executor, self.transport)
 
     def make_kernels_ready(self) -> None:
         """What a kernel makes of a mask for a backward pass may serve the forward pass too."""
         for direction in reversed(Direction):
-            if direction in self._executors:
-                self._executors[direction][0].prepare_kernels()
+            if direction in self.executors:
+                self.executors[direction].prepare_kernels()
 
     def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
         """Made ahead there: the first run waits for it, and what it read there stays until the last
@@ -132,19 +128,17 @@ class PreparedCall:
         self._made.record(stream)
         finalize(self, _retire, retired, self._known_ranges, self._last_stream)
 
-    def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
+    def _executor(self, direction: Direction) -> Executor:
         plan, rank = self._plan, self._rank
         if self._base is not None:
             self._base.make_ready((direction,))
-            executor, meter = self._base._executors[direction]
-            return executor.for_mask(plan, self._known_ranges), meter
-        transport, meter = self.transport.make(direction)
+            return self._base.executors[direction].for_mask(plan, self._known_ranges)
         scale = self.options.softmax_scale
-        executor = make_executor(
+        return make_executor(
             plan,
             plan.direction(direction),
             rank,
-            transport,
+            self.transport.make(direction),
             self.transport.workspace,
             self._call_shape,
             softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
@@ -156,7 +150,6 @@ class PreparedCall:
             known_ranges=self._known_ranges,
             links=self.options.links,
         )
-        return executor, meter
 
     def reserve(self) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""
@@ -170,8 +163,8 @@ class PreparedCall:
         self, direction: Direction, inputs: Mapping[str, Tensor], counters: Counters
     ) -> dict[str, Tensor]:
         """`counters`: of whoever makes the call."""
-        executor, meter = self._executors[direction]
-        meter.counters = counters
+        executor = self.executors[direction]
+        executor.counters = counters
         if self._made is not None:
             stream = torch.cuda.current_stream(self._call_shape.device)
             stream.wait_event(self._made)
@@ -197,7 +190,7 @@ class PreparedCall:
     def clear(self) -> None:
         """Before the process groups go: graphs hold on to communicators."""
         self._captured.clear()
-        self._executors.clear()
+        self.executors.clear()
 
 
 # What calls that are gone may still be reading on the device, with an event that says when not.

@@ -23,7 +23,7 @@ from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.transport.copies import Owner
 from mesh_attention.runtime.transport.distributed import DistributedTransport
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import Meter, Transport
+from mesh_attention.runtime.transport.interface import Transport
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle
@@ -109,22 +109,21 @@ class CallTransport:
             self._memory = shared.memory(rank_plan, self._groups.timeout(timeout))
         self.workspace = shared.workspace if self._memory is None else self._memory.workspace
 
-    def make(self, direction: Direction) -> tuple[Transport, Meter]:
-        """The transport of this rank's program, and the meter of its bytes."""
+    def make(self, direction: Direction) -> Transport:
+        """The transport of this rank's program."""
         plan, rank = self._rank_plan.plan, self._rank_plan.rank
         pass_ = plan.direction(direction)
         far = DistributedTransport(plan, pass_, rank, self._groups, self._timeout, self.stream)
         if self._memory is None or self.stream is None:
-            return far, far.meter
+            return far
         dtypes = {
             Precision.ELEMENT: self._call_shape.dtype,
             Precision.ACCUMULATE: self._call_shape.accumulate_dtype,
         }
         batch = self._call_shape.batch
-        shared = SymmetricTransport(
+        return SymmetricTransport(
             plan, pass_, rank, batch, dtypes, self._groups, self._memory, self.stream, far
         )
-        return shared, far.meter
 
     def check(self) -> None:
         """Raises what this rank knows by itself against such calls."""

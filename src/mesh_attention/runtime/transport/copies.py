@@ -53,15 +53,16 @@ class Owner:
         self._batch = batch
         self._table = program.buffer_table()
         self._memory = workspace_map(program, plan.problem)
-        self._moved: dict[tuple[str, str], Transfers] = {}
+        self._communications: dict[tuple[str, str], Communication] = {}
         for op in program.operations:
             if isinstance(op, Communication):
-                assert (op.group, op.name) not in self._moved, op
-                self._moved[op.group, op.name] = transfers(op, len(pass_.groups[op.group]))
+                assert (op.group, op.name) not in self._communications, op
+                self._communications[op.group, op.name] = op
 
     def transfers(self, like: Communication) -> Transfers:
-        """Our side of an operation that another member holds."""
-        return self._moved[like.group, like.name]
+        """Our side of an operation of which another member holds its own, or a half."""
+        op = self._communications[like.group, like.name]
+        return transfers(op, len(self._groups[op.group]))
 
     @property
     def workspace_bytes(self) -> int:
@@ -70,18 +71,16 @@ class Owner:
     @property
     def staging_bytes(self) -> int:
         """Operations follow each other on one stream, so each may use the same place."""
-        regions = (region for key in self._moved for region in self._regions(*key).values())
+        every = self._communications.values()
+        regions = (region for op in every for region in self.regions(op).values())
         return max((r.offset + r.num_bytes for r in regions if r.staged), default=0)
 
     def regions(self, op: Communication) -> dict[Piece, Region]:
         """Of everything that other members read in this operation."""
-        return self._regions(op.group, op.name)
-
-    def _regions(self, group: str, name: str) -> dict[Piece, Region]:
-        member = self._groups[group].index(self.rank)
+        member = self._groups[op.group].index(self.rank)
         regions: dict[Piece, Region] = {}
         taken = 0
-        for to, pieces in enumerate(self._moved[group, name].sends):
+        for to, pieces in enumerate(self.transfers(op).sends):
             for piece in pieces if to != member else ():
                 if piece in regions:
                     continue

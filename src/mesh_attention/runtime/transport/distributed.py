@@ -23,44 +23,40 @@ from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import (
     Handle,
-    Meter,
-    Pieces,
     Start,
-    Started,
-    Transfers,
     View,
     transfers,
 )
 from mesh_attention.runtime.transport.torch_operations import (
+    Begin,
+    CollectiveRows,
     Copies,
-    Exchange,
-    Gather,
     Messages,
     PointToPoint,
-    Reduce,
-    ReduceByMessages,
     Works,
+    exchange,
+    gather,
     gathers_by_messages,
     messages,
-    reduce_kind,
+    reduce,
+    reduce_by_messages,
 )
 
-Collective = Gather | Reduce | ReduceByMessages
-Bind = Callable[[View], Sequence[Collective | Exchange]]
+Ready = Sequence[Begin]
 
 
 class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlight(Handle):
     """Works in flight, and the copies that must follow them."""
 
     what: str
-    works: Works
-    finish: Copies
     limit: tuple[timedelta, ...]  # for the host to wait, if it does
+    works: Works
+    copies: Copies
 
     def wait(self) -> None:
         try:
@@ -71,42 +67,39 @@ class _InFlight(Handle):
                 f"{self.what} failed: another rank has ended, or did not answer in time "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        for copy in self.finish:
+        for copy in self.copies:
             copy()
         self.works.clear()
-        self.finish.clear()
+        self.copies.clear()
 
 
-class _OnStream(Handle):
+@dataclass(slots=True)
+class _OnStream(_InFlight):
     """The same on a communication stream; what waits is the compute stream, through an event."""
 
-    def __init__(
-        self, in_flight: _InFlight, stream: torch.cuda.Stream, event: torch.cuda.Event
-    ) -> None:
-        self._in_flight: _InFlight | None = in_flight
-        self._stream, self._event = stream, event
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    finished: bool = False
 
     def finish(self) -> None:
         """On the communication stream, which must be the current one."""
-        assert self._in_flight is not None
-        self._in_flight.wait()
-        self._in_flight = None
-        self._event.record(self._stream)
+        _InFlight.wait(self)
+        self.finished = True
+        self.event.record(self.stream)
 
     def wait(self) -> None:
-        if self._in_flight is not None:  # gloo: the host has to drive it
-            with torch.cuda.stream(self._stream):
+        if not self.finished:  # gloo: the host has to drive it
+            with torch.cuda.stream(self.stream):
                 self.finish()
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
 
 
 class _Known(NamedTuple):
     """What is known of an operation before it has tensors."""
 
     what: str  # for errors
-    bind: Bind
+    bind: Callable[[View], Ready]
     event: torch.cuda.Event | None  # recorded in every call
-    each: Started  # bytes of a start
 
 
 class DistributedTransport:
@@ -119,8 +112,6 @@ class DistributedTransport:
         timeout: timedelta | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._pass = pass_
-        self._rank = rank
         self._groups = groups
         self._stream = stream
         self._global = groups.global_ranks(plan, pass_, rank)
@@ -131,90 +122,69 @@ class DistributedTransport:
         self.own_stream = stream is not None
         self.shows_workspace = False
         self.in_order = self.own_stream and not self._host_driven
-        self.meter = Meter(pass_.programs[rank].buffer_table())
 
-    def prepare(self, op: Communication, view: View, *, counted: bool = True) -> Start:
-        """`counted=False`: the bytes of the operation are counted elsewhere."""
-        known = self._known.get(op) or self._work_out(op, view)
-        return partial(self._start, known, known.bind(view), counted)
+    def prepare(self, op: Communication, view: View) -> Start:
+        known = self._known.get(op) or self._work_out(op)
+        return partial(self._start, known, known.bind(view))
 
-    def measure(self, op: Communication, view: View) -> Started:
-        members = self._pass.groups[op.group]
-        moved = transfers(op, len(members))
-        return self.meter.measure(op, moved, members.index(self._rank), view)
-
-    def _start(
-        self, known: _Known, ready: Sequence[Collective | Exchange], counted: bool, after: Marks
-    ) -> Handle:
-        if counted:
-            self.meter.counters.starts[known.each] += 1
+    def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
         if known.event is None or self._stream is None:
-            return self._begin(known.what, ready)
+            return _InFlight(known.what, self._limit, *_begin(known.what, ready))
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            handle = _OnStream(self._begin(known.what, ready), self._stream, known.event)
+            begun = _begin(known.what, ready)
+            handle = _OnStream(known.what, self._limit, *begun, self._stream, known.event)
             if not self._host_driven:
                 handle.finish()
         return handle
 
-    def _begin(self, what: str, ready: Sequence[Collective | Exchange]) -> _InFlight:
-        works: Works = []
-        finish: Copies = []
-        try:
-            for communication in ready:
-                communication.begin(works, finish)
-        except (RuntimeError, dist.DistBackendError) as error:
-            raise CommunicationError(f"{what} could not begin: {error}") from error
-        return _InFlight(what, works, finish, self._limit)
-
-    def _work_out(self, op: Communication, view: View) -> _Known:
+    def _work_out(self, op: Communication) -> _Known:
         ranks = self._global[op.group]
         what = f"{op.name} among ranks {ranks}"
         event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._known[op] = known = _Known(what, self._bind(op), event, self.measure(op, view))
+        self._known[op] = known = _Known(what, self._bind(op), event)
         return known
 
-    def _bind(self, op: Communication) -> Bind:
+    def _bind(self, op: Communication) -> Callable[[View], Ready]:
         ranks = self._global[op.group]
         moved = transfers(op, len(ranks))
-        if not isinstance(op, AllGather | ReduceScatter):
-            everybody = self._groups.everybody()
-            return partial(self._exchange, self._messages(moved, ranks), ranks, everybody)
-        group = self._groups.of(ranks)
+        collective = isinstance(op, AllGather | ReduceScatter)
+        group = self._groups.of(ranks) if collective else self._groups.everybody()
+        by_messages = gathers_by_messages(len(ranks), host_driven=self._host_driven)
+        if not collective or (isinstance(op, AllGather) and by_messages):
+            known = messages(moved, ranks.index(self._groups.global_rank_of_self))
+            return partial(self._exchange, known, ranks, group)
+        if isinstance(op, AllGather):
+            call, parts, places = gather, moved.sends[0], moved.receives
+        else:
+            call = reduce_by_messages if self._host_driven else reduce
+            parts, places = moved.receives[0], moved.sends
         order = [dist.get_group_rank(group, rank) for rank in ranks]
-        if isinstance(op, ReduceScatter):
-            kind = reduce_kind(host_driven=self._host_driven)
-            return partial(_collectives, kind, moved.receives[0], moved.sends, group, order)
-        if gathers_by_messages(len(ranks), host_driven=self._host_driven):
-            return partial(self._exchange, self._messages(moved, ranks), ranks, group)
-        return partial(_collectives, Gather, moved.sends[0], moved.receives, group, order)
-
-    def _messages(self, moved: Transfers, ranks: list[int]) -> Messages:
-        return messages(moved, ranks.index(self._groups.global_rank_of_self))
+        # A call for each stretch: its places in the whole follow each other, member by member.
+        wholes = [replace(a, stop=b.stop) for a, b in zip(places[0], places[-1], strict=True)]
+        return lambda view: [
+            partial(call, CollectiveRows(view(part), view(whole), group, order))
+            for part, whole in zip(parts, wholes, strict=True)
+        ]
 
     def _exchange(
         self, known: Messages, ranks: list[int], group: dist.ProcessGroup, view: View
-    ) -> list[Exchange]:
+    ) -> Ready:
         tensors = [
             PointToPoint(m.tensor(view), tuple(ranks[p] for p in m.members), m.tag, m.sent)
             for m in known.between
         ]
         own = [(view(a), view(b)) for a, b in known.own]
-        return [Exchange(tensors, own, group, host_driven=self._host_driven)]
+        return [exchange(tensors, own, group, host_driven=self._host_driven)]
 
 
-def _collectives(
-    kind: type[Collective],
-    parts: Pieces,
-    places: tuple[Pieces, ...],
-    group: dist.ProcessGroup,
-    order: list[int],
-    view: View,
-) -> list[Collective]:
-    """One for each stretch: its places in the whole follow each other, member by member."""
-    wholes = (replace(a, stop=b.stop) for a, b in zip(places[0], places[-1], strict=True))
-    return [
-        kind(view(part), view(whole), group, order)
-        for part, whole in zip(parts, wholes, strict=True)
-    ]
+def _begin(what: str, ready: Ready) -> tuple[Works, Copies]:
+    works: Works = []
+    copies: Copies = []
+    try:
+        for begin in ready:
+            begin(works, copies)
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise CommunicationError(f"{what} could not begin: {error}") from error
+    return works, copies

@@ -2,7 +2,8 @@
 
 Transports read every communication in one form, `Transfers`: which pieces a member sends to, and
 receives from, which member. `verify` keeps its own reading on purpose: what proves a plan must not
-share the mistakes of what runs it. `Meter` counts the bytes that transports are handed.
+share the mistakes of what runs it. The executor counts the bytes
+that transports are handed.
 """
 
 from __future__ import annotations
@@ -48,20 +49,9 @@ Start = Callable[[Marks], Handle]  # begins an operation once these marks are pa
 
 
 class Transport(Protocol):
-    @property
-    def in_order(self) -> bool:
-        """Whether operations follow each other without anybody waiting for the one before."""
-        ...
-
-    @property
-    def own_stream(self) -> bool:
-        """Whether operations run on a CUDA stream that no computation is on, and follow marks."""
-        ...
-
-    @property
-    def shows_workspace(self) -> bool:
-        """Whether other ranks read this rank's workspace, where the plan places its buffers."""
-        ...
+    in_order: bool  # operations follow each other without anybody waiting for the one before
+    own_stream: bool  # they run on a CUDA stream that no computation is on, and follow marks
+    shows_workspace: bool  # other ranks read this rank's, where the plan places its buffers
 
     def prepare(self, op: Communication, view: View) -> Start:
         """Do all of an operation of this rank that can be done before its tensors hold anything.
@@ -145,24 +135,25 @@ class Counters:
         return sum(self.by_operation.values(), Traffic())
 
 
-class Meter:
-    """Measures the tensors of a program's operations; a transport counts each start."""
-
-    def __init__(self, table: Mapping[str, Buffer]) -> None:
-        self._table = table
-        self._known: dict[tuple[str, str], Started] = {}
-        self.counters = Counters()
-
-    def measure(self, op: Communication, moved: Transfers, member: int, view: View) -> Started:
-        """What `member` sends to others and receives from them; statistics are no tokens."""
-        key = (op.group, op.name)
-        if key in self._known:
-            return self._known[key]
-        sent, received = (
-            [piece for other, pieces in enumerate(by_member) if other != member for piece in pieces]
-            for by_member in (moved.sends, moved.receives)
-        )
-        tokens = [p for p in received if not self._table[p.buffer].kind.is_statistic]
-        sizes = [sum(view(p).nbytes for p in pieces) for pieces in (sent, received, tokens)]
-        self._known[key] = each = type(op).__name__, Traffic(*sizes)
-        return each
+def started(
+    op: Communication,
+    members: tuple[int, ...],
+    rank: int,
+    table: Mapping[str, Buffer],
+    num_bytes: Callable[[Piece], int],
+) -> Started:
+    """What a rank sends to other members of a group and receives from them; statistics are no
+    tokens."""
+    moved = transfers(op, len(members))
+    sent, received = (
+        [
+            piece
+            for m, pieces in zip(members, by_member, strict=True)
+            if m != rank
+            for piece in pieces
+        ]
+        for by_member in (moved.sends, moved.receives)
+    )
+    tokens = [p for p in received if not table[p.buffer].kind.is_statistic]
+    sizes = [sum(map(num_bytes, pieces)) for pieces in (sent, received, tokens)]
+    return type(op).__name__, Traffic(*sizes)

@@ -86,12 +86,15 @@ def as_number(said: bytes) -> int:
     return int(said) if said.isdigit() else 0
 
 
-def wait_for(store: Store, keys: Iterable[str], timeout: timedelta) -> None:
+def wait_for(store: Store, keys: Iterable[str], timeout: timedelta, failed: str = "") -> None:
     """As `store.wait`, which lets no other thread ask the store meanwhile: two threads that each
-    make a process group could wait for each other, over two ranks."""
+    make a process group could wait for each other, over two ranks. `failed`: a key that says that
+    the others will never come."""
     until, pause = monotonic() + timeout.total_seconds(), 0.0005
     for key in keys:
         while not store.check([key]):
+            if failed and store.check([failed]):
+                raise RuntimeError("another rank failed in the rendezvous")
             if monotonic() > until:
                 raise dist.DistStoreError(f"wait timeout after {timeout}, for the key {key}")
             sleep(pause)
@@ -99,31 +102,36 @@ def wait_for(store: Store, keys: Iterable[str], timeout: timedelta) -> None:
 
 
 class PatientStore(Store):
-    """The job's store for what waits in C++: the rendezvous of gloo. It must be held for as long as
-    that may ask it."""
+    """The job's store for what waits in C++, as a rendezvous of gloo. It must be held for as long
+    as that may ask it."""
+
+    failed = ""  # the key by which a member says that it has failed
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
         super().__init__()
         self._store, self._limit = store, timeout
 
+    def _key(self, key: str) -> str:
+        return key
+
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self._store.set(self._key(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        wait_for(self._store, [key], self._limit)
-        return self._store.get(key)
+        self.wait([key])
+        return self._store.get(self._key(key))
 
     def add(self, key: str, number: int) -> int:
-        return self._store.add(key, number)
+        return self._store.add(self._key(key), number)
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
+        return self._store.check([self._key(key) for key in keys])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait_for(self._store, keys, timeout or self._limit)
+        wait_for(self._store, map(self._key, keys), timeout or self._limit, self.failed)
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
+        return self._store.delete_key(self._key(key))
 
 
 def forget(store: Store, key: str) -> None:

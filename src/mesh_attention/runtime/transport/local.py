@@ -15,7 +15,6 @@ from mesh_attention.plan.language.program import Communication, Program
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import (
     Handle,
-    Meter,
     Start,
     Transfers,
     View,
@@ -27,7 +26,6 @@ from mesh_attention.runtime.transport.interface import (
 class _Meeting:
     """An operation whose members are arriving."""
 
-    size: int
     arrived: dict[int, tuple[Transfers, View]] = field(default_factory=dict)
     ready: bool = False
 
@@ -40,21 +38,10 @@ class LocalWorld:
 
     def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
         self.groups = groups
-        self._meetings: dict[tuple[str, str], _Meeting] = {}
+        self.meetings: dict[tuple[str, str], _Meeting] = {}
 
     def transport(self, program: Program) -> LocalTransport:
         return LocalTransport(self, program)
-
-    def arrive(self, member: int, op: Communication, moved: Transfers, view: View) -> _Meeting:
-        key = (op.group, op.name)
-        meeting = self._meetings.setdefault(key, _Meeting(len(self.groups[op.group])))
-        meeting.arrived[member] = (moved, view)
-        if len(meeting.arrived) == meeting.size:
-            del self._meetings[key]
-            _perform([meeting.arrived[member] for member in range(meeting.size)])
-            meeting.ready = True
-            meeting.arrived.clear()
-        return meeting
 
 
 class LocalTransport:
@@ -65,16 +52,21 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, program: Program) -> None:
         self._world = world
         self._rank = program.rank
-        self.meter = Meter(program.buffer_table())
 
     def prepare(self, op: Communication, view: View) -> Start:
         return partial(self.start, op, view)
 
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
-        members = self._world.groups[op.group]
+        members, meetings = self._world.groups[op.group], self._world.meetings
         member, moved = members.index(self._rank), transfers(op, len(members))
-        self.meter.counters.starts[self.meter.measure(op, moved, member, view)] += 1
-        return self._world.arrive(member, op, moved, view)
+        meeting = meetings.setdefault((op.group, op.name), _Meeting())
+        meeting.arrived[member] = (moved, view)
+        if len(meeting.arrived) == len(members):
+            del meetings[op.group, op.name]
+            _perform([meeting.arrived[member] for member in range(len(members))])
+            meeting.ready = True
+            meeting.arrived.clear()
+        return meeting
 
 
 def _perform(arrived: list[tuple[Transfers, View]]) -> None:

@@ -39,7 +39,10 @@ class SharedMemory:
         self._me = groups.global_rank_of_self
         self._timeout = timeout
         self._name = f"{groups.name}/shared/{'-'.join(map(str, node))}/{timeout.total_seconds()}s"
-        self._hosts = _HostList(PrefixStore(f"{self._name}/hosts", default_store()), self._me)
+        # The ranks on this host: each enters itself, and reads no other host's list.
+        host = hashlib.sha256(this_host().encode()).hexdigest()[:16]
+        self._host = PrefixStore(f"{self._name}/hosts/{host}", default_store())
+        self._host.set(str(self._host.add("entries", 1)), str(self._me))
         self._rounds: _Rounds | None = None
         self._node = tuple(node)
         self._blocks = 0
@@ -53,7 +56,9 @@ class SharedMemory:
     def meet(self, device: torch.device) -> bool:
         """Find those of the node that are on this host, and learn whether all of them are able."""
         if not self.members:
-            here = self._hosts.ranks()
+            # Complete, since all ranks have met for another reason.
+            entries = range(1, 1 + self._host.add("entries", 0))
+            here = {int(self._host.get(str(entry))) for entry in entries}
             self.members = tuple(rank for rank in self._node if rank in here)
             if len(self.members) == 1:
                 self.reason = f"no other rank of its node is on the host of rank {self._me}"
@@ -176,21 +181,6 @@ class _Rounds:
         if self._number > 1:  # all are in this round, so nobody reads the one before
             forget(self._store, f"{self._number - 1}/{self._me}")
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
-
-
-class _HostList:
-    """The ranks on this host: each enters itself, and reads no other host's list."""
-
-    def __init__(self, store: Store, me: int) -> None:
-        host = hashlib.sha256(this_host().encode()).hexdigest()[:16]
-        self._store = PrefixStore(host, store)
-        place = self._store.add("entries", 1)
-        self._store.set(str(place), str(me))
-
-    def ranks(self) -> tuple[int, ...]:
-        """Complete once all ranks have met for another reason."""
-        entries = self._store.add("entries", 0)
-        return tuple(sorted(int(self._store.get(str(i + 1))) for i in range(entries)))
 
 
 def this_host() -> str:

@@ -14,6 +14,7 @@ each of its links goes the way it can.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -28,6 +29,8 @@ from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
+
+Perform = Callable[[SymmetricBlock, Copies], None]
 
 
 class SymmetricTransport:
@@ -57,36 +60,25 @@ class SymmetricTransport:
         self._ranks = groups.global_ranks(plan, pass_, rank)
         self._owner = cache(lambda rank: Owner(plan, pass_, rank, batch))
         # By group and name of an operation; a half of one has the same.
-        self._near: dict[tuple[str, str], tuple[_Ready, torch.cuda.Event]] = {}
+        self._near: dict[tuple[str, str], tuple[Steps, Perform, torch.cuda.Event]] = {}
 
     def prepare(self, op: Communication, view: View) -> Start:
-        # Measured first: a half of it has the same name.
-        meter, each = self._far.meter, self._far.measure(op, view)
-        start = self._way(op, view)
-
-        def counted_start(after: Marks) -> Handle:
-            meter.counters.starts[each] += 1
-            return start(after)
-
-        return counted_start
-
-    def _way(self, op: Communication, view: View) -> Start:
         ranks = self._ranks[op.group]
         if self._memory.covers(ranks):
             return partial(self._begin, op, view)
         if isinstance(op, SendRecv) and self._memory.block is not None:
             return self._by_link(op, ranks, view)
-        return self._far.prepare(op, view, counted=False)
+        return self._far.prepare(op, view)
 
     def _by_link(self, op: SendRecv, ranks: list[int], view: View) -> Start:
         to_near = self._memory.covers([ranks[op.to_member]])
         from_near = self._memory.covers([ranks[op.from_member]])
         if to_near == from_near:
             near_start = partial(self._begin, op, view)
-            return near_start if to_near else self._far.prepare(op, view, counted=False)
+            return near_start if to_near else self._far.prepare(op, view)
         sending, receiving = replace(op, receives=()), replace(op, sends=())
         near, far = (sending, receiving) if to_near else (receiving, sending)
-        far_start = self._far.prepare(far, view, counted=False)
+        far_start = self._far.prepare(far, view)
         # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
         return lambda after: _Both(far_start(after), self._begin(near, view, after))
 
@@ -94,21 +86,22 @@ class SymmetricTransport:
         """Start an operation, or its half, among ranks that share memory."""
         key = (op.group, op.name)
         if key not in self._near:
-            self._near[key] = self._worked_out(op), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready, event = self._near[key]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._near[key] = *self._worked_out(op), event
+        steps, perform_copies, event = self._near[key]
         block = self._memory.block
         assert block is not None
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            copies = Copies(ready.steps, view, self._dtypes, self._memory.staging_offset)
+            copies = Copies(steps, view, self._dtypes, self._memory.staging_offset)
             copies.show(block.own)
-            ready.perform(block, copies)
+            perform_copies(block, copies)
             copies.finish()
             event.record(self._stream)
         return _Recorded(self._stream.device, event)
 
-    def _worked_out(self, op: Communication) -> _Ready:
+    def _worked_out(self, op: Communication) -> tuple[Steps, Perform]:
         members = self._pass.groups[op.group]
         ranks = self._ranks[op.group]
         near = [place for place, rank in enumerate(ranks) if self._memory.covers([rank])]
@@ -116,35 +109,32 @@ class SymmetricTransport:
         steps = steps_of(op, members.index(self._rank), len(members), owners)
         places = {place: self._memory.members.index(ranks[place]) for place in near}
         complete = len(steps.readers) == len(steps.pulls) == len(members) - 1
-        return _Ready(steps, places, complete and set(ranks) == set(self._memory.members))
+        everybody = complete and set(ranks) == set(self._memory.members)
+        return steps, partial(perform, steps, places, everybody)
 
 
-class _Ready:
-    """An operation that has been worked out: its copies, and the signals around them."""
-
-    def __init__(self, steps: Steps, places: dict[int, int], everybody: bool) -> None:
-        self.steps = steps
-        self._readers = [places[reader] for reader in steps.readers]
-        self._pulls = [(places[owner], pulls) for owner, pulls in steps.pulls]
-        self._everybody = everybody  # then one barrier does what signals to each would do
-
-    def perform(self, block: SymmetricBlock, copies: Copies) -> None:
-        if self._everybody:
-            block.barrier()
-            copies.keep()
-            for owner, pulls in self._pulls:
-                copies.fetch(pulls, block.of(owner))
-            block.barrier()
-            return
-        for reader in self._readers:
-            block.put(reader, READY)
+def perform(
+    steps: Steps, places: Mapping[int, int], everybody: bool, block: SymmetricBlock, copies: Copies
+) -> None:
+    """The copies of an operation, and the signals around them. `places` in the block are those of
+    the members of the group. If `everybody` reads from all, one barrier does what signals to each
+    would do."""
+    if everybody:
+        block.barrier()
         copies.keep()
-        for owner, pulls in self._pulls:
-            block.wait(owner, READY)
-            copies.fetch(pulls, block.of(owner))
-            block.put(owner, DONE)
-        for reader in self._readers:
-            block.wait(reader, DONE)
+        for owner, pulls in steps.pulls:
+            copies.fetch(pulls, block.of(places[owner]))
+        block.barrier()
+        return
+    for reader in steps.readers:
+        block.put(places[reader], READY)
+    copies.keep()
+    for owner, pulls in steps.pulls:
+        block.wait(places[owner], READY)
+        copies.fetch(pulls, block.of(places[owner]))
+        block.put(places[owner], DONE)
+    for reader in steps.readers:
+        block.wait(places[reader], DONE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import time
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.runtime.transport.groups import backends_of
-from mesh_attention.runtime.transport.job_store import forget
+from mesh_attention.runtime.transport.job_store import PatientStore, forget
 from mesh_attention.runtime.transport.make_group import group_name
 from mesh_attention.version import TESTED_TORCH
 
@@ -134,52 +133,27 @@ class SymmetricBlock:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
-class RendezvousStore(Store):
+class RendezvousStore(PatientStore):
     """The store of one rendezvous, on top of a store that has served no other."""
 
     _NUMBERED = re.compile(r"(.*/)(\d+)(/\d+)")
-    _FAILED = "a member has failed"
-    _LOOK_AROUND_AFTER = timedelta(seconds=1)
+    failed = "a member has failed"
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
-        super().__init__()
-        self._inner = store
-        self._timeout = timeout
+        super().__init__(store, timeout)
         self._first: int | None = None
-        self._set: set[str] = set()
+        self._written: dict[str, None] = {}
 
     def tell_failure(self) -> None:
-        self._inner.set(self._FAILED, "")
+        self._store.set(self.failed, "")
 
     def forget(self) -> None:
-        for key in self._set:
-            forget(self._inner, key)
+        for key in self._written:
+            forget(self._store, key)
 
-    def set(self, key: str, value: str) -> None:
-        self._set.add(self._key(key))
-        self._inner.set(self._key(key), value)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(self._key(key))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._inner.check([self._key(key) for key in keys])
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wanted = [self._key(key) for key in keys]
-        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
-        while True:
-            try:
-                self._inner.wait(wanted, self._LOOK_AROUND_AFTER)
-                return
-            except RuntimeError:
-                if self._inner.check([self._FAILED]):
-                    raise RuntimeError("another rank failed in the rendezvous") from None
-                if time.monotonic() > deadline:
-                    raise
-
-    def add(self, key: str, value: int) -> int:
-        return self._inner.add(self._key(key), value)
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._written[self._key(key)] = None
+        super().set(key, value)
 
     def _key(self, key: str) -> str:
         """With message numbers that begin at 0."""

@@ -1,0 +1,241 @@
+"""The kernel calls of one attention of a program: their inputs, and the rows for their results.
+
+Views are made once, when the operation is bound to its tensors. Accumulators hold nothing at first:
+the first call to touch a row stores there (`fresh`), the others add. A kernel may write its result
+to the accumulator itself, where nothing is that it must be added to.
+
+A backward kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or
+`delta`. The missing one is made for all rows of the operation at once. A finite log-sum-exp is made
+for every run of rows that a call takes, since it must be contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import BackwardInputs, BackwardNeeds, Kernel, RowKernels
+from mesh_attention.plan.language.program import AttendBackward
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.device import ComputeStreams
+from mesh_attention.runtime.execute.binding import cut
+from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
+
+Into = tuple[Tensor | None, ...]  # where a kernel may write its results
+_Parts = Sequence[tuple[Any, ...]]  # tensors, rows of the result or None for all, whether fresh
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What has to be made for the calls of an operation: by intervals of its query rows."""
+
+    out: Interval | None
+    delta: Interval | None
+    lse: tuple[Interval, ...]
+
+    @classmethod
+    def of(
+        cls, calls: Sequence[tuple[BackwardNeeds, Interval]], *, has_out: bool, has_delta: bool
+    ) -> Missing:
+        return cls(
+            _hull([rows for needs, rows in calls if needs.out and not has_out]),
+            _hull([rows for needs, rows in calls if needs.delta and not has_delta]),
+            tuple(dict.fromkeys(rows for needs, rows in calls if needs.finite_lse)),
+        )
+
+    def head_bytes(self, problem: Problem) -> int:
+        """For one head of one batch element."""
+        statistics = sum(stop - start for start, stop in (self.delta or (0, 0), *self.lse))
+        start, stop = self.out or (0, 0)
+        out_bytes = (stop - start) * problem.v_dim * problem.element_bytes
+        return statistics * problem.accumulate_bytes + out_bytes
+
+
+def _hull(intervals: Sequence[Interval]) -> Interval | None:
+    if not intervals:
+        return None
+    return min(start for start, _ in intervals), max(stop for _, stop in intervals)
+
+
+class Preparation:
+    """The inputs of each call, from the tensors of the operation that they are rows of."""
+
+    def __init__(
+        self,
+        kernels: RowKernels,
+        calls: Sequence[tuple[BackwardNeeds, Interval]],
+        whole: BackwardInputs,
+    ) -> None:
+        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = whole
+        if out_BSHE is None and delta_BHS is None:
+            raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
+        self._kernels = kernels
+        self._calls = [
+            (
+                needs,
+                rows,
+                BackwardInputs(
+                    cut(grad_out_BSHE, 1, *rows),
+                    None if out_BSHE is None else cut(out_BSHE, 1, *rows),
+                    cut(lse_BHS, 2, *rows),
+                    None if delta_BHS is None else cut(delta_BHS, 2, *rows),
+                ),
+            )
+            for needs, rows in calls
+        ]
+        missing = Missing.of(calls, has_out=out_BSHE is not None, has_delta=delta_BHS is not None)
+        self._lse = {rows: cut(lse_BHS, 2, *rows) for rows in missing.lse}
+        # Where the rows that are made begin, and what they are made of.
+        self._for_out: tuple[int, Tensor, Tensor] | None = None
+        self._for_delta: tuple[int, Tensor, Tensor] | None = None
+        if (rows := missing.out) is not None and delta_BHS is not None:
+            self._for_out = rows[0], cut(grad_out_BSHE, 1, *rows), cut(delta_BHS, 2, *rows)
+        if (rows := missing.delta) is not None and out_BSHE is not None:
+            self._for_delta = rows[0], cut(out_BSHE, 1, *rows), cut(grad_out_BSHE, 1, *rows)
+
+    def make(self) -> list[BackwardInputs]:
+        first_out = first_delta = 0
+        made_out = made_delta = None
+        if self._for_out is not None:
+            first_out, grad_out, delta = self._for_out
+            made_out = self._kernels.stand_in(grad_out, delta)
+        if self._for_delta is not None:
+            first_delta, out, grad_out = self._for_delta
+            B, S, H, _ = out.shape
+            dtype = self._calls[0][2].lse.dtype
+            made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
+            self._kernels.delta(out, grad_out, made_delta)
+        finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
+        prepared = []
+        for needs, rows, inputs in self._calls:
+            start, stop = rows
+            if needs.out and made_out is not None:
+                inputs = inputs._replace(out=cut(made_out, 1, start - first_out, stop - first_out))
+            if needs.delta and made_delta is not None:
+                delta = cut(made_delta, 2, start - first_delta, stop - first_delta)
+                inputs = inputs._replace(delta=delta)
+            if needs.finite_lse:
+                inputs = inputs._replace(lse=finite[rows])
+            prepared.append(inputs)
+        return prepared
+
+
+def needs_of_calls(
+    op: AttendBackward, kernels: Mapping[str, Kernel]
+) -> list[tuple[BackwardNeeds, Interval]]:
+    """What the kernel of each call needs, and the rows of queries that the call takes."""
+    calls = []
+    for call in op.calls:
+        needs = kernels[call.kernel].backward_needs
+        assert needs is not None, f"{call.kernel} was chosen for a pass that it has not"
+        calls.append((needs, (call.q_start, call.q_stop)))
+    return calls
+
+
+class MergedRows:
+    """Rows of (out_BSHE, lse_BHS), into which a partial result is merged."""
+
+    def __init__(
+        self, kernels: RowKernels, out: Tensor, lse: Tensor, stretches: Sequence[Stretch]
+    ) -> None:
+        self._merge = kernels.merge_into
+        self._parts: _Parts = [
+            (cut(out, 1, start, stop), cut(lse, 2, start, stop), rows, fresh)
+            for (start, stop, fresh), rows in rows_in_result(stretches)
+        ]
+
+    def into(self, dtype: torch.dtype) -> Into:
+        return (_into(self._parts, dtype),)
+
+    def take(self, *results: Tensor) -> None:
+        out, lse = results
+        for acc_out, acc_lse, rows, fresh in self._parts:
+            if out is acc_out:  # written there by the kernel
+                acc_lse.copy_(lse)
+            elif rows is None:
+                self._merge(acc_out, acc_lse, out, lse, fresh=fresh)
+            else:
+                self._merge(acc_out, acc_lse, out[:, rows], lse[:, :, rows], fresh=fresh)
+
+
+class SummedRows:
+    """Rows of gradients (B, S, H, D), to which others are added."""
+
+    def __init__(
+        self, kernels: RowKernels, sums: Sequence[tuple[Tensor, Sequence[Stretch]]]
+    ) -> None:
+        self._sum = kernels.sum
+        self._sums: list[_Parts] = [
+            [
+                (cut(total, 1, start, stop), rows, fresh)
+                for (start, stop, fresh), rows in rows_in_result(stretches)
+            ]
+            for total, stretches in sums
+        ]
+
+    def into(self, dtype: torch.dtype) -> Into:
+        return tuple(_into(parts, dtype) for parts in self._sums)
+
+    def take(self, *results: Tensor) -> None:
+        for grad, parts in zip(results, self._sums, strict=True):
+            for total, rows, fresh in parts:
+                part = grad if rows is None else grad[:, rows]
+                if part is not total:  # or the kernel has written it there
+                    self._sum((part,) if fresh else (total, part), total)
+
+
+def _into(parts: _Parts, dtype: torch.dtype) -> Tensor | None:
+    if len(parts) != 1:
+        return None
+    target, *_, fresh = parts[0]
+    return target if fresh and target.dtype == dtype else None
+
+
+class KernelCalls:
+    """To be made in every call of the program."""
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[Callable[..., tuple[Tensor, ...]], MergedRows | SummedRows]],
+        untouched: Sequence[tuple[Tensor, float]],
+        preparation: Preparation | None,
+        turns: ComputeStreams | None,
+        *,
+        follows: bool,
+    ) -> None:
+        """`untouched`: rows that no call sees, and what they hold. `turns`: streams on which calls
+        take turns. `follows`: the first call reads what was computed right before it."""
+        self._calls, self._untouched = calls, untouched
+        self._preparation, self._turns, self._follows = preparation, turns, follows
+        two = turns is not None and preparation is not None
+        self._prepared: Any = torch.cuda.Event() if two else None  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> None:
+        turns = self._turns
+        for rows, value in self._untouched:
+            rows.fill_(value)
+        inputs: list[BackwardInputs] = []
+        for at, (call, target) in enumerate(self._calls):
+            if turns is not None:
+                turns.turn()
+                if at == 0 and self._follows:
+                    turns.follow()
+                if at == 1 and self._prepared is not None:
+                    turns.wait_for(self._prepared)
+            if at == 0 and self._preparation is not None:
+                inputs = self._preparation.make()
+                if turns is not None:
+                    turns.record(self._prepared)
+            results = call(*inputs[at : at + 1])
+            if turns is not None:
+                turns.follow()
+            target.take(*results)
+            del results  # before the next call asks for as much memory again
+        if turns is not None and self._preparation is not None:
+            turns.hold(inputs)
