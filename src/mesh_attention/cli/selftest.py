@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.local_ranks import LocalRanks
-from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.local_ranks import local_ranks
+from mesh_attention.cli.output import show, table
 from mesh_attention.cli.values import one_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import AUTO, METHODS
@@ -91,31 +89,23 @@ def run(args: argparse.Namespace) -> int:
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
     """As many as ran: the ranks of one that raised are gone."""
     checks: list[MethodCheck] = []
-    steps = count(1)
-    with progress(f"{NUM_RANKS} ranks at work") as tell:
-
-        def advance() -> None:
-            if tell is not None:
-                tell(next(steps), NUM_RANKS * (1 + len(cases)))
-
-        with LocalRanks(NUM_RANKS, advance) as ranks:
-            for name, mask_name, mask in cases:
-                try:
-                    (errors,) = filter(None, ranks.run(_method_errors, mask, {"method": name}))
-                    checks.append(MethodCheck(name, mask_name, *errors))
-                except MeshAttentionError as error:
-                    lines = str(error).strip().splitlines()
-                    checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
-                    break
-                if tell is None:
-                    print(f"checked: {name}, {mask_name}", file=sys.stderr, flush=True)
+    with local_ranks(NUM_RANKS, len(cases)) as run_on_ranks:
+        for name, mask_name, mask in cases:
+            try:
+                answers = run_on_ranks(f"{name}, {mask_name}", _method_errors, mask, name)
+                (errors,) = filter(None, answers)
+                checks.append(MethodCheck(name, mask_name, *errors))
+            except MeshAttentionError as error:
+                lines = str(error).strip().splitlines()
+                checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
+                break
     return checks
 
 
-def _method_errors(mask: Mask, options: dict[str, Any]) -> Any:
-    from mesh_attention.measure.exactness import method_errors  # imports torch, on ranks only
+def _method_errors(mask: Mask, method: str) -> Any:
+    from mesh_attention.measure.exactness import run_method  # imports torch, on ranks only
 
-    return method_errors(mask, options)
+    return run_method(mask, {"method": method}).errors
 
 
 def _check_kernels() -> tuple[list[KernelCheck], str | None]:
