@@ -25,7 +25,7 @@ from script import host, provenance, save, script_parser
 from mesh_attention.kernels.registry import choose, kernel_names
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.measure.curve_fit import Point, add_table, comment, pass_notes
-from mesh_attention.measure.kernel_rates import MARGIN, KernelMeter, Sizes, pass_rates, request
+from mesh_attention.measure.kernel_rates import MARGIN, KernelMeter, Sizes, request
 from mesh_attention.measure.profile import Effort
 from mesh_attention.measure.ranks import ranks_of_group
 from mesh_attention.plan.language.plan import Direction
@@ -93,8 +93,7 @@ def main() -> None:
             print(f"# {kernel.name} has no {direction} pass here")
             continue
         meter = KernelMeter(ranks, sizes, direction, kernel, kinds)
-        rates, curves, done_at = pass_rates(meter, 0.0, stand_in)
-        points = {kind: curve.points for kind, curve in curves.items()}
+        rates, points, done_at = meter.measured(0.0, stand_in)
         print(pass_section(kernel.name, direction, rates, points, source=source, done_at=done_at))
         result[direction.value] = {
             "rates": asdict(rates),

@@ -57,7 +57,7 @@ LAYERS = (
     ("plan.problem", "plan.__init__"),
     ("machine",),
     ("files", "plots"),
-    ("errors", "stability", "version"),
+    ("errors", "version"),
 )
 WITHOUT_TORCH = (
     "report",

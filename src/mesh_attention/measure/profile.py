@@ -26,7 +26,6 @@ from mesh_attention.measure.kernel_rates import (
     kernels_of,
     matrix_product_tflops,
     merge_costs,
-    pass_rates,
 )
 from mesh_attention.measure.links import KIB, LinkMeter
 from mesh_attention.measure.ranks import MeasureError, Ranks
@@ -198,10 +197,9 @@ class _Profiling:
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
                 timer = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
-                rates, curves, done_at = pass_rates(timer, gap, small)
+                rates, points, done_at = timer.measured(gap, small)
                 earlier = kernels.get(name, KernelRates())
                 kernels[name] = replace(earlier, **{direction.value: rates})
-                points = {kind: curve.points for kind, curve in curves.items()}
                 self._notes |= pass_notes(name, direction, rates, points, done_at)
                 self._tell()
         return kernels
@@ -248,7 +246,7 @@ class _Profiling:
         meter = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
         rows = self._sizes.first
         while True:
-            work = meter.call(CallKind.FULL, rows, rows, self._sizes.heads).work()
+            work = meter.call(CallKind.FULL, rows, rows, self._sizes.heads).work(0)
             takes = self._ranks.seconds(work, lasting=self._effort.lasting / 2)
             if takes < moving / 8 or rows <= 32:
                 return work, takes
