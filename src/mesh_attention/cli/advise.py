@@ -162,28 +162,26 @@ def run(args: argparse.Namespace) -> int:
             "settings_tried": choice.tried,
             "kernels_not_installed": missing_kernels(timelines),
         },
-        lambda: "\n".join(
-            [
-                *verdict,
-                "",
-                f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
-                f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
-                _table(ranking, least),
-                *_table_notes(ranking, cluster, problem),
-                *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
-                "",
-                *([auto] if auto else []),
-                "",
-                python,
-                *([] if args.output is None else [f"The plan is in {args.output}."]),
-                "",
-                *_moved_note(choice),
-                f"Cluster: {asked.found_by}.",
-                f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
-                "layer and one sequence.",
-                *missing_kernels_note(timelines),
-            ]
-        ),
+        lambda: [
+            *verdict,
+            "",
+            f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
+            _table(ranking, least),
+            *_table_notes(ranking, cluster, problem),
+            *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
+            "",
+            *([auto] if auto else []),
+            "",
+            python,
+            *([] if args.output is None else [f"The plan is in {args.output}."]),
+            "",
+            *_moved_note(choice),
+            f"Cluster: {asked.found_by}.",
+            f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
+            "layer and one sequence.",
+            *missing_kernels_note(timelines),
+        ],
     )
 
 

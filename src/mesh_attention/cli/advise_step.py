@@ -74,26 +74,24 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
             "assumptions": _assumptions(cluster),
             "largest": largest and [step and step.to_json() for step in largest],
         },
-        lambda: "\n".join(
-            [
-                f"{asked.num_ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
-                f"{nodes_text(asked.num_ranks, cluster.node.ranks)}\n{model.name}, "
-                f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
-                f"tokens, {asked.mask.describe()}",
-                _table(plan),
-                f"A GPU has {_gb_text(asked.memory_bytes)}, a host {_gb_text(asked.host_bytes)}; "
-                "! is more.",
-                *(f"{split}: {reason}" for split, reason in plan.refused.items()),
-                "",
-                *_verdict(best),
-                *([] if largest is None else [_largest_text(*largest, asked.num_ranks)]),
-                "",
-                *_python(best),
-                "",
-                *_assumptions(cluster),
-                f"Cluster: {found_by}. Modelled, not measured.",
-            ]
-        ),
+        lambda: [
+            f"{asked.num_ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{nodes_text(asked.num_ranks, cluster.node.ranks)}\n{model.name}, "
+            f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
+            f"tokens, {asked.mask.describe()}",
+            _table(plan),
+            f"A GPU has {_gb_text(asked.memory_bytes)}, a host {_gb_text(asked.host_bytes)}; "
+            "! is more.",
+            *(f"{split}: {reason}" for split, reason in plan.refused.items()),
+            "",
+            *_verdict(best),
+            *([] if largest is None else [_largest_text(*largest, asked.num_ranks)]),
+            "",
+            *_python(best),
+            "",
+            *_assumptions(cluster),
+            f"Cluster: {found_by}. Modelled, not measured.",
+        ],
     )
 
 

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         ]
     ok = all(outcome.ok for outcome in outcomes)
     page, line = write_report(args.output)
-    show(
+    return show(
         args,
         lambda: {
             "ok": ok,
@@ -92,25 +92,22 @@ def run(args: argparse.Namespace) -> int:
             "pictures": pictures,
             "page": page,
         },
-        lambda: _to_text(outcomes, [*(f"picture: {path}" for path in pictures), line]),
+        lambda: [*_to_lines(outcomes), *(f"picture: {path}" for path in pictures), line],
+        ok=ok,
     )
-    return 0 if ok else 1
 
 
-def _to_text(outcomes: Sequence[Outcome], files: Sequence[str]) -> str:
+def _to_lines(outcomes: Sequence[Outcome]) -> list[str]:
     rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for outcome in outcomes:
         errors = (f"{outcome.output_error:.1e}", f"{outcome.gradient_error:.1e}")
         units = (f"{outcome.counted_units:g} units", f"{outcome.case.paper_units} units")
         rows.append((outcome.case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
-    return "\n".join(
-        [
-            f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
-            table(rows),
-            "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
-            *files,
-        ]
-    )
+    return [
+        f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
+        table(rows),
+        "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
+    ]
 
 
 def write_report(folder: Path) -> tuple[str | None, str]:

@@ -51,12 +51,12 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
         show(
             args,
             lambda: {"file": str(args.output), "cluster": asdict(profile.cluster)},
-            lambda: _to_text(profile.cluster, args.output),
+            lambda: _to_lines(profile.cluster, args.output),
         )
     return 0
 
 
-def _to_text(cluster: Cluster, file: Path) -> str:
+def _to_lines(cluster: Cluster, file: Path) -> list[str]:
     gpu, node, network = cluster.gpu, cluster.node, cluster.network
     lines = [
         f"{cluster.description}",
@@ -78,7 +78,7 @@ def _to_text(cluster: Cluster, file: Path) -> str:
             f"{network.peer.gb_per_second:g}, all-to-alls {network.many_peers.gb_per_second:g}"
         )
     lines.append(f"written to {file}; use it as --cluster {file}, or ContextParallel(cluster=...)")
-    return "\n".join(lines)
+    return lines
 
 
 COMMAND = Command(

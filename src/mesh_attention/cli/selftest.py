@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     ok = len(checks) == len(cases) and all(check.ok for check in checks)
     ok = ok and all(check.ok for check in kernels)
     seconds = time.monotonic() - begin
-    show(
+    return show(
         args,
         lambda: {
             "ok": ok,
@@ -72,18 +72,16 @@ def run(args: argparse.Namespace) -> int:
             "ranks": NUM_RANKS,
             "gpu": device,
             "methods": [check.to_json() for check in checks],
-            "kernels": [_kernel_json(check) for check in kernels],
+            "kernels": [check.to_json() for check in kernels],
         },
-        lambda: "\n".join(
-            [
-                _methods_text(checks),
-                _kernels_text(kernels, device),
-                f"{'ok' if ok else 'WRONG'}: mesh-attention {__version__}, "
-                f"{len(checks) + len(kernels)} checks in {seconds:.0f} s",
-            ]
-        ),
+        lambda: [
+            *_methods_lines(checks),
+            *_kernels_lines(kernels, device),
+            f"{'ok' if ok else 'WRONG'}: mesh-attention {__version__}, "
+            f"{len(checks) + len(kernels)} checks in {seconds:.0f} s",
+        ],
+        ok=ok,
     )
-    return 0 if ok else 1
 
 
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
@@ -120,20 +118,16 @@ def _check_kernels() -> tuple[list[KernelCheck], str | None]:
     return [*checks, *kernel_checks("cuda")], torch.cuda.get_device_name(0)
 
 
-def _kernel_json(check: KernelCheck) -> dict[str, Any]:
-    return check._asdict() | {"ok": check.ok, "errors": check.errors and check.errors._asdict()}
-
-
-def _methods_text(checks: list[MethodCheck]) -> str:
+def _methods_lines(checks: list[MethodCheck]) -> list[str]:
     rows = [("method", "mask", "error", "of gradients", "")]
     for check in checks:
         errors = (f"{check.output_error:.1e}", f"{check.gradient_error:.1e}")
         word = "ok" if check.ok else f"WRONG {check.failure}"
         rows += [(check.method, check.mask, *errors, word)]
-    return f"{NUM_RANKS} processes, float64, forward and backward\n{table(rows)}\n"
+    return [f"{NUM_RANKS} processes, float64, forward and backward", table(rows), ""]
 
 
-def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
+def _kernels_lines(checks: list[KernelCheck], device: str | None) -> list[str]:
     rows = [("kernel", "on", "error", "of gradients", "")]
     for check in checks:
         if check.errors is not None:
@@ -148,7 +142,7 @@ def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
             lines.append(f"not used here: {check.kernel} on {check.device}: {check.note}")
     if device is None:
         lines.append("No GPU was found, so the kernels of GPUs were not checked.")
-    return "\n".join([*lines, ""])
+    return [*lines, ""]
 
 
 COMMAND = Command(

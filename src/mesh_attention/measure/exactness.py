@@ -62,6 +62,9 @@ class KernelCheck(NamedTuple):
     def ok(self) -> bool:
         return self.errors is None or self.errors.are_within(self.tolerance)
 
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"ok": self.ok, "errors": self.errors and self.errors._asdict()}
+
 
 class MethodRun(NamedTuple):
     """`errors` on the first rank only; units of the forward pass that this rank received, and that
