@@ -56,7 +56,7 @@ LAYERS = (
     ("plan.language",),
     ("plan.problem", "plan.__init__"),
     ("machine",),
-    ("files", "plots"),
+    ("files",),
     ("errors", "version"),
 )
 WITHOUT_TORCH = (
@@ -67,7 +67,6 @@ WITHOUT_TORCH = (
     "plan",
     "machine",
     "files",
-    "plots",
     "errors",
     "version",
 )

@@ -16,7 +16,7 @@ from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.local_ranks import local_ranks
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cost.gantt import draw_gantt
+from mesh_attention.cost.gantt import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.errors import MeshAttentionError
@@ -27,7 +27,6 @@ from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.table import TILES
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
 

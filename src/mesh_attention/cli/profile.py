@@ -28,17 +28,21 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     # Imported here, as they import torch, which most commands do not need.
     import torch
 
-    from mesh_attention.measure.profile import Effort, profile_ranks
+    from mesh_attention.measure.kernel_rates import Sizes
+    from mesh_attention.measure.profile import profile_ranks
 
     ranks.of_first(lambda: check_writable(args.output))
     with progress("measuring", shown=ranks.rank == 0) as tell:
         profile = profile_ranks(
             ranks,
             name=args.name or args.output.stem or "measured",
-            heads=args.heads,
-            head_dim=args.head_dim,
-            dtype=None if args.dtype is None else getattr(torch, args.dtype),
-            effort=Effort.usual(ranks.device, quick=args.quick),
+            sizes=Sizes.usual(
+                ranks.device,
+                heads=args.heads,
+                head_dim=args.head_dim,
+                dtype=None if args.dtype is None else getattr(torch, args.dtype),
+                quick=args.quick,
+            ),
             progress=tell,
         )
 

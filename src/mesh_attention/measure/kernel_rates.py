@@ -63,13 +63,36 @@ class MeasuredPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the calls that are measured. `lasting`: seconds of a measurement, about."""
+    """Sizes of the calls and transfers that are measured. `lasting`: seconds of a measurement,
+    about."""
 
     heads: int
     head_dim: int
     dtype: torch.dtype
-    first: int  # rows of the smallest square
+    first: int  # rows of the smallest square of queries and keys
+    transfers: tuple[int, ...]  # bytes, ascending
     lasting: float
+
+    @staticmethod
+    def usual(
+        device: torch.device,
+        *,
+        heads: int | None = None,
+        head_dim: int = 128,
+        dtype: torch.dtype | None = None,
+        quick: bool = False,
+    ) -> Sizes:
+        lasting = 0.02 if quick else 0.2
+        if device.type == "cuda":
+            first, kib = 1024, (64, 1024, 8192) if quick else (64, 512, 4096, 16384, 65536)
+            usual_heads, usual_dtype = 32, torch.bfloat16
+        else:
+            first, kib = 128, (16, 512) if quick else (16, 128, 1024, 4096)
+            usual_heads, usual_dtype = 4, torch.float32
+        transfers = tuple(n << 10 for n in kib)
+        return Sizes(
+            heads or usual_heads, head_dim, dtype or usual_dtype, first, transfers, lasting
+        )
 
 
 def kernels_of(

@@ -15,7 +15,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -287,13 +287,12 @@ def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction,
             if len(times) == 2:  # the first makes executors, and buffers of transports
                 once = sum(times[-1])
                 runs = 1 + max(LEAST_RUNS, min(MOST_RUNS, int(lasting / max(once, 1e-9))))
-    forward, backward = (_faster_half(column) for column in zip(*times[1:], strict=True))
+    # The mean of the faster half: a disturbance only ever makes a run longer.
+    forward, backward = (
+        statistics.mean(sorted(column)[: (len(column) + 1) // 2])
+        for column in zip(*times[1:], strict=True)
+    )
     return {Direction.FORWARD: forward, Direction.BACKWARD: backward}
-
-
-def _faster_half(times: Sequence[float]) -> float:
-    """The mean of the faster half: a disturbance only ever makes a run longer."""
-    return statistics.mean(sorted(times)[: (len(times) + 1) // 2])
 
 
 def _timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[Any, float]:
