@@ -83,6 +83,7 @@ class Sizes:
         quick: bool = False,
     ) -> Sizes:
         lasting = 0.02 if quick else 0.2
+        kib: tuple[int, ...]
         if device.type == "cuda":
             first, kib = 1024, (64, 1024, 8192) if quick else (64, 512, 4096, 16384, 65536)
             usual_heads, usual_dtype = 32, torch.bfloat16
