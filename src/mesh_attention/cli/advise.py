@@ -98,8 +98,9 @@ def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
     cluster, found_by = _cluster_of(args)
     batch = getattr(args, "batch", None) or 1
     share = with_memory(cluster, gpu_bytes(cluster) / batch)
-    question = (problem, ranks, share, found_by, directions_of(args), options, args.kernel)
-    return AskedOfAll(*question, batch)
+    return AskedOfAll(
+        problem, ranks, share, found_by, directions_of(args), options, args.kernel, batch
+    )
 
 
 def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
