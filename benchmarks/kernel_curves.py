@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 
 import torch
@@ -25,8 +25,7 @@ from script import host, provenance, save, script_parser
 from mesh_attention.kernels.registry import choose, kernel_names
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.measure.curve_fit import Point, add_table, comment, pass_notes
-from mesh_attention.measure.kernel_rates import MARGIN, KernelMeter, Sizes, pass_rates, request
-from mesh_attention.measure.profile import Effort
+from mesh_attention.measure.kernel_rates import MARGIN, KernelMeter, Sizes, request
 from mesh_attention.measure.ranks import ranks_of_group
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import CallKind
@@ -76,8 +75,8 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     ranks = ranks_of_group(None, device)
-    dtype = torch.bfloat16 if ranks.is_cuda else torch.float32
-    sizes = Sizes(args.heads, args.head_dim, dtype, Effort.usual(device).rows, args.lasting)
+    sizes = Sizes.usual(device, heads=args.heads, head_dim=args.head_dim)
+    sizes = replace(sizes, lasting=args.lasting)
     asked = request(ranks, sizes, Direction.FORWARD, CallKind.FULL)
     kernel = choose(asked, force=args.kernel).kernel
     machine = torch.cuda.get_device_name(device) if ranks.is_cuda else host()
@@ -93,8 +92,7 @@ def main() -> None:
             print(f"# {kernel.name} has no {direction} pass here")
             continue
         meter = KernelMeter(ranks, sizes, direction, kernel, kinds)
-        rates, curves, done_at = pass_rates(meter, 0.0, stand_in)
-        points = {kind: curve.points for kind, curve in curves.items()}
+        rates, points, done_at = meter.measured(0.0, stand_in)
         print(pass_section(kernel.name, direction, rates, points, source=source, done_at=done_at))
         result[direction.value] = {
             "rates": asdict(rates),

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.measure.profile import Effort, profile_ranks
+from mesh_attention.measure.kernel_rates import Sizes
+from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks
 
 JUDGED_AFTER = 3  # rounds
@@ -231,8 +232,8 @@ def run_cells(ranks: Ranks, args: Any) -> None:
 
     dtype = DTYPES[2 if ranks.is_cuda else 4]
     heads = max(int(x.split(":")[0]) for x in args.heads)
-    effort = Effort.usual(ranks.device, quick=args.quick)
-    profile = profile_ranks(ranks, heads=heads, head_dim=args.dim, dtype=dtype, effort=effort)
+    sizes = Sizes.usual(ranks.device, heads=heads, head_dim=args.dim, dtype=dtype, quick=args.quick)
+    profile = profile_ranks(ranks, sizes=sizes)
     say_first(ranks, f"profiled {ranks.size} ranks in {time.monotonic() - begun:.0f} s")
     device = profile.cluster.gpu.name
     tell({"ranks": ranks.size, "device": device, "cluster": profile.text})

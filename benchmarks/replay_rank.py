@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: by_pass if len(by_pass) > 1 else replays[0].to_json(),
-        lambda: _for_people(replays),
+        lambda: [_for_people(replays)],
     )
 
 

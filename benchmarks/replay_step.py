@@ -23,8 +23,8 @@ from script import provenance, save, script_parser
 from mesh_attention import ContextParallel
 from mesh_attention.cli.values import size
 from mesh_attention.machine.load import load_cluster
+from mesh_attention.step.costs import Keeps
 from mesh_attention.step.splits import PlannedStep, plan_step
-from mesh_attention.step.step_memory import Keeps
 
 GB = 1e9
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.ask import make_plan
+from mesh_attention.cost.gantt import pyplot
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.draw import computed_cells
-from mesh_attention.plots import pyplot
 
 PICTURE = Path(__file__).with_name("pictures") / "methods.png"
 RANKS = 16

@@ -28,9 +28,9 @@ from mesh_attention.request.kept_calls import attend_once
 from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.step.costs import Keeps
 from mesh_attention.step.model_shapes import ModelShape
 from mesh_attention.step.splits import PlannedStep
-from mesh_attention.step.step_memory import Keeps
 from replay.hold import CudaHolder, Mode
 from replay.measure import ReplayTransport
 from replay.rank import rank_to_replay

@@ -4,7 +4,10 @@ Every error names the values it saw and the way out. All are `ValueError`s, beca
 about something the caller passed in; our own broken invariants are `assert`s instead.
 """
 
-__all__ = ["MeshAttentionError", "MissingPackageError", "PlanError", "PlanTextError"]
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class MeshAttentionError(ValueError):
@@ -21,3 +24,12 @@ class PlanError(MeshAttentionError):
 
 class PlanTextError(MeshAttentionError):
     """A text is not the text form of a plan."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """
+    >>> did_you_mean("zigzg", ["zigzag", "striped"]), did_you_mean("?", ["zigzag"])
+    (' (did you mean zigzag?)', '')
+    """
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

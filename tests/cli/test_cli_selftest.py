@@ -15,14 +15,14 @@ from mesh_attention.cli import selftest
 from mesh_attention.cli.main import main
 from mesh_attention.cli.selftest import MethodCheck
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.measure.exactness import Errors, KernelCheck, kernel_checks, method_errors
+from mesh_attention.measure.exactness import Errors, KernelCheck, kernel_checks, run_method
 from support.pool import WorkerPool
 
 MISSING = KernelCheck("flash_attn3", "cuda", None, 2e-2, "is not installed", "fa3-fwd")
 
 
 def on_rank(rank: int, world_size: int, mask: Mask, scale: float | None) -> Errors | None:
-    return method_errors(mask, {"method": "mesh", "softmax_scale": scale})
+    return run_method(mask, {"method": "mesh", "softmax_scale": scale}).errors
 
 
 def test_a_method_that_scales_scores_by_a_thousandth_too_much_is_found(pool: WorkerPool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.cli.simulate import Simulated, to_text
+from mesh_attention.cli.simulate import Simulated, to_lines
 from mesh_attention.cost import simulate as simulate_plan
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.machine.load import cluster_names
@@ -189,12 +189,12 @@ def test_passes_of_two_methods_are_told_apart() -> None:
     for method, direction in (("usp", Direction.FORWARD), ("mesh-usp", Direction.BACKWARD)):
         plan = plan_on("paper", problem, 4, method=method, directions=(direction,))
         found.append(Simulated(simulate_plan(plan, "paper", direction), {}))
-    lines = to_text(found).splitlines()
+    lines = "\n".join(to_lines(found)).splitlines()
     assert lines[0].startswith("usp and mesh-usp on 4 ranks of paper")
     assert any(line.startswith("forward: usp, ") for line in lines)
     assert any(line.startswith("backward: mesh-usp, ") for line in lines)
-    assert to_text(found[:1]).startswith("usp on 4 ranks")
-    assert "forward: usp" not in to_text(found[:1])
+    assert to_lines(found[:1])[0].startswith("usp on 4 ranks")
+    assert not any("forward: usp" in line for line in to_lines(found[:1]))
 
 
 def test_a_batch_multiplies_bytes_and_says_how_long_it_takes_at_most(

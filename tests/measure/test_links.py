@@ -46,7 +46,7 @@ class OtherIsLate(Ranks):
     def average(self, numbers: Sequence[float]) -> list[float]:
         return [number + 0.5 for number in numbers]
 
-    def _most(self, numbers: Sequence[float]) -> list[float]:
+    def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
         return [number + 1.0 for number in numbers]
 
     def _elapsed(self, work: Work, repeats: int) -> list[float]:

@@ -21,19 +21,20 @@ from mesh_attention.cost import simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.files import check_writable
 from mesh_attention.machine.load import parse_cluster
-from mesh_attention.measure.profile import Effort, profile_ranks
+from mesh_attention.measure.kernel_rates import Sizes
+from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks, ranks_of_group
 from mesh_attention.plan.language.plan import Direction
 from support.pool import WorkerPool
 from support.raised import raised_by
 
 CPU = torch.device("cpu")
-SHORT = Effort(0.001, 8, (1 << 10, 1 << 12))
+SHORT = Sizes(1, 8, torch.float32, 8, (1 << 10, 1 << 12), 0.001)
 MANY = "LOCAL_WORLD_SIZE"
 
 
 def measured(ranks: Ranks, **how: Any) -> str:
-    return profile_ranks(ranks, heads=1, head_dim=8, effort=SHORT, **how).text
+    return profile_ranks(ranks, sizes=SHORT, **how).text
 
 
 def one_node(rank: int, world_size: int) -> dict[str, Any]:

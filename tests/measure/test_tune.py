@@ -22,9 +22,8 @@ from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
-from mesh_attention.measure.attempts import Attempts, Refusal, reason_of
 from mesh_attention.measure.ranks import ranks_of_group
-from mesh_attention.measure.tune import tune_ranks
+from mesh_attention.measure.tune import Refusal, attempt, reason_of, tune_ranks
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.runtime.agreement.handshake import DisagreementError
@@ -198,7 +197,6 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
         found["lines"] = lines
     finally:
         tune_module.plan_seconds = measure
-    impatient, attempts = Attempts(ranks, patience=0.2), Attempts(ranks)
 
     def refuses() -> int:
         if rank == 0:
@@ -208,13 +206,13 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
     def refuse_differently() -> int:
         raise PlanError("this") if rank == 0 else torch.OutOfMemoryError("that")
 
-    found["one_rank"] = raised_by(lambda: impatient.make(refuses)).error
-    found["differ"] = raised_by(lambda: attempts.make(refuse_differently)).error
+    found["one_rank"] = raised_by(lambda: attempt(ranks, refuses, patience=0.2)).error
+    found["differ"] = raised_by(lambda: attempt(ranks, refuse_differently)).error
 
     def all_refuse() -> int:
         raise PlanError(f"as rank {rank} says")
 
-    assert attempts.make(all_refuse) == Refusal("as rank 0 says")
+    assert attempt(ranks, all_refuse) == Refusal("as rank 0 says")
     return found
 
 

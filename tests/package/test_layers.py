@@ -56,8 +56,8 @@ LAYERS = (
     ("plan.language",),
     ("plan.problem", "plan.__init__"),
     ("machine",),
-    ("files", "plots"),
-    ("errors", "stability", "version"),
+    ("files",),
+    ("errors", "version"),
 )
 WITHOUT_TORCH = (
     "report",
@@ -67,7 +67,6 @@ WITHOUT_TORCH = (
     "plan",
     "machine",
     "files",
-    "plots",
     "errors",
     "version",
 )

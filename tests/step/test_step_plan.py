@@ -11,11 +11,16 @@ import pytest
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.load import load_cluster
-from mesh_attention.step.layer_attention import LayerAttention
+from mesh_attention.step.costs import (
+    Keeps,
+    LayerAttention,
+    Policy,
+    policies,
+    step_memory,
+    step_time,
+)
 from mesh_attention.step.model_shapes import MODELS, ModelShape, model_shape
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
-from mesh_attention.step.step_memory import Keeps, Policy, policies, step_memory
-from mesh_attention.step.step_time import step_time
 
 H100 = load_cluster("hgx-h100")
 TINY = ModelShape("tiny", 4, 2, 8, layers=3, hidden=32, intermediate=64, vocabulary=100)

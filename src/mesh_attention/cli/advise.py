@@ -17,7 +17,7 @@ from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
-from mesh_attention.cli.advise_step import check_flags, run_step
+from mesh_attention.cli.advise_step import check_flags, run_step, step_of_model
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -28,6 +28,7 @@ from mesh_attention.cli.options import (
 )
 from mesh_attention.cli.output import (
     Progress,
+    batch_note,
     missing_kernels,
     missing_kernels_note,
     nodes_text,
@@ -36,7 +37,6 @@ from mesh_attention.cli.output import (
     table,
 )
 from mesh_attention.cli.values import byte_size, size
-from mesh_attention.cli.verdict import verdict_of
 from mesh_attention.cost.detect_cluster import (
     NEAREST,
     Machine,
@@ -98,8 +98,9 @@ def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
     cluster, found_by = _cluster_of(args)
     batch = getattr(args, "batch", None) or 1
     share = with_memory(cluster, gpu_bytes(cluster) / batch)
-    question = (problem, ranks, share, found_by, directions_of(args), options, args.kernel)
-    return AskedOfAll(*question, batch)
+    return AskedOfAll(
+        problem, ranks, share, found_by, directions_of(args), options, args.kernel, batch
+    )
 
 
 def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         write_choice(args.output, choice.question)
     least = {d: least_bytes(problem, ranks, d) for d in asked.directions}
-    verdict = verdict_of(ranking, asked.batch, args.model)
+    verdict = _verdict(ranking, asked.batch, args.model)
     python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
     timelines = [scored.timeline for scored in choice.chosen.values()]
     return show(
@@ -162,29 +163,43 @@ def run(args: argparse.Namespace) -> int:
             "settings_tried": choice.tried,
             "kernels_not_installed": missing_kernels(timelines),
         },
-        lambda: "\n".join(
-            [
-                *verdict,
-                "",
-                f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
-                f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
-                _table(ranking, least),
-                *_table_notes(ranking, cluster, problem),
-                *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
-                "",
-                *([auto] if auto else []),
-                "",
-                python,
-                *([] if args.output is None else [f"The plan is in {args.output}."]),
-                "",
-                *_moved_note(choice),
-                f"Cluster: {asked.found_by}.",
-                f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
-                "layer and one sequence.",
-                *missing_kernels_note(timelines),
-            ]
-        ),
+        lambda: [
+            *verdict,
+            "",
+            f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
+            _table(ranking, least),
+            *_table_notes(ranking, cluster, problem),
+            *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
+            "",
+            *([auto] if auto else []),
+            "",
+            python,
+            *([] if args.output is None else [f"The plan is in {args.output}."]),
+            "",
+            *_moved_note(choice),
+            f"Cluster: {asked.found_by}.",
+            f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
+            "layer and one sequence.",
+            *missing_kernels_note(timelines),
+        ],
     )
+
+
+def _verdict(ranking: Ranking, batch: int, model: str | None) -> list[str]:
+    """In sentences. The cluster of the ranking has the memory that one sequence of a batch has."""
+    chosen, asked = ranking.chosen, ranking.choice.asked
+    lines = chosen.too_large(batch)
+    if not lines:
+        needs, limit = (
+            bytes_text(x * batch) for x in (chosen.peak_bytes, gpu_bytes(asked.cluster))
+        )
+        lines = [f"Use {chosen.name}. It fits: attention needs {needs} of the {limit} of a GPU."]
+    lines.append(ranking.reason)
+    lines += batch_note(batch, chosen.seconds)
+    if model is not None and len(chosen.passes) > 1:
+        lines.append(step_of_model(ranking, batch, model_shape(model)))
+    return lines
 
 
 _TOO_MUCH, _TIE = "!", "="  # marks what needs more memory than a GPU has, and what is as fast

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from mesh_attention.choose.explain import time_text
 from mesh_attention.choose.plan_file import default_line
-from mesh_attention.choose.ranking import name_of
+from mesh_attention.choose.ranking import Ranking, name_of
+from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cli.options import problem_of, question_flags, ranks_of
 from mesh_attention.cli.output import nodes_text, progress, show, table
 from mesh_attention.cli.values import byte_size
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.step.costs import Keeps
+from mesh_attention.step.model_shapes import ModelShape
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
-from mesh_attention.step.step_memory import Keeps
 
 FLAGS = (
     Flag("--step", "plan a whole training step of --model: memory, time, what to enable"),
@@ -70,30 +74,28 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
             "assumptions": _assumptions(cluster),
             "largest": largest and [step and step.to_json() for step in largest],
         },
-        lambda: "\n".join(
-            [
-                f"{asked.num_ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
-                f"{nodes_text(asked.num_ranks, cluster.node.ranks)}\n{model.name}, "
-                f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
-                f"tokens, {asked.mask.describe()}",
-                _table(plan),
-                f"A GPU has {gb_text(asked.memory_bytes)}, a host {gb_text(asked.host_bytes)}; "
-                "! is more.",
-                *(f"{split}: {reason}" for split, reason in plan.refused.items()),
-                "",
-                *_verdict(best),
-                *([] if largest is None else [_largest_text(*largest, asked.num_ranks)]),
-                "",
-                *_python(best),
-                "",
-                *_assumptions(cluster),
-                f"Cluster: {found_by}. Modelled, not measured.",
-            ]
-        ),
+        lambda: [
+            f"{asked.num_ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{nodes_text(asked.num_ranks, cluster.node.ranks)}\n{model.name}, "
+            f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
+            f"tokens, {asked.mask.describe()}",
+            _table(plan),
+            f"A GPU has {_gb_text(asked.memory_bytes)}, a host {_gb_text(asked.host_bytes)}; "
+            "! is more.",
+            *(f"{split}: {reason}" for split, reason in plan.refused.items()),
+            "",
+            *_verdict(best),
+            *([] if largest is None else [_largest_text(*largest, asked.num_ranks)]),
+            "",
+            *_python(best),
+            "",
+            *_assumptions(cluster),
+            f"Cluster: {found_by}. Modelled, not measured.",
+        ],
     )
 
 
-def gb_text(num_bytes: float) -> str:
+def _gb_text(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
@@ -104,7 +106,7 @@ def _table(plan: StepPlan) -> str:
         gpu, host = ("!" if lacking else "" for lacking in step.lacking_bytes)
         rows.append([f"{step.data} x {step.context}", str(step.sequences), f"{step.seconds:.2f}"])
         rows[-1] += [f"{step.tokens_per_second_per_gpu:.0f}", f"{step.mfu_percent:.1f} %"]
-        rows[-1] += [gpu + gb_text(step.memory.peak[1]), host + gb_text(step.node_host_bytes)]
+        rows[-1] += [gpu + _gb_text(step.memory.peak[1]), host + _gb_text(step.node_host_bytes)]
         rows[-1] += [step.policy.text, name_of(step.attention.choice.chosen)]
     return table(rows)
 
@@ -117,14 +119,14 @@ def _verdict(step: PlannedStep) -> list[str]:
         f"Best: {step.data} x {step.context}. Seconds: "
         + ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in times.items() if x)
         + ". Of parameters and offload only what is exposed counts.",
-        f"A GPU holds {gb_text(peak)}: "
-        + ", ".join(f"{n.replace('_', ' ')} {gb_text(parts[n])}" for n in names if parts[n])
-        + f". Attention's workspace is {gb_text(step.attention.workspace_bytes)}; on the host "
-        f"{gb_text(step.memory.host)}.",
+        f"A GPU holds {_gb_text(peak)}: "
+        + ", ".join(f"{n.replace('_', ' ')} {_gb_text(parts[n])}" for n in names if parts[n])
+        + f". Attention's workspace is {_gb_text(step.attention.workspace_bytes)}; on the host "
+        f"{_gb_text(step.memory.host)}.",
     ]
     if not step.fits:
         words.append(
-            f"It does not fit: {lacking_text(step)}, and no policy lacks less; take more ranks, "
+            f"It does not fit: {_lacking_text(step)}, and no policy lacks less; take more ranks, "
             "fewer tokens or more memory."
         )
     return words
@@ -133,19 +135,51 @@ def _verdict(step: PlannedStep) -> list[str]:
 def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_ranks: int) -> str:
     if fitting is None:
         return f"No context fits on {num_ranks} ranks: the model itself is too large for them."
-    ends = "" if beyond is None else f" With {beyond.tokens} {lacking_text(beyond)}."
+    ends = "" if beyond is None else f" With {beyond.tokens} {_lacking_text(beyond)}."
     return (
         f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, {fitting.seconds:.0f} s "
         f"a step ({fitting.policy.text}).{ends}"
     )
 
 
-def lacking_text(step: PlannedStep) -> str:
+def _lacking_text(step: PlannedStep) -> str:
     places = zip(step.lacking_bytes, ("GPU", "host"), strict=True)
     lacking = [
-        f"each {place} lacks {gb_text(num_bytes)}" for num_bytes, place in places if num_bytes
+        f"each {place} lacks {_gb_text(num_bytes)}" for num_bytes, place in places if num_bytes
     ]
     return " and ".join(lacking)
+
+
+def step_of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
+    """What a training step of the whole model does if all ranks share each sequence."""
+    asked = ranking.choice.asked
+    problem, ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
+    if not model.layers or cluster.step is None:
+        why = f"{cluster.name} has no rates for it" if model.layers else "it has experts"
+        return f"Tokens per second of all of {model.name} are not modelled: {why}."
+    if problem != Problem(problem.q_tokens, mask=problem.mask, **model.heads):
+        return f"Tokens per second of {model.name} are not modelled: these are not its sizes."
+    step = plan_step(
+        model,
+        problem.q_tokens,
+        ranks,
+        cluster=cluster,
+        memory_bytes=gpu_bytes(cluster) * batch,
+        mask=problem.mask,
+        batch=batch,
+        context=ranks,
+    ).best
+    if not step.fits:
+        return (
+            f"To train all of {model.name}, {ranks} ranks are too few: {_lacking_text(step)}. "
+            "--step compares every split; --step --largest finds the longest context that fits."
+        )
+    speed = step.tokens_per_second_per_gpu
+    return (
+        f"All of {model.name} trains at {speed * ranks:,.0f} tokens a second ({speed:,.0f} a GPU), "
+        f"{time_text(step.seconds)} a step, and fits: {_gb_text(step.memory.peak[1])} of a GPU "
+        f"({step.policy.text})."
+    )
 
 
 def _python(step: PlannedStep) -> list[str]:

@@ -15,13 +15,12 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, did_you_mean
 
 if TYPE_CHECKING:
     from mesh_attention.measure.ranks import Ranks
@@ -252,12 +251,3 @@ def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
     if options and not names.startswith("-"):
         names = ", ".join(flags.get(name, [name])[0] for name in names.split(", "))
     return (before + options + names).replace("`", "")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """
-    >>> did_you_mean("zigzg", ["zigzag", "striped"]), did_you_mean("?", ["zigzag"])
-    (' (did you mean zigzag?)', '')
-    """
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

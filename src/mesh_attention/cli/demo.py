@@ -8,18 +8,15 @@ the transport. The parent runs the ranks in a pool of processes, draws pictures 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.local_ranks import LocalRanks
-from mesh_attention.cli.output import Progress, progress, show, table
-from mesh_attention.cost.gantt import draw_gantt
+from mesh_attention.cli.local_ranks import local_ranks
+from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cost.gantt import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.errors import MeshAttentionError
@@ -30,19 +27,17 @@ from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.table import TILES
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plots import pyplot
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
 
 NUM_RANKS = 9
 TOLERANCE = 1e-10
 CLUSTER = "hgx-h100"
-_TOKENS, _HEADS, _HEAD_DIM = 1152, 4, 32
+_SIZES = {"tokens": 1152, "heads": 4, "kv_heads": 4, "head_dim": 32}
 _SCALING_RANKS = 16  # of the page: seconds, and not half a minute
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     title: str
     tile: tuple[int, int]
     rotation: bool
@@ -61,8 +56,7 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Units counted at the transport, and the largest error against float64, of one case."""
 
     case: Case
@@ -77,17 +71,19 @@ class Outcome:
         return exact and self.counted_units == self.planned_units == self.case.paper_units
 
     def to_json(self) -> dict[str, Any]:
-        numbers = asdict(self) | {"case": self.case.title}
+        numbers = self._asdict() | {"case": self.case.title}
         return {"paper_units": self.case.paper_units, "ok": self.ok} | numbers
 
 
 def run(args: argparse.Namespace) -> int:
     pictures = _draw(args.output)
-    with progress(f"{NUM_RANKS} ranks at work") as tell:
-        outcomes = run_cases(tell)
+    with local_ranks(NUM_RANKS, len(CASES)) as run_on_ranks:
+        outcomes = [
+            _outcome(case, run_on_ranks(case.title, _run_case, case.options)) for case in CASES
+        ]
     ok = all(outcome.ok for outcome in outcomes)
     page, line = write_report(args.output)
-    show(
+    return show(
         args,
         lambda: {
             "ok": ok,
@@ -95,25 +91,22 @@ def run(args: argparse.Namespace) -> int:
             "pictures": pictures,
             "page": page,
         },
-        lambda: _to_text(outcomes, [*(f"picture: {path}" for path in pictures), line]),
+        lambda: [*_to_lines(outcomes), *(f"picture: {path}" for path in pictures), line],
+        ok=ok,
     )
-    return 0 if ok else 1
 
 
-def _to_text(outcomes: Sequence[Outcome], files: Sequence[str]) -> str:
+def _to_lines(outcomes: Sequence[Outcome]) -> list[str]:
     rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for outcome in outcomes:
         errors = (f"{outcome.output_error:.1e}", f"{outcome.gradient_error:.1e}")
         units = (f"{outcome.counted_units:g} units", f"{outcome.case.paper_units} units")
         rows.append((outcome.case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
-    return "\n".join(
-        [
-            f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
-            table(rows),
-            "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
-            *files,
-        ]
-    )
+    return [
+        f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
+        table(rows),
+        "\nOne unit is one Q partition; counted at the transport, forward, all ranks together.",
+    ]
 
 
 def write_report(folder: Path) -> tuple[str | None, str]:
@@ -124,7 +117,7 @@ def write_report(folder: Path) -> tuple[str | None, str]:
         return None, f"no page: {error}"
     page = folder / "report.html"
     # Nine GPUs with as many heads as the demonstration has, and tokens that keep them busy.
-    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=_HEADS, head_dim=128)
+    problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=4, head_dim=128)
     with progress("searching and simulating all methods") as tell:
         facts = report_facts(
             find_best(problem, NUM_RANKS, load_cluster(CLUSTER), progress=tell),
@@ -166,48 +159,16 @@ def _draw(folder: Path) -> list[str]:
     return [str(assignments), str(schedule)]
 
 
-def run_cases(tell: Progress | None) -> list[Outcome]:
-    """Runs all cases on nine processes. Without a bar, standard error says what was checked."""
-    steps = count(1)
+def _run_case(options: dict[str, Any]) -> tuple[float, float, list[float]]:
+    from mesh_attention.measure.exactness import run_method  # imports torch, on ranks only
 
-    def advance() -> None:
-        if tell is not None:
-            tell(next(steps), NUM_RANKS * (1 + len(CASES)))
-
-    outcomes = []
-    with LocalRanks(NUM_RANKS, advance) as ranks:
-        for case in CASES:
-            parts = ranks.run(_run_case, case)
-            (checked,) = (errors for _, errors in parts if errors is not None)
-            outcomes.append(Outcome(case, sum(units for units, _ in parts), *checked))
-            if tell is None:
-                print(f"checked: {case.title}", file=sys.stderr, flush=True)
-    return outcomes
+    done = run_method(Mask(), options, **_SIZES)
+    return done.counted_units, done.planned_units, [*(done.errors or ())]
 
 
-def _run_case(case: Case) -> tuple[float, tuple[float, float, float] | None]:
-    """The units that this rank received; on the first rank also the planned ones and the errors."""
-    import torch
-    import torch.distributed as dist
-
-    from mesh_attention.api.context_parallel import ContextParallel
-    from mesh_attention.measure.exactness import errors_of
-
-    torch.manual_seed(0)
-    shape = (1, _TOKENS, _HEADS, _HEAD_DIM)
-    q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for _ in range(4))
-    sizes: Any = {"seq_len": _TOKENS, "num_heads": _HEADS, "head_dim": _HEAD_DIM, "causal": False}
-    with ContextParallel(dtype=torch.float64, **sizes, **case.options) as cp:
-        local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*local)
-        assert isinstance(out, torch.Tensor)
-        grads = torch.autograd.grad(out, local, cp.shard(grad, 1))
-        planned = cp.volume()["forward"]
-        units = cp.traffic["forward"].total.token_bytes / planned.unit_bytes
-        whole = [cp.unshard(out.detach(), 1), *(cp.unshard(x, 1) for x in grads)]
-    if dist.get_rank() > 0:
-        return units, None
-    return units, (float(planned.units_total), *errors_of(whole, (q, k, v), grad, Mask()))
+def _outcome(case: Case, parts: Sequence[tuple[float, float, list[float]]]) -> Outcome:
+    (errors,) = (errors for _, _, errors in parts if errors)  # of the first rank
+    return Outcome(case, sum(units for units, _, _ in parts), parts[0][1], *errors)
 
 
 COMMAND = Command(

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             }
             for pass_ in plan.passes
         },
-        lambda: "\n\n".join(map(picture, plan.passes)),
+        lambda: ["\n\n".join(map(picture, plan.passes))],
     )
 
 

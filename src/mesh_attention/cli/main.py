@@ -18,7 +18,8 @@ from mesh_attention.cli import (
     verify,
     volume,
 )
-from mesh_attention.cli.command import Command, UsageError, did_you_mean, exit_code, run_command
+from mesh_attention.cli.command import Command, UsageError, exit_code, run_command
+from mesh_attention.errors import did_you_mean
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"

@@ -27,10 +27,17 @@ _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 
 
-def show(args: argparse.Namespace, to_json: Callable[[], Any], to_text: Callable[[], str]) -> int:
-    """Prints the answer in the form that was asked for; the other form is not made."""
-    print(json.dumps(to_json()) if args.json else to_text())
-    return 0
+def show(
+    args: argparse.Namespace,
+    to_json: Callable[[], Any],
+    to_lines: Callable[[], Iterable[str]],
+    *,
+    ok: bool = True,
+) -> int:
+    """Prints the answer in the form that was asked for (the other is not made); returns the exit
+    code."""
+    print(json.dumps(to_json()) if args.json else "\n".join(to_lines()))
+    return 0 if ok else 1
 
 
 def of_batch(value: Any, batch: int, key: str = "") -> Any:
@@ -116,40 +123,30 @@ def progress(what: str, *, shown: bool = True) -> Iterator[Progress | None]:
     where standard error is no terminal or the bar is not to be `shown`."""
     if not shown or not sys.stderr.isatty():
         yield None
-    elif find_spec("rich"):
-        with _rich_bar(what) as bar:
-            yield bar
-    else:
-        yield from _percentage(what)
-
-
-@contextmanager
-def _rich_bar(what: str) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
+        return
     begin = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, visible=False)
+    if find_spec("rich"):
+        from rich.console import Console
+        from rich.progress import Progress as Bar
 
-        def tell(done: int, total: int) -> None:
-            late = time.monotonic() - begin > _PATIENCE_SECONDS
-            bar.update(task, completed=done, total=total, visible=late)
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None, visible=False)
 
-        yield tell
+            def tell(done: int, total: int) -> None:
+                late = time.monotonic() - begin > _PATIENCE_SECONDS
+                bar.update(task, completed=done, total=total, visible=late)
 
+            yield tell
+        return
+    last = begin
 
-def _percentage(what: str) -> Iterator[Progress]:
-    begin = last = time.monotonic()
-    shown = False
-
-    def tell(done: int, total: int) -> None:
-        nonlocal last, shown
+    def tell_percentage(done: int, total: int) -> None:
+        nonlocal last
         now = time.monotonic()
         if now - begin > _PATIENCE_SECONDS and now - last > _REDRAW_SECONDS and total:
-            last, shown = now, True
+            last = now
             print(f"\r{what} {done / total:4.0%}", end="", file=sys.stderr, flush=True)
 
-    yield tell
-    if shown:
+    yield tell_percentage
+    if last > begin:
         print("\r" + " " * (len(what) + 5) + "\r", end="", file=sys.stderr, flush=True)

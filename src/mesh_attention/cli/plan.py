@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: _to_json(plan, comparisons),
-        lambda: _to_text(plan, comparisons, args.rank or 0),
+        lambda: _to_lines(plan, comparisons, args.rank or 0),
     )
 
 
@@ -71,7 +71,7 @@ def cluster_of_target(name: str) -> Cluster:
     return load_cluster(matches[0] if len(matches) == 1 else name)
 
 
-def _to_text(plan: Plan, comparisons: Comparisons, rank: int) -> str:
+def _to_lines(plan: Plan, comparisons: Comparisons, rank: int) -> list[str]:
     """With the program of `rank` as it runs, where the plan is compiled for a target."""
     lines = [draw_summary(plan)]
     for pass_ in plan.passes:
@@ -82,7 +82,7 @@ def _to_text(plan: Plan, comparisons: Comparisons, rank: int) -> str:
         for pass_ in plan.passes:
             lines.append(f"\n{pass_.direction}, rank {rank}, compiled for {plan.target.name}")
             lines += program_lines(pass_.programs[rank])
-    return "\n".join(lines)
+    return lines
 
 
 def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:

@@ -28,17 +28,21 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
     # Imported here, as they import torch, which most commands do not need.
     import torch
 
-    from mesh_attention.measure.profile import Effort, profile_ranks
+    from mesh_attention.measure.kernel_rates import Sizes
+    from mesh_attention.measure.profile import profile_ranks
 
     ranks.of_first(lambda: check_writable(args.output))
     with progress("measuring", shown=ranks.rank == 0) as tell:
         profile = profile_ranks(
             ranks,
             name=args.name or args.output.stem or "measured",
-            heads=args.heads,
-            head_dim=args.head_dim,
-            dtype=None if args.dtype is None else getattr(torch, args.dtype),
-            effort=Effort.usual(ranks.device, quick=args.quick),
+            sizes=Sizes.usual(
+                ranks.device,
+                heads=args.heads,
+                head_dim=args.head_dim,
+                dtype=None if args.dtype is None else getattr(torch, args.dtype),
+                quick=args.quick,
+            ),
             progress=tell,
         )
 
@@ -51,12 +55,12 @@ def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
         show(
             args,
             lambda: {"file": str(args.output), "cluster": asdict(profile.cluster)},
-            lambda: _to_text(profile.cluster, args.output),
+            lambda: _to_lines(profile.cluster, args.output),
         )
     return 0
 
 
-def _to_text(cluster: Cluster, file: Path) -> str:
+def _to_lines(cluster: Cluster, file: Path) -> list[str]:
     gpu, node, network = cluster.gpu, cluster.node, cluster.network
     lines = [
         f"{cluster.description}",
@@ -78,7 +82,7 @@ def _to_text(cluster: Cluster, file: Path) -> str:
             f"{network.peer.gb_per_second:g}, all-to-alls {network.many_peers.gb_per_second:g}"
         )
     lines.append(f"written to {file}; use it as --cluster {file}, or ContextParallel(cluster=...)")
-    return "\n".join(lines)
+    return lines
 
 
 COMMAND = Command(

@@ -11,7 +11,6 @@ from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import (
     BATCH_FLAG,
-    Progress,
     batch_note,
     missing_kernels_note,
     progress,
@@ -23,7 +22,6 @@ from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
 
 OUTPUT = Path("report.html")
-_SEARCH_PART = 0.3  # of the time, about
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:  # fail before the search, not after it
         library = plotly_js()
         _check(output)
-    with progress("searching, simulating and drawing") as tell:
-        choice = asked.search(_part(tell, 0.0, _SEARCH_PART))
+    with progress("searching") as tell:
+        choice = asked.search(tell)
+    with progress("simulating and drawing") as tell:
         facts = report_facts(
             choice,
             cluster_found=asked.found_by,
@@ -45,12 +44,12 @@ def run(args: argparse.Namespace) -> int:
                 *missing_kernels_note([scored.timeline for scored in choice.chosen.values()]),
             ],
             batch=asked.batch,
-            progress=_part(tell, _SEARCH_PART, 1.0),
+            progress=tell,
         )
     if output is not None:
         write_page(facts, output, library)
     lines = [facts.reason, *facts.warnings, f"The page is in {output}."]
-    return show(args, facts.to_json, lambda: "\n".join(lines))
+    return show(args, facts.to_json, lambda: lines)
 
 
 def _check(path: Path) -> None:
@@ -60,15 +59,6 @@ def _check(path: Path) -> None:
         raise UsageError(f"{path}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UsageError(f"{path} may not be written")
-
-
-def _part(tell: Progress | None, begin: float, end: float) -> Progress | None:
-    """The progress of a part of the work, shown as progress of the whole."""
-    if tell is None:
-        return None
-    return lambda done, total: tell(
-        int(1000 * (begin + (end - begin) * done / max(total, 1))), 1000
-    )
 
 
 COMMAND = Command(

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.local_ranks import LocalRanks
-from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.local_ranks import local_ranks
+from mesh_attention.cli.output import show, table
 from mesh_attention.cli.values import one_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.table import AUTO, METHODS
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     ok = len(checks) == len(cases) and all(check.ok for check in checks)
     ok = ok and all(check.ok for check in kernels)
     seconds = time.monotonic() - begin
-    show(
+    return show(
         args,
         lambda: {
             "ok": ok,
@@ -74,48 +72,38 @@ def run(args: argparse.Namespace) -> int:
             "ranks": NUM_RANKS,
             "gpu": device,
             "methods": [check.to_json() for check in checks],
-            "kernels": [_kernel_json(check) for check in kernels],
+            "kernels": [check.to_json() for check in kernels],
         },
-        lambda: "\n".join(
-            [
-                _methods_text(checks),
-                _kernels_text(kernels, device),
-                f"{'ok' if ok else 'WRONG'}: mesh-attention {__version__}, "
-                f"{len(checks) + len(kernels)} checks in {seconds:.0f} s",
-            ]
-        ),
+        lambda: [
+            *_methods_lines(checks),
+            *_kernels_lines(kernels, device),
+            f"{'ok' if ok else 'WRONG'}: mesh-attention {__version__}, "
+            f"{len(checks) + len(kernels)} checks in {seconds:.0f} s",
+        ],
+        ok=ok,
     )
-    return 0 if ok else 1
 
 
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
     """As many as ran: the ranks of one that raised are gone."""
     checks: list[MethodCheck] = []
-    steps = count(1)
-    with progress(f"{NUM_RANKS} ranks at work") as tell:
-
-        def advance() -> None:
-            if tell is not None:
-                tell(next(steps), NUM_RANKS * (1 + len(cases)))
-
-        with LocalRanks(NUM_RANKS, advance) as ranks:
-            for name, mask_name, mask in cases:
-                try:
-                    (errors,) = filter(None, ranks.run(_method_errors, mask, {"method": name}))
-                    checks.append(MethodCheck(name, mask_name, *errors))
-                except MeshAttentionError as error:
-                    lines = str(error).strip().splitlines()
-                    checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
-                    break
-                if tell is None:
-                    print(f"checked: {name}, {mask_name}", file=sys.stderr, flush=True)
+    with local_ranks(NUM_RANKS, len(cases)) as run_on_ranks:
+        for name, mask_name, mask in cases:
+            try:
+                answers = run_on_ranks(f"{name}, {mask_name}", _method_errors, mask, name)
+                (errors,) = filter(None, answers)
+                checks.append(MethodCheck(name, mask_name, *errors))
+            except MeshAttentionError as error:
+                lines = str(error).strip().splitlines()
+                checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
+                break
     return checks
 
 
-def _method_errors(mask: Mask, options: dict[str, Any]) -> Any:
-    from mesh_attention.measure.exactness import method_errors  # imports torch, on ranks only
+def _method_errors(mask: Mask, method: str) -> Any:
+    from mesh_attention.measure.exactness import run_method  # imports torch, on ranks only
 
-    return method_errors(mask, options)
+    return run_method(mask, {"method": method}).errors
 
 
 def _check_kernels() -> tuple[list[KernelCheck], str | None]:
@@ -130,20 +118,16 @@ def _check_kernels() -> tuple[list[KernelCheck], str | None]:
     return [*checks, *kernel_checks("cuda")], torch.cuda.get_device_name(0)
 
 
-def _kernel_json(check: KernelCheck) -> dict[str, Any]:
-    return check._asdict() | {"ok": check.ok, "errors": check.errors and check.errors._asdict()}
-
-
-def _methods_text(checks: list[MethodCheck]) -> str:
+def _methods_lines(checks: list[MethodCheck]) -> list[str]:
     rows = [("method", "mask", "error", "of gradients", "")]
     for check in checks:
         errors = (f"{check.output_error:.1e}", f"{check.gradient_error:.1e}")
         word = "ok" if check.ok else f"WRONG {check.failure}"
         rows += [(check.method, check.mask, *errors, word)]
-    return f"{NUM_RANKS} processes, float64, forward and backward\n{table(rows)}\n"
+    return [f"{NUM_RANKS} processes, float64, forward and backward", table(rows), ""]
 
 
-def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
+def _kernels_lines(checks: list[KernelCheck], device: str | None) -> list[str]:
     rows = [("kernel", "on", "error", "of gradients", "")]
     for check in checks:
         if check.errors is not None:
@@ -158,7 +142,7 @@ def _kernels_text(checks: list[KernelCheck], device: str | None) -> str:
             lines.append(f"not used here: {check.kernel} on {check.device}: {check.note}")
     if device is None:
         lines.append("No GPU was found, so the kernels of GPUs were not checked.")
-    return "\n".join([*lines, ""])
+    return [*lines, ""]
 
 
 COMMAND = Command(

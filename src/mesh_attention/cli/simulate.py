@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: by_pass if len(by_pass) > 1 else by_pass[passes[0].direction.value],
-        lambda: "\n".join([to_text(passes, args.batch), *files]),
+        lambda: [*to_lines(passes, args.batch), *files],
     )
 
 
@@ -151,7 +151,7 @@ def _show_clusters(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: {cluster.name: cluster.description for cluster in clusters},
-        lambda: "\n".join(
+        lambda: (
             f"{cluster.name:<{width}}  {cluster.nodes} x {cluster.node.ranks} GPUs: "
             f"{cluster.description}"
             for cluster in clusters
@@ -159,7 +159,7 @@ def _show_clusters(args: argparse.Namespace) -> int:
     )
 
 
-def to_text(passes: Sequence[Simulated], batch: int = 1) -> str:
+def to_lines(passes: Sequence[Simulated], batch: int = 1) -> list[str]:
     first = passes[0].timeline
     plan, cluster = first.plan, first.cluster
     methods = list(dict.fromkeys(f"{pass_.timeline.plan.method}" for pass_ in passes))
@@ -196,8 +196,7 @@ def to_text(passes: Sequence[Simulated], batch: int = 1) -> str:
     lines.append(
         f"Modelled, not measured; overlap {first.overlap}; bytes for batch {batch}{times}."
     )
-    lines += missing_kernels_note([pass_.timeline for pass_ in passes])
-    return "\n".join(lines)
+    return lines + missing_kernels_note([pass_.timeline for pass_ in passes])
 
 
 def _kernels_text(parts: dict[str, float]) -> str:

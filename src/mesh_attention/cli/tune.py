@@ -69,13 +69,11 @@ def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
         show(
             args,
             lambda: _to_json(outcome, args.output, cluster, found_by),
-            lambda: "\n".join(
-                [
-                    problem_text(asked.problem),
-                    *_text_lines(outcome, args.output),
-                    f"Cluster: {found_by}.",
-                ]
-            ),
+            lambda: [
+                problem_text(asked.problem),
+                *_to_lines(outcome, args.output),
+                f"Cluster: {found_by}.",
+            ],
         )
     return 0
 
@@ -124,7 +122,7 @@ def _to_json(outcome: TuningOutcome, file: Path, cluster: Cluster, found_by: str
     }
 
 
-def _text_lines(outcome: TuningOutcome, file: Path) -> list[str]:
+def _to_lines(outcome: TuningOutcome, file: Path) -> list[str]:
     lines = []
     for direction in Direction:
         rows = [(direction.value, "measured", "predicted")]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from mesh_attention.cli.command import did_you_mean
+from mesh_attention.errors import did_you_mean
 from mesh_attention.files import FileError, read_text
 
 _UNITS = {"": 1, "b": 1} | {

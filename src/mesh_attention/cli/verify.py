@@ -23,28 +23,28 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args) if args.text is None else _read(args)
     with progress("verifying") as tell:
         findings = verify(plan, progress=tell)
-    show(
+    return show(
         args,
         lambda: {
             "ok": not findings,
             "digest": digest(plan),
             "problems": [finding.to_json() for finding in findings],
         },
-        lambda: _to_text(plan, findings),
+        lambda: _to_lines(plan, findings),
+        ok=not findings,
     )
-    return 1 if findings else 0
 
 
-def _to_text(plan: Plan, findings: Sequence[Finding]) -> str:
+def _to_lines(plan: Plan, findings: Sequence[Finding]) -> list[str]:
     if findings:
-        return "\n".join([*map(str, findings), f"bad: {len(findings)} problems found"])
+        return [*map(str, findings), f"bad: {len(findings)} problems found"]
     operations = sum(len(p.operations) for pass_ in plan.passes for p in pass_.programs)
     passes = " and ".join(str(pass_.direction) for pass_ in plan.passes)
-    return (
+    return [
         f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
         f"computed once and reduced to its owner once, and no rank deadlocks "
         f"({operations} operations, digest {digest(plan)[:12]})"
-    )
+    ]
 
 
 def _read(args: argparse.Namespace) -> Plan:

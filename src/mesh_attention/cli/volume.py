@@ -32,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
         kept = KeptBytes(*(number * args.batch for number in sizes))
     unit = next(iter(counts.values())).unit_bytes * args.batch
     between = {} if kept is None else {"between_passes": kept.to_json()}
-    return show(args, lambda: passes | between, lambda: _to_text(plan, passes, kept, layers, unit))
+    return show(args, lambda: passes | between, lambda: _to_lines(plan, passes, kept, layers, unit))
 
 
-def _to_text(
+def _to_lines(
     plan: Plan, counts: dict[str, Any], kept: KeptBytes | None, layers: int, unit: float
-) -> str:
+) -> list[str]:
     passes = [*counts.values()]
 
     def row(name: str, key: str, statistic: str) -> list[str]:
@@ -61,8 +61,8 @@ def _to_text(
     ]
     tiles = {f"tile {pass_.setting['tile']}" for pass_ in plan.passes if "tile" in pass_.setting}
     head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)])
-    between = "" if kept is None else f"\n{_between(kept, layers)}"
-    return f"{head}\n{table(rows)}{between}\n1 unit is one Q partition, {bytes_text(unit)}"
+    between = [] if kept is None else [_between(kept, layers)]
+    return [head, table(rows), *between, f"1 unit is one Q partition, {bytes_text(unit)}"]
 
 
 def _between(kept: KeptBytes, layers: int) -> str:
@@ -95,22 +95,21 @@ def _show_comparison(args: argparse.Namespace) -> int:
     return show(
         args,
         lambda: [of_batch(row.to_json(), args.batch) for row in rows],
-        lambda: _compared_text(rows, args.batch),
+        lambda: _compared_lines(rows, args.batch),
     )
 
 
-def _compared_text(rows: Sequence[Compared], batch: int) -> str:
+def _compared_lines(rows: Sequence[Compared], batch: int) -> list[str]:
     head = ["method", "setting"]
     for direction in Direction:
         head += [f"{direction}", "inter-node", "workspace", "collectives", "p2p"]
-    refused = "".join(f"{row.method}: {row.reason}\n" for row in rows if row.reason is not None)
-    return (
-        f"{table([head, *(_cells(row, batch) for row in rows)])}\n"
-        f"{refused}"
+    return [
+        table([head, *(_cells(row, batch) for row in rows)]),
+        *(f"{row.method}: {row.reason}" for row in rows if row.reason is not None),
         "Most bytes a rank receives, in all and (its node / ranks of it) from other nodes; most\n"
         "workspace at once; collectives and point-to-point rounds. Each method at the setting\n"
-        "that brings the fewest forward bytes into a node, counted from its programs; not a time."
-    )
+        "that brings the fewest forward bytes into a node, counted from its programs; not a time.",
+    ]
 
 
 def _cells(row: Compared, batch: int) -> list[str]:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.cost.timeline import Event, Stream, Timeline, some_timelines
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, MissingPackageError
 from mesh_attention.files import replacing
-from mesh_attention.plots import pyplot
 
 _FORMATS = (".png", ".svg")
 WAIT = "waits for other ranks"
@@ -28,6 +27,19 @@ COLOURS = {
     WAIT: "#c9ced6",
 }
 _LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot` without a screen, or an error that says what to install: it is an extra
+    (`plots`), and imported when a picture is drawn."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingPackageError("pictures need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
 
 
 def check_gantt(path: Path | str, num_ranks: int) -> None:

@@ -62,34 +62,50 @@ class KernelCheck(NamedTuple):
     def ok(self) -> bool:
         return self.errors is None or self.errors.are_within(self.tolerance)
 
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict() | {"ok": self.ok, "errors": self.errors and self.errors._asdict()}
 
-def method_errors(mask: Mask, options: dict[str, Any]) -> Errors | None:
-    """On all ranks of the default group; the first one returns them."""
+
+class MethodRun(NamedTuple):
+    """`errors` on the first rank only; units of the forward pass that this rank received, and that
+    all ranks together receive by the plan."""
+
+    errors: Errors | None
+    counted_units: float
+    planned_units: float
+
+
+def run_method(
+    mask: Mask,
+    options: dict[str, Any],
+    *,
+    tokens: int = TOKENS,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> MethodRun:
+    """Forward and backward, on all ranks of the default group."""
     torch.manual_seed(0)
-    q, grad = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(1, TOKENS, KV_HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(2))
-    sizes: dict[str, Any] = {"seq_len": TOKENS, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    q, k, v, grad = (
+        torch.randn(1, tokens, number, head_dim, dtype=torch.float64)
+        for number in (heads, kv_heads, kv_heads, heads)
+    )
+    sizes: dict[str, Any] = {"seq_len": tokens, "num_heads": heads, "num_kv_heads": kv_heads}
     with ContextParallel(
-        **sizes, head_dim=HEAD_DIM, mask=mask, dtype=torch.float64, **options
+        **sizes, head_dim=head_dim, mask=mask, dtype=torch.float64, **options
     ) as cp:
         local = [cp.shard(x, 1).requires_grad_() for x in (q, k, v)]
         out = cp.attention(*local)
         assert isinstance(out, Tensor)
         results = [out.detach(), *torch.autograd.grad(out, local, cp.shard(grad, 1))]
+        planned = cp.volume()["forward"]
+        units = cp.traffic["forward"].total.token_bytes / planned.unit_bytes
         whole = [cp.unshard(x, 1) for x in results]
-    if dist.get_rank() > 0:
-        return None
-    return errors_of(whole, (q, k, v), grad, mask)
-
-
-def errors_of(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], grad: Tensor, mask: Mask
-) -> Errors:
-    """Of whole out, dq, dk and dv, (batch, tokens, heads, head_dim)."""
-    q, k, v = inputs
-    truth = _truth(q, k, v, grad, mask)
-    output, *gradients = map(_error, results, truth)
-    return Errors(output, _largest(gradients))
+    errors = None
+    if dist.get_rank() == 0:
+        output, *gradients = map(_error, whole, _truth(q, k, v, grad, mask))
+        errors = Errors(output, _largest(gradients))
+    return MethodRun(errors, units, float(planned.units_total))
 
 
 def kernel_checks(device: str) -> list[KernelCheck]:

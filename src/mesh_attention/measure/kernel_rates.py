@@ -8,6 +8,7 @@ on one machine they share memory, and on CPUs the processor too.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from mesh_attention.kernels import (
 )
 from mesh_attention.kernels.registry import choose, choose_rows
 from mesh_attention.kernels.rows import accumulator_dtype, delta
-from mesh_attention.machine.kernel_facts import KernelRate, PassRates, facts_of
+from mesh_attention.machine.kernel_facts import PassRates, facts_of
 from mesh_attention.measure.curve_fit import Point, fit, fit_terms
 from mesh_attention.measure.ranks import MeasureError, Ranks, Work, cuda_event
 from mesh_attention.plan.language.plan import Direction
@@ -41,59 +42,58 @@ ASKED_AT = 0.3  # of a call: when a transfer is asked for that shows whether it 
 _LARGEST = 1 << 15  # tokens of a call
 
 
-class KernelCall:
-    """A call of a kernel on random tensors, to be timed. `pairs` of a query and a key that the mask
-    shows; `flops` of the pass for all heads."""
+class KernelCall(NamedTuple):
+    """A call of a kernel on random tensors. `pairs` of a query and a key that the mask shows;
+    `flops` of the pass for all heads. `work(sms)` is what is timed: the call, asked to leave so
+    many multiprocessors to transfers."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        direction: Direction,
-        dtype: torch.dtype,
-        device: torch.device,
-        rows: int,
-        columns: int,
-        heads: int,
-        head_dim: int,
-        mask: BlockMask,
-        pairs: int,
-    ) -> None:
-        self._kernel, self._direction, self._mask = kernel, direction, mask
-        self._scale = head_dim**-0.5
-        self.pairs = pairs
-        self._tensors = [
-            torch.randn(1, n, heads, head_dim, device=device, dtype=dtype)
-            for n in (rows, columns, columns)
-        ]
-        self.flops = 4.0 * head_dim * heads * pairs
-        if direction is Direction.BACKWARD:
-            self.flops *= 2.5
-            out, lse = kernel.forward(self._block(0))
-            grad_out = torch.randn_like(out, dtype=dtype)
-            out, lse = out.to(dtype), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
-            self._inputs = BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))
+    pairs: int
+    flops: float
+    work: Callable[[int], Work]
 
-    def _block(self, leave_sms: int) -> Block:
-        q, k, v = self._tensors
-        return Block(q, k, v, self._mask, self._scale, leave_sms=leave_sms)
 
-    def work(self, leave_sms: int = 0) -> Work:
-        """`leave_sms`: multiprocessors that it is asked to leave to transfers."""
-        block = self._block(leave_sms)
-        if self._direction is Direction.FORWARD:
-            return lambda: self._kernel.forward(block)
-        return lambda: self._kernel.backward(block, self._inputs)
+class MeasuredPass(NamedTuple):
+    """The rates of a pass, the points that its curves are fitted to, and how it was found whether a
+    transfer can begin beside a call."""
+
+    rates: PassRates
+    points: dict[CallKind, list[Point]]
+    done_at: str
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the calls that are measured. `lasting`: seconds of a measurement, about."""
+    """Sizes of the calls and transfers that are measured. `lasting`: seconds of a measurement,
+    about."""
 
     heads: int
     head_dim: int
     dtype: torch.dtype
-    first: int  # rows of the smallest square
+    first: int  # rows of the smallest square of queries and keys
+    transfers: tuple[int, ...]  # bytes, ascending
     lasting: float
+
+    @staticmethod
+    def usual(
+        device: torch.device,
+        *,
+        heads: int | None = None,
+        head_dim: int = 128,
+        dtype: torch.dtype | None = None,
+        quick: bool = False,
+    ) -> Sizes:
+        lasting = 0.02 if quick else 0.2
+        kib: tuple[int, ...]
+        if device.type == "cuda":
+            first, kib = 1024, (64, 1024, 8192) if quick else (64, 512, 4096, 16384, 65536)
+            usual_heads, usual_dtype = 32, torch.bfloat16
+        else:
+            first, kib = 128, (16, 512) if quick else (16, 128, 1024, 4096)
+            usual_heads, usual_dtype = 4, torch.float32
+        transfers = tuple(n << 10 for n in kib)
+        return Sizes(
+            heads or usual_heads, head_dim, dtype or usual_dtype, first, transfers, lasting
+        )
 
 
 def kernels_of(
@@ -119,13 +119,6 @@ def request(ranks: Ranks, sizes: Sizes, direction: Direction, kind: CallKind) ->
     return Request(direction, *where, D, D, H, H, kind)
 
 
-class Curve(NamedTuple):
-    """A curve, with the points that it was fitted to."""
-
-    rate: KernelRate
-    points: list[Point]
-
-
 class KernelMeter:
     """Measures one pass of one kernel."""
 
@@ -149,16 +142,42 @@ class KernelMeter:
         else:
             mask = self._row_range(rows, columns, Mask(causal=True))
             pairs = rows * (rows + 1) // 2 + rows * (columns - rows)
-        how = (self._kernel, self._direction, self._sizes.dtype, self._ranks.device)
-        return KernelCall(*how, rows, columns, heads, self._sizes.head_dim, mask, pairs)
+        kernel, dtype, head_dim = self._kernel, self._sizes.dtype, self._sizes.head_dim
+        q, k, v = (
+            torch.randn(1, n, heads, head_dim, device=self._ranks.device, dtype=dtype)
+            for n in (rows, columns, columns)
+        )
+        block = partial(Block, q, k, v, mask, head_dim**-0.5)
+        flops = 4.0 * head_dim * heads * pairs
+        if self._direction is Direction.FORWARD:
+            return KernelCall(
+                pairs, flops, lambda sms: partial(kernel.forward, block(leave_sms=sms))
+            )
+        out, lse = kernel.forward(block())
+        grad_out = torch.randn_like(out, dtype=dtype)
+        out, lse = out.to(dtype), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
+        inputs = BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))
+        return KernelCall(
+            pairs,
+            2.5 * flops,
+            lambda sms: partial(kernel.backward, block(leave_sms=sms), inputs),
+        )
 
     def _row_range(self, rows: int, columns: int, mask: Mask) -> BlockMask:
         problem = Problem(rows, 1, self._sizes.head_dim, kv_tokens=columns, mask=mask)
         where = self._ranks.device if self.ranges else torch.device("cpu")
         return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
 
-    def curve(self, kind: CallKind, gap: float) -> Curve:
-        """`gap` is what a call costs whatever it does, and comes on top of the curve."""
+    def measured(self, gap: float, transfer: Work) -> MeasuredPass:
+        """`gap` is what a call costs whatever it does, and comes on top of the curves. `transfer`
+        is small."""
+        points = {kind: self._points(kind, gap) for kind in self.kinds}
+        begins, margin, done_at = self._room_for_transfers(transfer)
+        launch = round(self._launch_seconds() * 1e6, 1)
+        rates = [fit(points[kind]) if kind in points else None for kind in CallKind]
+        return MeasuredPass(PassRates(self.ranges, begins, margin, launch, *rates), points, done_at)
+
+    def _points(self, kind: CallKind, gap: float) -> list[Point]:
         points: list[Point] = []
         n, heads = self._sizes.first, self._sizes.heads
         while not points or (points[-1].seconds < self._sizes.lasting / 2 and n <= _LARGEST):
@@ -170,18 +189,18 @@ class KernelMeter:
             points.append(self._point(kind, n // 4, n, heads, gap))
         if kind is CallKind.FULL:
             points.append(self._point(kind, n, n // 4, heads, gap))
-        return Curve(fit(points), points)
+        return points
 
     def _point(self, kind: CallKind, rows: int, columns: int, heads: int, gap: float) -> Point:
         call = self.call(kind, rows, columns, heads)
-        lasts = self._ranks.seconds(call.work(), lasting=self._sizes.lasting)
+        lasts = self._ranks.seconds(call.work(0), lasting=self._sizes.lasting)
         seen = 2 * call.pairs / rows if self.ranges and kind is CallKind.RANGE else columns
         what = f"{rows} x {columns}, {heads} heads"
         return Point(what, rows, seen, heads, call.flops, max(lasts - gap, lasts / 10))
 
-    def launch_seconds(self) -> float:
+    def _launch_seconds(self) -> float:
         """The host's time for a call; on a CPU that of the smallest call."""
-        work = self.call(self.kinds[0], 16, 16, 1).work()
+        work = self.call(self.kinds[0], 16, 16, 1).work(0)
         if not self._ranks.is_cuda:
             return self._ranks.seconds(work, lasting=self._sizes.lasting / 4)
         times = []
@@ -192,7 +211,7 @@ class KernelMeter:
             times.append(time.perf_counter() - begin)
         return self._ranks.average([sorted(times)[len(times) // 2]])[0]
 
-    def room_for_transfers(self, transfer: Work) -> tuple[bool, int, str]:
+    def _room_for_transfers(self, transfer: Work) -> tuple[bool, int, str]:
         """Whether a transfer can begin in the middle of a call, the margin of SMs that calls heed,
         and how that was found."""
         ranks = self._ranks
@@ -227,18 +246,6 @@ class KernelMeter:
             done.record(stream)
         torch.cuda.synchronize(device)
         return float(begin.elapsed_time(done) / begin.elapsed_time(end))
-
-
-def pass_rates(
-    meter: KernelMeter, gap: float, transfer: Work
-) -> tuple[PassRates, dict[CallKind, Curve], str]:
-    """The rates of a pass, the curves they come from, and how it was found whether a transfer can
-    begin beside a call."""
-    curves = {kind: meter.curve(kind, gap) for kind in meter.kinds}
-    begins, margin, how = meter.room_for_transfers(transfer)
-    launch = round(meter.launch_seconds() * 1e6, 1)
-    rates = [curves[kind].rate if kind in curves else None for kind in CallKind]
-    return PassRates(meter.ranges, begins, margin, launch, *rates), curves, how
 
 
 def merge_costs(ranks: Ranks, sizes: Sizes) -> tuple[float, float, list[str]]:

@@ -17,7 +17,6 @@ from mesh_attention.measure.curve_fit import fit_terms, short
 from mesh_attention.measure.ranks import Ranks
 from mesh_attention.measure.transfers import Begin, TimedTransfers, done
 
-KIB = 1 << 10
 _SLOW = 3.0  # times the seconds of a measurement: larger transfers are not tried
 
 

@@ -26,9 +26,8 @@ from mesh_attention.measure.kernel_rates import (
     kernels_of,
     matrix_product_tflops,
     merge_costs,
-    pass_rates,
 )
-from mesh_attention.measure.links import KIB, LinkMeter
+from mesh_attention.measure.links import LinkMeter
 from mesh_attention.measure.ranks import MeasureError, Ranks
 from mesh_attention.measure.transfers import Lost, done, lost_beside
 from mesh_attention.plan.language.plan import Direction
@@ -47,59 +46,31 @@ class Profile:
     text: str
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure: about so many seconds a measurement, the rows of the smallest square of
-    queries and keys, and the bytes of transfers, ascending."""
-
-    lasting: float
-    rows: int
-    transfers: tuple[int, ...]
-
-    @staticmethod
-    def usual(device: torch.device, *, quick: bool = False) -> Effort:
-        if device.type == "cuda":
-            rows, sizes = 1024, [64, 1024, 8192] if quick else [64, 512, 4096, 16384, 65536]
-        else:
-            rows, sizes = 128, [16, 512] if quick else [16, 128, 1024, 4096]
-        return Effort(0.02 if quick else 0.2, rows, tuple(n * KIB for n in sizes))
-
-
 def profile_ranks(
     ranks: Ranks,
     *,
     name: str = "measured",
-    heads: int | None = None,
-    head_dim: int = 128,
-    dtype: torch.dtype | None = None,
-    effort: Effort | None = None,
+    sizes: Sizes | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """All ranks call it with the same arguments."""
     if ranks.size < 2:
         raise MeasureError("there is one rank, and nothing travels: start at least two")
-    cuda = ranks.is_cuda
-    effort = effort or Effort.usual(ranks.device)
-    dtype = dtype or (torch.bfloat16 if cuda else torch.float32)
-    sizes = Sizes(heads or (32 if cuda else 4), head_dim, dtype, effort.rows, effort.lasting)
-    return _Profiling(ranks, name, sizes, effort, progress).measure()
+    return _Profiling(ranks, name, sizes or Sizes.usual(ranks.device), progress).measure()
 
 
 class _Profiling:
     """One profile. `_notes` are comments of the file, by the place that they explain."""
 
-    def __init__(
-        self, ranks: Ranks, name: str, sizes: Sizes, effort: Effort, progress: Progress | None
-    ) -> None:
-        self._ranks, self._name, self._sizes, self._effort = ranks, name, sizes, effort
-        self._progress = progress
+    def __init__(self, ranks: Ranks, name: str, sizes: Sizes, progress: Progress | None) -> None:
+        self._ranks, self._name, self._sizes, self._progress = ranks, name, sizes, progress
         self._done = count(1)
         self._chosen = kernels_of(ranks, sizes)
         self._notes: dict[str, str | Sequence[str]] = {}
         passes = sum(map(len, self._chosen.values()))
         both = (ranks.per_node > 1) + 2 * (ranks.num_nodes > 1)
         # Steps, about: kernels, samples of links, disturbances, merges and products.
-        self._steps = passes + both * 5 * len(effort.transfers) + 4 + 2
+        self._steps = passes + both * 5 * len(sizes.transfers) + 4 + 2
 
     def _tell(self) -> None:
         at = next(self._done)
@@ -107,7 +78,7 @@ class _Profiling:
             self._progress(min(at, self._steps), self._steps)
 
     def measure(self) -> Profile:
-        meter = LinkMeter(self._ranks, self._effort.transfers, self._effort.lasting / 2, self._tell)
+        meter = LinkMeter(self._ranks, self._sizes.transfers, self._sizes.lasting / 2, self._tell)
         node, network = meter.measure()
         gpu = self._gpu()
         kernels = self._kernels(meter, gpu.gap_microseconds * 1e-6)
@@ -193,15 +164,14 @@ class _Profiling:
 
     def _kernels(self, meter: LinkMeter, gap: float) -> dict[str, KernelRates]:
         every = tuple(range(self._ranks.size))
-        small = done(meter.transfers.collective("all-gather", every, 64 * KIB))
+        small = done(meter.transfers.collective("all-gather", every, 64 << 10))
         kernels: dict[str, KernelRates] = {}
         for direction, by_name in self._chosen.items():
             for name, (kernel, kinds) in by_name.items():
                 timer = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
-                rates, curves, done_at = pass_rates(timer, gap, small)
+                rates, points, done_at = timer.measured(gap, small)
                 earlier = kernels.get(name, KernelRates())
                 kernels[name] = replace(earlier, **{direction.value: rates})
-                points = {kind: curve.points for kind, curve in curves.items()}
                 self._notes |= pass_notes(name, direction, rates, points, done_at)
                 self._tell()
         return kernels
@@ -216,7 +186,7 @@ class _Profiling:
             "rotation": meter.transfers.messages(ring, part),
         }
         losses: dict[tuple[str, Direction], Lost] = {}
-        lasting = self._effort.lasting
+        lasting = self._sizes.lasting
         for what, begin in begins.items():
             moving = ranks.seconds(done(begin), lasting=lasting)
             for direction in Direction:
@@ -248,8 +218,8 @@ class _Profiling:
         meter = KernelMeter(self._ranks, self._sizes, direction, kernel, kinds)
         rows = self._sizes.first
         while True:
-            work = meter.call(CallKind.FULL, rows, rows, self._sizes.heads).work()
-            takes = self._ranks.seconds(work, lasting=self._effort.lasting / 2)
+            work = meter.call(CallKind.FULL, rows, rows, self._sizes.heads).work(0)
+            takes = self._ranks.seconds(work, lasting=self._sizes.lasting / 2)
             if takes < moving / 8 or rows <= 32:
                 return work, takes
             rows //= 2

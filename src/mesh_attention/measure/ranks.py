@@ -75,10 +75,7 @@ class Ranks:
 
     def longest(self, seconds: float) -> float:
         """Of all ranks."""
-        return self._most([seconds])[0]
-
-    def _most(self, numbers: Sequence[float]) -> list[float]:
-        return self._reduced(numbers, dist.ReduceOp.MAX)
+        return self._reduced([seconds], dist.ReduceOp.MAX)[0]
 
     def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self._agreeing)
@@ -129,7 +126,7 @@ class Ranks:
         self.wait_for_all()
         times = self._elapsed(work, repeats) if work else [0.0] * repeats
         if of_last:
-            ends = [0.0, *self._most([*accumulate(times)])]
+            ends = [0.0, *self._reduced([*accumulate(times)], dist.ReduceOp.MAX)]
             return max(statistics.median(b - a for a, b in pairwise(ends)), 1e-9)
         return max(statistics.median(self.average(times)) * share, 1e-9)
 

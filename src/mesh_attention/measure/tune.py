@@ -3,21 +3,30 @@
 `mesh-attention tune` and benchmarks use it. The first rank searches, reads and writes. All ranks
 measure what it chooses, and times are those of the last rank that is done, so all of them agree on
 every number.
+
+A setting is refused where the planner or the kernels refuse it, or where memory ends, on every rank
+by itself. Any other error (a rank that ended, a lost store, a broken context, or an error that only
+some ranks see) says nothing about the setting, and is raised.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
+from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.choose.auto import question_of
 from mesh_attention.choose.scored import Scored
 from mesh_attention.choose.tuned import (
@@ -30,17 +39,27 @@ from mesh_attention.choose.tuned import (
     write_entries,
 )
 from mesh_attention.choose.tuning import Pair, Tuning, contenders
+from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.files import check_writable
+from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.rates import costs_of
-from mesh_attention.measure.attempts import Attempts, Refusal, plan_seconds
 from mesh_attention.measure.ranks import MeasureError, Ranks
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.transport.groups import default_store
+from mesh_attention.runtime.transport.job_store import asking_the_store
 from mesh_attention.version import __version__
 
 MEASUREMENTS = 10
 LASTING = 2.0  # seconds of one measurement, about
+LEAST_RUNS, MOST_RUNS = 5, 30
+PATIENCE_SECONDS = 30.0  # for others to refuse the same
+_MOST_CHARACTERS = 240
+_PAUSE_SECONDS = 0.01
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,12 +106,11 @@ def tune_ranks(
     tuning = Tuning(
         settings, {key: inf if isinstance(x, str) else x for key, x in known.items()}, refused
     )
-    attempts = Attempts(ranks)
     before = taken = _runs(tuning)
     while taken < measurements and (pair := tuning.next()) is not None:
         if progress:
             progress(taken, measurements)
-        seconds = attempts.make(partial(measure_pair, ranks, problem, cluster, pair, lasting))
+        seconds = attempt(ranks, partial(_measure, ranks, problem, cluster, pair, lasting))
         if isinstance(seconds, Refusal):
             tuning.refuse(pair, seconds.reason)
         else:
@@ -173,7 +191,7 @@ def _output(
     return file
 
 
-def measure_pair(
+def _measure(
     ranks: Ranks, problem: Problem, cluster: Cluster, pair: Pair, lasting: float
 ) -> dict[Direction, float]:
     chosen = {scored.direction: (scored.name, scored.options) for scored in pair}
@@ -196,3 +214,92 @@ def _runs(tuning: Tuning) -> int:
         sum(tuning.measured.get(scored.key, inf) < inf for scored in every)
         for every in tuning.contenders.values()
     )
+
+
+class Refusal(NamedTuple):
+    """Why all ranks refuse a setting."""
+
+    reason: str
+
+
+def attempt(
+    ranks: Ranks, work: Callable[[], Result], *, patience: float = PATIENCE_SECONDS
+) -> Result | Refusal:
+    """All ranks make the same attempts. They agree by the store: a rank that is out of memory
+    cannot know at which collective the others are."""
+    name: str = ranks.of_first(lambda: uuid4().hex)
+    try:
+        return work()
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        kind = type(error).__name__
+    # Not while the error is held, and with it the memory of what has failed.
+    store = PrefixStore(f"mesh_attention/attempts/{name}", default_store())
+    keys = [str(rank) for rank in range(ranks.size)]
+    with asking_the_store():
+        store.set(keys[ranks.rank], f"{kind}\n{reason}")
+        end = time.monotonic() + patience
+        while not (complete := store.check(keys)) and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
+        answers = [store.get(key).decode() for key in keys] if complete else []
+    if len({answer.split("\n")[0] for answer in answers}) != 1:
+        raise MeshAttentionError(
+            f"rank {ranks.rank} could not run a setting, and not all ranks say the same: {reason}"
+        )
+    return Refusal(answers[0].partition("\n")[2])  # as the first rank says
+
+
+def reason_of(error: BaseException) -> str | None:
+    """The refusal in one line; None where the error may be about something else."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text}"
+    return text if isinstance(error, PlanError | KernelRefusedError) else None
+
+
+def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction, float]:
+    """Seconds of both passes until the last rank is done: the mean of the faster half of as many
+    runs as take about `lasting` seconds, after one that is not counted. All ranks give the same
+    plan."""
+    problem = plan.problem
+    dtype = _DTYPES[problem.element_bytes]
+    with ContextParallel(ranks.group, plan=plan) as cp:
+        queries, keys = (len(cp.positions(side=side)) for side in ("q", "kv"))
+        q, k, v, grad_out = (
+            torch.randn(1, n, heads, dim, dtype=dtype, device=ranks.device)
+            for n, heads, dim in (
+                (queries, problem.num_heads, problem.head_dim),
+                (keys, problem.kv_heads, problem.head_dim),
+                (keys, problem.kv_heads, problem.v_dim),
+                (queries, problem.num_heads, problem.v_dim),
+            )
+        )
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        times: list[tuple[float, float]] = []
+        runs = 1 + LEAST_RUNS
+        while len(times) < runs:
+            out, forward = _timed(ranks, partial(cp.attention, *inputs))
+            _, backward = _timed(ranks, partial(torch.autograd.grad, out, inputs, grad_out))
+            times.append((forward, backward))
+            if len(times) == 2:  # the first makes executors, and buffers of transports
+                once = sum(times[-1])
+                runs = 1 + max(LEAST_RUNS, min(MOST_RUNS, int(lasting / max(once, 1e-9))))
+    # The mean of the faster half: a disturbance only ever makes a run longer.
+    forward, backward = (
+        statistics.mean(sorted(column)[: (len(column) + 1) // 2])
+        for column in zip(*times[1:], strict=True)
+    )
+    return {Direction.FORWARD: forward, Direction.BACKWARD: backward}
+
+
+def _timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result, and the longest seconds of all ranks, which are the same on all of them."""
+    ranks.wait_for_all()
+    begin = time.perf_counter()
+    result = work()
+    if ranks.is_cuda:
+        torch.cuda.synchronize(ranks.device)
+    return result, ranks.longest(time.perf_counter() - begin)

@@ -13,7 +13,7 @@ from typing import Any
 from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.plan_file import python_line
 from mesh_attention.choose.ranking import RankedMethod, Ranking, ranked
-from mesh_attention.choose.scored import Scored, gpu_bytes
+from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cost.timeline import Event, Timeline
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.problem import problem_text
@@ -219,16 +219,15 @@ def _gantts(ranking: Ranking) -> list[GanttFacts]:
         is_choice = row is ranking.chosen
         if any(abs(row.seconds - seconds) < _ALIKE for seconds in drawn):
             continue
-        if is_choice or all(map(_is_short, row.passes.values())):
+        if is_choice or all(
+            scored.is_simulated or scored.operations <= MOST_SIMULATED
+            for scored in row.passes.values()
+        ):
             drawn.append(row.seconds)
             for scored in row.passes.values():
                 timeline = row.asked.timeline(scored)
                 charts.append(_gantt(CHOSEN if is_choice else row.name, timeline))
     return charts
-
-
-def _is_short(scored: Scored) -> bool:
-    return scored.is_simulated or scored.operations <= MOST_SIMULATED
 
 
 def _gantt(name: str, timeline: Timeline) -> GanttFacts:

@@ -76,7 +76,7 @@ def write_page(facts: ReportFacts, path: Path, library: str) -> None:
 def page_of(facts: ReportFacts, library: str) -> str:
     pictures = pictures_of(facts)
     variants = {
-        name: {key: variant.to_json() for key, variant in picture.variants.items()}
+        name: {key: variant._asdict() for key, variant in picture.variants.items()}
         for name, picture in pictures.items()
     }
     here = files(__package__)
@@ -86,7 +86,8 @@ def page_of(facts: ReportFacts, library: str) -> str:
         *map(_section, pictures.values()),
         _notes(facts),
     ]
-    title = f"{_names(facts)} on {facts.ranks} ranks of {facts.cluster}"
+    methods = " and ".join(dict.fromkeys(facts.chosen.values()))
+    title = f"{methods} on {facts.ranks} ranks of {facts.cluster}"
     links = {"choice": "The choice", "methods": TABLE_TITLE}
     links |= {name: _TITLES[name] for name in pictures} | {"notes": "How it was found"}
     menu = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items())
@@ -126,10 +127,6 @@ def _json(value: Any) -> str:
     """JSON for the inside of a script element: no character of it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _names(facts: ReportFacts) -> str:
-    return " and ".join(dict.fromkeys(facts.chosen.values()))
 
 
 def _batch(facts: ReportFacts) -> str:

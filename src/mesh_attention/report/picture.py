@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b59f00", "#7f7f7f")
 SCALE = "Cividis"
@@ -21,8 +20,7 @@ LEGEND = {"orientation": "h", "entrywidthmode": "fraction", "entrywidth": 0.3}
 _FEW_TICKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(NamedTuple):
     """(value, label) of each choice; the first is chosen to begin with."""
 
     name: str
@@ -30,20 +28,15 @@ class Control:
     choices: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """`data` and `layout` are plotly's."""
 
     caption: str
     data: list[dict[str, Any]]
     layout: dict[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"caption": self.caption, "data": self.data, "layout": self.layout}
 
-
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """`variants` by the values of all controls, joined by `|`."""
 
     name: str

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import PlanError
+from mesh_attention.errors import PlanError, did_you_mean
 from mesh_attention.files import read_text
 from mesh_attention.plan.problem.arguments import flag, number
 
@@ -108,9 +107,7 @@ def model_shape(name: str) -> ModelShape:
         return MODELS[name]
     if name.endswith(".json"):
         return _of_config(name)
-    close = get_close_matches(name, [*MODELS, *_SHORT_NAMES], n=1, cutoff=0.5)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    known = ", ".join(MODELS)
+    hint, known = did_you_mean(name, [*MODELS, *_SHORT_NAMES]), ", ".join(MODELS)
     raise PlanError(f"{name[:99]!r} is not a model{hint}; known: {known}, or a path/config.json")
 
 

@@ -20,10 +20,17 @@ from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import MAX_TOKENS, Problem
-from mesh_attention.step.layer_attention import LayerAttention, layer_attention
+from mesh_attention.step.costs import (
+    LayerAttention,
+    Policy,
+    StepMemory,
+    StepTime,
+    layer_attention,
+    policies,
+    step_memory,
+    step_time,
+)
 from mesh_attention.step.model_shapes import MODELS, ModelShape, model_shape
-from mesh_attention.step.step_memory import Policy, StepMemory, policies, step_memory
-from mesh_attention.step.step_time import StepTime, step_time
 
 Progress = Callable[[int, int], None]
 _NEAR = 64  # the largest context is known to a part in so many
