@@ -4,11 +4,15 @@ the logits are asked for. One process, no ranks."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
@@ -55,9 +59,15 @@ class Model(nn.Module):
 
 
 def of_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    low_rank: tuple[Tensor, Tensor] | None,
 ) -> TokenMean:
     logits = nn.functional.linear(hidden, weight, bias)
+    if low_rank is not None:
+        logits = logits + low_rank[0] @ low_rank[1].T
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
     return TokenMean(loss, loss.detach(), torch.tensor(TARGETS.numel()))
@@ -95,6 +105,40 @@ def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(name: str) -> None
     assert (twin(x).logits != model(x).logits).any()
     head_loss.remove()
     assert torch.equal(model(x).logits, logits)
+
+
+def with_lora(**how: Any) -> Any:
+    """A model whose head has two adapters, both of which count."""
+    model = Model(AFTER["both"])
+    adapters = lora.Linear(model.lm_head, "first", LoraConfig(r=2, **how), r=2, lora_alpha=3)
+    adapters.update_layer("second", r=1, lora_alpha=1, config=LoraConfig(r=1))
+    adapters.set_adapter(["first", "second"])
+    for matrix in (*adapters.lora_A.values(), *adapters.lora_B.values()):
+        nn.init.normal_(matrix.weight)
+    setattr(model, "lm_head", adapters)  # noqa: B010
+    return model
+
+
+def test_a_head_with_adapters_makes_the_loss_without_logits() -> None:
+    model, x = with_lora(), torch.randn(2, 3, 5)
+    head_loss = HeadLoss.of(model)
+    assert head_loss is not None
+    for disabled in (False, True):
+        model.lm_head.enable_adapters(not disabled)
+        logits = model(x).logits
+        loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+        wanted = gradients(model, loss)
+        result = head_loss.mean(model, {"input_ids": x}, of_head)
+        assert result is not None
+        torch.testing.assert_close(result[0].loss, loss.detach(), check_stride=False)
+        for grad, true in zip(gradients(model, result[0].loss), wanted, strict=True):
+            torch.testing.assert_close(grad, true)
+
+
+def test_a_head_with_other_adapters_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(logging.get_logger("transformers"), "propagate", True):
+        assert HeadLoss.of(with_lora(use_dora=True)) is None
+    assert "adapter first of its head is no plain LoRA" in caplog.text
 
 
 def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
