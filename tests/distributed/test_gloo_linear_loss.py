@@ -116,6 +116,22 @@ def kinds_of_weight(rank: int, world_size: int) -> dict[str, Any]:
         whole = cp.cross_entropy(hidden @ (weight + up @ down).T, batch.labels, reduce="sum")
         wanted = torch.autograd.grad(whole.loss, adapters)
         seen["adapters"] = max(map(error, grads, (true_grad, *wanted)))
+        few = (hidden @ down.T).detach().requires_grad_()
+        leaves = [
+            hidden,
+            weight.clone().requires_grad_(),
+            few,
+            (up + 0.3).detach().requires_grad_(),
+        ]
+        x, plain, low, matrix = leaves
+        how = {"softcap": 1.5, "chunk_tokens": 3}
+        mean = loss(x, plain, low_rank=(few, matrix), **how)
+        capped = 1.5 * torch.tanh((hidden @ plain.T + few @ matrix.T) / 1.5)
+        whole = cp.cross_entropy(capped, batch.labels, reduce="sum")
+        pairs = zip(*(torch.autograd.grad(y.loss, leaves) for y in (mean, whole)), strict=True)
+        seen["low rank"] = max(error(a, b) for a, b in pairs)
+        seen["pair"] = refusal(lambda: loss(hidden, weight, low_rank=(few[..., :1], up)))
+        seen["no pair"] = refusal(lambda: loss(hidden, weight, low_rank=up))
         seen["frozen"] = error(torch.autograd.grad(loss(hidden, weight).loss, hidden)[0], true_grad)
 
         parts: Any = distribute_tensor(weight, mesh["tp"], [Shard(0)]).requires_grad_()
@@ -168,6 +184,8 @@ TOLD = {
     "second": "second derivatives",
     "second of logits": "second derivatives",
     "bias": f"a bias of (vocabulary,), here ({VOCABULARY},)",
+    "pair": f"low_rank[1] is torch.float64 of shape ({VOCABULARY}, 2)",
+    "no pair": "low_rank is Tensor: give a pair",
     "no weight": "weight is NoneType; it must be a torch.Tensor",
     "softcap": "softcap=0.0: must be finite and above 0",
     "z_loss": "z_loss=-1.0: must be finite and above 0",

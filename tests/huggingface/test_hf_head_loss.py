@@ -136,7 +136,7 @@ def test_a_head_with_adapters_makes_the_loss_without_logits() -> None:
 
 
 def test_a_head_with_other_adapters_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    with patch.object(logging.get_logger("transformers"), "propagate", True):
+    with patch.object(logging.getLogger("transformers"), "propagate", True):
         assert HeadLoss.of(with_lora(use_dora=True)) is None
     assert "adapter first of its head is no plain LoRA" in caplog.text
 

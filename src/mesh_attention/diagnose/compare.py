@@ -137,6 +137,20 @@ class ComparedGradients:
         return ComparedGradients(errors, factors)
 
 
+def factors_of_ranks(group: Any, own: Tensor, reduced: Tensor) -> list[float]:
+    """By what each rank's gradient was multiplied before they were added up, as a part of the most;
+    nothing where it was not only that."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, own.flatten().double().cpu(), group)
+    of_ranks, total = torch.stack(parts, 1), reduced.flatten().double().cpu()
+    factors = torch.linalg.lstsq(of_ranks, total[:, None]).solution.flatten()
+    is_that = torch.allclose(of_ranks @ factors, total, rtol=1e-4, atol=1e-4 * _largest(total))
+    if not is_that or len(total) <= len(parts) or factors.min() <= 0:
+        return []
+    relative: list[float] = (factors / factors.max()).tolist()
+    return relative
+
+
 def _wide(x: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.float64) if x is None else x.double()
 

@@ -31,7 +31,7 @@ from mesh_attention.diagnose.causes import (
     of_randomness,
     sums_of_labels,
 )
-from mesh_attention.diagnose.compare import Activations, ComparedGradients
+from mesh_attention.diagnose.compare import Activations, ComparedGradients, factors_of_ranks
 from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
@@ -145,6 +145,7 @@ def diagnose(
         if is_off:
             where = ours.record.heads_first or record.heads_first
             apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
+            factors = _factors(group, ours, limits.exceeded(grads.errors)) if ours.apart else None
             of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
             of_labels = sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
@@ -153,7 +154,7 @@ def diagnose(
                 or of_heads(where)
                 or parameters
                 or of_activations(seen, own, ours.record.of_pytorch)
-                or of_gradients(grads, apart, limits, len(of_ranks))
+                or of_gradients(grads, apart, limits, len(of_ranks), factors)
             )
             # Losses are means, and more exact than what they are made of.
             close = limits["loss"] * (1 if limits.rounding else _CLOSE)
@@ -293,7 +294,8 @@ def _added_up(
     """Gradients that ranks have apart from each other: their sum and their mean."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
         return {}
-    summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
+    apart = ours.apart or ours.grads
+    summed = {name: None if x is None else x.clone() for name, x in apart.items()}
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
@@ -302,3 +304,12 @@ def _added_up(
         parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
         ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
     return ways
+
+
+def _factors(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
+    """By what ranks multiplied what they reduce by hand, by the largest of the wrong ones."""
+    both = [(ours.apart[name], ours.grads[name]) for name in wrong]
+    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    if not pairs:
+        return []
+    return factors_of_ranks(group, *max(pairs, key=lambda pair: pair[0].numel()))
