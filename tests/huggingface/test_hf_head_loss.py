@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from mesh_attention.huggingface.head_loss import HeadLoss
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.trainer_model import EmbeddingNoise
 from mesh_attention.train.means import TokenMean
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])

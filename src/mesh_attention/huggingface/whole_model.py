@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME
 from mesh_attention.huggingface.model import ModelContextParallel
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.trainer_model import EmbeddingNoise
 from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.train.sharded_batch import ShardedBatch
 
