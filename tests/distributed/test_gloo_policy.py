@@ -58,7 +58,7 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
     logits = random(2, 7, 13).requires_grad_()
     coefficients = random(2, 2, 7)
 
-    def gradients(results: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
         total = sum((c * x).sum() for c, x in zip(coefficients, results, strict=True))
         return [*results, *torch.autograd.grad(total, leaves)]
 
@@ -80,9 +80,9 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
                 pairs = zip(gradients(wanted, leaves), gradients(results, leaves), strict=True)
                 seen[f"{name} {number}"] = max((a - b).abs().max().item() for a, b in pairs)
             _, _, *others = cp.log_probs(logits, tokens, statistics=STATISTICS, **how)
-            for x, wanted in zip(others, statistics_of(logits, tokens, **how), strict=True):
+            for x, true in zip(others, statistics_of(logits, tokens, **how), strict=True):
                 assert not x.requires_grad
-                torch.testing.assert_close(x, wanted)
+                torch.testing.assert_close(x, true)
         rare = logits.detach().clone()
         rare[..., 3:] = -torch.inf
         rare.requires_grad_()
@@ -108,8 +108,8 @@ def test_log_probs_and_entropies_have_values_and_gradients_of_whole_logits(
     pool: WorkerPool,
 ) -> None:
     [seen] = pool.run(policy_tokens, 1)
-    words = ("temperature=0: must be finite", "bias without", "['is_top2']: must be among is_top1")
-    words += ("targets hold", "(vocabulary, 5)")
+    words = ["temperature=0: must be finite", "bias without", "['is_top2']: must be among is_top1"]
+    words += ["targets hold", "(vocabulary, 5)"]
     for told, word in zip(seen.pop("refused"), words, strict=True):
         assert word in told
     assert max(seen.values()) < 1e-12, seen

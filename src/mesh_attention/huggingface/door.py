@@ -75,7 +75,7 @@ class Door:
         if isinstance(documents, Documents) and not is_dynamo_compiling():
             wrong, tensors = _fault_of_batch(documents, position_ids), (None, None, None)
             if wrong is not None:  # all ranks raise it
-                self._cp.attend_layer(tensors, wrong, LayerMask(), None)  # type: ignore[arg-type]
+                self._cp.attend_layer(tensors, wrong, LayerMask(), None)
         return args, kwargs | {"documents": ModelBatch(self._cp, documents, position_ids)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:

@@ -28,11 +28,11 @@ from mesh_attention.huggingface.door import Door
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
     refuse_model,
+    refuse_token_mixers,
     shifts_labels,
     transformers_model,
 )
 from mesh_attention.huggingface.models import SHOWN
-from mesh_attention.huggingface.token_mixers import refuse_token_mixers
 from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.request.attend import attend
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
@@ -275,7 +275,7 @@ def _compare(cp: ModelContextParallel, model: nn.Module, batch: Mapping[str, Any
         wide = torch.promote_types(out.dtype, torch.float32)
         return out.to(wide).square().mean(-1)
 
-    def step(model: Any, whole: dict[str, Tensor]) -> TokenMean:
+    def step(model: Any, whole: dict[str, Any]) -> TokenMean:
         part = cp.shard_batch(**whole)
         reduce: Any = "fsdp" if is_fsdp else "sum"
         return cp.token_mean(

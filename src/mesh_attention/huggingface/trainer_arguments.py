@@ -9,8 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import refuse, refuse_accelerator
-from mesh_attention.huggingface.versions import check_version
+from mesh_attention.huggingface.accelerator_ranks import check_version, refuse, refuse_accelerator
 
 TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL
 
