@@ -182,7 +182,7 @@ def _take_log_probs(model: Any, cp: ModelContextParallel) -> None:
     if kernel is None or [*signature(kernel.forward).parameters][1:] != [*_OF_KERNEL]:
         return  # no fused head, or one of another version: it makes them as ever
     parts = (trls.__name__, trls.__defaults__, trls.__closure__)
-    ours = FunctionType(trls.__code__, trls.__globals__ | {_KERNEL: _LogProbs(cp)}, *parts)
+    ours = FunctionType(trls.__code__, trls.__globals__ | {_KERNEL: _HeadKernel(cp)}, *parts)
     ours.__kwdefaults__ = trls.__kwdefaults__
     model.forward = MethodType(update_wrapper(ours, trls), model)
 
@@ -193,7 +193,7 @@ _OF_KERNEL = (
 )
 
 
-class _LogProbs:
+class _HeadKernel:
     def __init__(self, cp: ModelContextParallel) -> None:
         self._cp = cp
 
