@@ -150,7 +150,8 @@ def diagnose(
         if is_off:
             where = ours.record.heads_first or record.heads_first
             apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
-            factors = _factors(group, ours, limits.exceeded(grads.errors)) if ours.apart else None
+            by_hand = apart and ours.apart
+            factors = _factors(group, ours, limits.exceeded(grads.errors)) if by_hand else None
             of_targets = gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
             of_labels = sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
@@ -308,7 +309,7 @@ def _added_up(
 def _factors(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
     """By what ranks multiplied what they reduce by hand, by the largest of the wrong ones."""
     both = [(ours.apart[name], ours.grads[name]) for name in wrong]
-    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    pairs = [(torch.zeros_like(b) if a is None else a, b) for a, b in both if b is not None]
     if not pairs:
         return []
     return factors_of_ranks(group, *max(pairs, key=lambda pair: pair[0].numel()))

@@ -9,7 +9,9 @@ read off beforehand from what it makes of such numbers, on one token and without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from math import atanh, isclose
 from typing import Any
 
@@ -20,9 +22,6 @@ from transformers.utils import logging
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.means import TokenMean
-
-# Of hidden states and the head's weight; bias, softcap and low_rank by name.
-Loss = Callable[..., TokenMean]
 
 # No powers of two among them, which rounding to 16 bits leaves alone. The second is beyond any cap.
 _PROBES = (1.0, 1e5, -2.7, 0.3, 7.7, -61.0)
@@ -35,11 +34,34 @@ def _probes(vocabulary: int, device: torch.device | None = None) -> Tensor:
 
 
 class ModelLoss:
-    """The loss of the model of `cp`: made in its head until somebody asks for logits, or the head
-    turns out to be another; from logits else, or without `in_head`."""
+    """The loss of the model of `cp`: made in its head, in whose place this stands until somebody
+    asks for logits, or the head turns out to be another; from logits else, or without `in_head`.
+    Made before the model is wrapped."""
 
     def __init__(self, cp: ModelContextParallel, *, in_head: bool = True) -> None:
-        self._cp, self._head = cp, HeadLoss.of(cp.model) if in_head else None
+        self._cp = cp
+        self._head: Any = None
+        self._loss: Callable[..., TokenMean] | None = None
+        self._means: list[tuple[TokenMean, _Gradient]] = []
+        if in_head:
+            self._stand_in_head(cp.model)
+
+    def _stand_in_head(self, model: Any) -> None:
+        """Where it is a plain matrix or one with LoRA, and the model does no more with its logits
+        than to scale and to softcap them."""
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        fault = _fault_of(head)
+        if fault is None:
+            after = _after_head(model, head)
+            if after is not None:
+                self._head, self._after = head, after
+                vars(head)["forward"] = self._forward
+                return
+            fault = "it does more with logits than to scale or to softcap them"
+        logging.get_logger(__name__).warning_once(
+            f"the loss of {type(model).__name__} is made from its logits, which take memory for "
+            f"all tokens of a rank: {fault}"
+        )
 
     def mean(
         self,
@@ -52,69 +74,31 @@ class ModelLoss:
     ) -> tuple[TokenMean, Any]:
         """Of a forward pass of `model`, wrapped or not, and what the model returns: its `logits`
         where they are asked for. `options` as of `cross_entropy`."""
-
-        def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> TokenMean:
-            return self._cp.linear_cross_entropy(hidden, weight, labels, **more, **options)
-
         if self._head is not None and not logits:
-            result = self._head.mean(model, arguments, in_head)
-            if result is not None:
-                return result
-            self.remove()
+            self._loss = partial(self._cp.linear_cross_entropy, labels=labels, **options)
+            try:
+                outputs = model(**arguments)
+                means = self._means
+            finally:
+                self._loss, self._means = None, []
+            if len(means) == 1:
+                [(mean, gradient)] = means
+                emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
+                return TokenMean(emerged, mean.value, mean.num_targets), outputs
+            self.remove()  # the model did not call its head once
         outputs = model(**arguments)
         return self._cp.cross_entropy(outputs.logits, labels, **options), outputs
 
     def remove(self) -> None:
         if self._head is not None:
-            self._head.remove()
+            del vars(self._head)["forward"]
             self._head = None
 
-
-class HeadLoss:
-    """Stands in the head of one model, until `remove()`."""
-
-    def __init__(self, head: Any, after: _AfterHead) -> None:
-        self._head, self._after = head, after
-        self._loss: Loss | None = None
-        self._means: list[tuple[TokenMean, _Gradient]] = []
-        vars(head)["forward"] = self._forward
-
-    @staticmethod
-    def of(model: Any) -> HeadLoss | None:
-        """Before it is wrapped. None where the head is neither a plain matrix nor one with LoRA, or
-        where the model does more with its logits than to scale and to softcap them."""
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        fault = _fault_of(head)
-        if fault is None:
-            after = _after_head(model, head)
-            if after is not None:
-                return HeadLoss(head, after)
-            fault = "it does more with logits than to scale or to softcap them"
-        logging.get_logger(__name__).warning_once(
-            f"the loss of {type(model).__name__} is made from its logits, which take memory for "
-            f"all tokens of a rank: {fault}"
-        )
-        return None
-
-    def remove(self) -> None:
-        del vars(self._head)["forward"]
-
-    def mean(
-        self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss
-    ) -> tuple[TokenMean, Any] | None:
-        """As of `ModelLoss`. None where the model did not call its head once: its logits are needed
-        then."""
-        self._loss, self._means = loss, []
-        try:
-            outputs = model(**inputs)
-            means = self._means
-        finally:
-            self._loss, self._means = None, []
-        if len(means) != 1:
-            return None
-        mean, gradient = means[0]
-        emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
-        return TokenMean(emerged, mean.value, mean.num_targets), outputs
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLoss:
+        """In the head of a copy of the model."""
+        twin = copy(self)
+        twin._head = memo[id(self._head)]
+        return twin
 
     @outside_compile
     def _forward(self, hidden: Tensor, *others: Any, **more: Any) -> Tensor:
