@@ -63,7 +63,7 @@ class Losses:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
-        self.cannot_be_copied = (x for x in ())  # as a process group
+        self.cannot_be_copied = (x for x in range(0))  # as a process group
         self.calls: list[str] = []
 
     def linear_cross_entropy(
