@@ -42,7 +42,7 @@ def test_importing_the_package_imports_neither_transformers_nor_torch() -> None:
 
 
 def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("attention", "model", "trainer", "trainer_mixin"):
+    for name in ("attention", "door", "model", "trainer"):
         monkeypatch.delitem(sys.modules, f"mesh_attention.huggingface.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("register", "ModelContextParallel"):
