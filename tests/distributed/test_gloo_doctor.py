@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -283,6 +284,17 @@ def changing(rank: int, size: int) -> list[str]:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
 
+    def clips(model: Any, by_norm: bool = True) -> None:
+        """Each rank by its own norm, or its own largest numbers."""
+        norms = [(p.grad, p.grad.norm()) for p in model.parameters()]
+        total = torch.stack([norm for _, norm in norms]).norm()
+        for grad, norm in norms:
+            if by_norm:
+                grad.mul_((rank + 1) * 0.01 / total)
+            else:
+                grad.clamp_(-0.5 * norm / grad.numel() ** 0.5, 0.5 * norm / grad.numel() ** 0.5)
+        add_up(model)
+
     def trains(model: Any, whole: Any) -> Any:
         mean = step(model, whole)
         with torch.no_grad():
@@ -290,6 +302,12 @@ def changing(rank: int, size: int) -> list[str]:
         return mean
 
     answers: list[str] = [doctor(step, reduce_gradients=add_up, **asked).cause.kind]
+    clipped = doctor(step, reduce_gradients=clips, **asked).cause
+    assert clipped.kind == "clipping"
+    assert clipped.words.startswith("reduce_gradients multiplies the gradients of ranks by ")
+    bounded = doctor(step, reduce_gradients=partial(clips, by_norm=False), **asked).cause
+    assert bounded.kind == "gradients"
+    assert "what reduce_gradients makes of them is not" in bounded.words
     with pytest.raises(MeshAttentionError, match="step changes parameters"):
         doctor(trains, reduce_gradients=add_up, **asked)
     for wrong in (lambda *x: step(*x).value.item(), lambda *x: step(*x).loss.backward()):

@@ -186,6 +186,35 @@ def test_any_weight_is_exact_or_refused_by_name(pool: WorkerPool) -> None:
         assert max(seen.values()) < 1e-12, seen
 
 
+def of_low_rank(rank: int, world_size: int) -> tuple[float, list[str]]:
+    """A second product of few columns, under a softcap, in chunks."""
+    with ContextParallel(causal=True) as cp:
+        batch = sharded(cp, PACKED)
+        hidden, weight, _ = head(PACKED)
+        hidden = cp.shard(hidden, 1, documents=batch.documents)
+        few, matrix = (
+            torch.randn(*hidden.shape[:2], 2).double(),
+            torch.randn(VOCABULARY, 2).double(),
+        )
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, few, matrix)]
+        loss: Any = partial(cp.linear_cross_entropy, labels=batch.labels, reduce="sum")
+        pair = (leaves[2], leaves[3])
+        mean = loss(*leaves[:2], low_rank=pair, softcap=1.5, chunk_tokens=3)
+        capped = 1.5 * torch.tanh((leaves[0] @ leaves[1].T + pair[0] @ pair[1].T) / 1.5)
+        whole = cp.cross_entropy(capped, batch.labels, reduce="sum")
+        grads, wanted = (torch.autograd.grad(x.loss, leaves) for x in (mean, whole))
+        wrong = ((few[..., :1], matrix), matrix)
+        words = [refusal(partial(loss, hidden, weight, low_rank=x)) for x in wrong]
+        return max(map(error, grads, wanted)), words
+
+
+def test_a_product_of_few_columns_has_the_gradients_of_whole_logits(pool: WorkerPool) -> None:
+    for off, [other, no_pair] in pool.run(of_low_rank, 2):
+        assert off < 1e-12
+        assert f"low_rank[1] is torch.float64 of shape ({VOCABULARY}, 2)" in other
+        assert "low_rank is Tensor: give a pair" in no_pair
+
+
 # Memory.
 
 

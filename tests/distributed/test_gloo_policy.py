@@ -19,6 +19,7 @@ from support.training import ALL, FEW, PACKED, PLAIN, RIGHT, ROWS, refusal, shar
 
 # Log-probabilities.
 
+STATISTICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"temperature": 0.7, "softcap": 2.0, "chunk_tokens": 3},
@@ -35,6 +36,15 @@ def log_probs_of(logits: Tensor, tokens: Tensor, **how: Any) -> tuple[Tensor, Te
     return picked.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
 
 
+def statistics_of(logits: Tensor, tokens: Tensor, **how: Any) -> list[Tensor]:
+    cap = how.get("softcap")
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logits = logits / how.get("temperature", 1.0)
+    squares = logits.softmax(-1).square().sum(-1).log()
+    all_of_them = (logits.argmax(-1) == tokens, logits.mean(-1), squares)
+    return [x.masked_fill(tokens == -100, 0) for x in all_of_them]
+
+
 def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
     """Logits, hidden states with a head, and logits of which some are out of reach."""
     seen: dict[str, Any] = {}
@@ -48,7 +58,7 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
     logits = random(2, 7, 13).requires_grad_()
     coefficients = random(2, 2, 7)
 
-    def gradients(results: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    def gradients(results: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
         total = sum((c * x).sum() for c, x in zip(coefficients, results, strict=True))
         return [*results, *torch.autograd.grad(total, leaves)]
 
@@ -69,6 +79,10 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
             for number, (wanted, results, leaves) in enumerate(both):
                 pairs = zip(gradients(wanted, leaves), gradients(results, leaves), strict=True)
                 seen[f"{name} {number}"] = max((a - b).abs().max().item() for a, b in pairs)
+            _, _, *others = cp.log_probs(logits, tokens, statistics=STATISTICS, **how)
+            for x, true in zip(others, statistics_of(logits, tokens, **how), strict=True):
+                assert not x.requires_grad
+                torch.testing.assert_close(x, true)
         rare = logits.detach().clone()
         rare[..., 3:] = -torch.inf
         rare.requires_grad_()
@@ -83,6 +97,7 @@ def policy_tokens(rank: int, world_size: int) -> dict[str, Any]:
         seen["refused"] = [
             refusal(lambda: cp.log_probs(logits, tokens, temperature=0)),
             refusal(lambda: cp.log_probs(logits, tokens, bias=bias)),
+            refusal(lambda: cp.log_probs(logits, tokens, statistics=["is_top2"])),
             refusal(lambda: cp.log_probs(logits, tokens + 13)),
             refusal(lambda: cp.log_probs(hidden, tokens, weight=weight.T)),
         ]
@@ -93,7 +108,8 @@ def test_log_probs_and_entropies_have_values_and_gradients_of_whole_logits(
     pool: WorkerPool,
 ) -> None:
     [seen] = pool.run(policy_tokens, 1)
-    words = ("temperature=0: must be finite", "bias without", "targets hold", "(vocabulary, 5)")
+    words = ["temperature=0: must be finite", "bias without", "['is_top2']: must be among is_top1"]
+    words += ["targets hold", "(vocabulary, 5)"]
     for told, word in zip(seen.pop("refused"), words, strict=True):
         assert word in told
     assert max(seen.values()) < 1e-12, seen

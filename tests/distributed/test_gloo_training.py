@@ -35,6 +35,7 @@ from support.training import (
     Trained,
     logits_of,
     make,
+    refusal,
     sharded,
     truth,
     truth_and_parameters,
@@ -243,3 +244,32 @@ def test_documents_may_be_made_ahead(pool: WorkerPool) -> None:
     [[(packed, _)]], [[(rows, _)]] = (pool.run(truth, 1, [[case]]) for case in (PACKED, ROWS))
     for losses in pool.run(made_ahead, 2):
         assert losses == pytest.approx([packed, rows, packed, rows], rel=1e-5)
+
+
+def labels_of_another_batch(rank: int, world_size: int) -> list[str]:
+    """What was computed from one batch, and labels of another of that length."""
+    cp: Any = make()
+    seen = []
+    model = make_model()
+    for case in (PACKED, PLAIN):
+        part, other = (sharded(cp, case) for _ in range(2))
+        assert part.labels is not None
+        for batch in (part, other):
+            logits = logits_of(cp, model, batch)
+        seen.append(refusal(lambda: cp.cross_entropy(logits, part.labels, reduce="sum")))  # noqa: B023
+        seen.append(refusal(lambda: cp.log_probs(logits, part.labels)))  # noqa: B023
+        values = [
+            cp.cross_entropy(logits, labels, reduce="sum").value
+            for labels in (other.labels, 1 * part.labels)
+        ]
+        assert values[0] == values[1]
+    return seen
+
+
+def test_labels_of_another_batch_than_the_attention_before_the_logits_are_refused(
+    pool: WorkerPool,
+) -> None:
+    for words in pool.run(labels_of_another_batch, 2):
+        assert all("targets are those of another batch than" in told for told in words)
+        assert "logits, which" in words[0]
+        assert "hidden_or_logits, which" in words[1]

@@ -4,17 +4,21 @@ the logits are asked for. One process, no ranks."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from mesh_attention.huggingface.head_loss import HeadLoss
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.head_loss import ModelLoss
+from mesh_attention.huggingface.trainer_model import EmbeddingNoise
 from mesh_attention.train.means import TokenMean
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
@@ -54,13 +58,44 @@ class Model(nn.Module):
         return CausalLMOutput(logits=self.after(self.lm_head(hidden)))
 
 
-def of_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None
-) -> TokenMean:
-    logits = nn.functional.linear(hidden, weight, bias)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
-    return TokenMean(loss, loss.detach(), torch.tensor(TARGETS.numel()))
+class Losses:
+    """What is asked of a `ModelContextParallel`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.cannot_be_copied = (x for x in range(0))  # as a process group
+        self.calls: list[str] = []
+
+    def linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        low_rank: tuple[Tensor, Tensor] | None,
+    ) -> TokenMean:
+        logits = nn.functional.linear(hidden, weight, bias)
+        if low_rank is not None:
+            logits = logits + low_rank[0] @ low_rank[1].T
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        mean = self.cross_entropy(logits, labels)
+        self.calls[-1] = "in head"
+        return mean
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> TokenMean:
+        self.calls.append("of logits")
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return TokenMean(loss, loss.detach(), torch.tensor(labels.numel()))
+
+
+def losses_of(model: nn.Module) -> tuple[ModelLoss, Losses]:
+    losses = Losses(model)
+    return ModelLoss(losses), losses  # type: ignore[arg-type]
+
+
+def is_in_head(model: Model) -> bool:
+    return "forward" in vars(model.lm_head)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -77,39 +112,74 @@ def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(name: str) -> None
     logits = model(x).logits
     loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
     wanted = gradients(model, loss)
-    head_loss = HeadLoss.of(model)
-    if name in ("in 16 bits", "shifted", "padded", "cut"):
-        assert head_loss is None
+    model_loss, losses = losses_of(model)
+    assert is_in_head(model) == (name not in ("in 16 bits", "shifted", "padded", "cut"))
+    if not is_in_head(model):
         assert torch.equal(model(x).logits, logits)
         return
-    assert head_loss is not None
     for _ in range(2):
-        result = head_loss.mean(model, {"input_ids": x}, of_head)
-        assert result is not None
-        mean, _ = result
+        mean, _ = model_loss.mean(model, {"input_ids": x}, TARGETS)
+        assert losses.calls.pop() == "in head"
         torch.testing.assert_close(mean.loss, loss.detach(), check_stride=False)
         for grad, true in zip(gradients(model, mean.loss), wanted, strict=True):
             torch.testing.assert_close(grad, true)
     twin = copy.deepcopy(model)  # with a head of its own
     nn.init.zeros_(twin.lm_head.weight)
     assert (twin(x).logits != model(x).logits).any()
-    head_loss.remove()
+    model_loss.remove()
     assert torch.equal(model(x).logits, logits)
+
+
+def with_lora(**how: Any) -> Any:
+    """A model whose head has two adapters, both of which count."""
+    model = Model(AFTER["both"])
+    adapters = lora.Linear(model.lm_head, "first", LoraConfig(r=2, **how), r=2, lora_alpha=3)
+    adapters.update_layer("second", r=1, lora_alpha=1, config=LoraConfig(r=1))
+    adapters.set_adapter(["first", "second"])
+    for matrix in (*adapters.lora_A.values(), *adapters.lora_B.values()):
+        nn.init.normal_(matrix.weight)
+    setattr(model, "lm_head", adapters)  # noqa: B010
+    return model
+
+
+def test_a_head_with_adapters_makes_the_loss_without_logits() -> None:
+    model, x = with_lora(), torch.randn(2, 3, 5)
+    model_loss, losses = losses_of(model)
+    for disabled in (False, True):
+        model.lm_head.enable_adapters(not disabled)
+        logits = model(x).logits
+        loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+        wanted = gradients(model, loss)
+        mean, _ = model_loss.mean(model, {"input_ids": x}, TARGETS)
+        assert losses.calls.pop() == "in head"
+        torch.testing.assert_close(mean.loss, loss.detach(), check_stride=False)
+        for grad, true in zip(gradients(model, mean.loss), wanted, strict=True):
+            torch.testing.assert_close(grad, true)
+
+
+def test_a_head_with_other_adapters_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    with patch.object(logging.getLogger("transformers"), "propagate", True):
+        model = with_lora(use_dora=True)
+        losses_of(model)
+    assert not is_in_head(model)
+    assert "adapter first of its head is no plain LoRA" in caplog.text
 
 
 def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
     model, x = Model(AFTER["nothing"]), torch.randn(2, 3, 5)
-    head_loss = HeadLoss.of(model)
-    assert head_loss is not None
+    model_loss, losses = losses_of(model)
     model.after = lambda logits: logits + 0 * model.lm_head(model.base_model(x)[0]).sum()
-    assert head_loss.mean(model, {"input_ids": x}, of_head) is None
-    head_loss.remove()
+    model_loss.mean(model, {"input_ids": x}, TARGETS)
+    assert losses.calls[-1] == "of logits"
+    assert not is_in_head(model)
     model.after = AFTER["nothing"]
     hook = model.lm_head.register_forward_hook(lambda *_: None)  # it would see no logits
-    assert HeadLoss.of(model) is None
+    losses_of(model)
+    assert not is_in_head(model)
     hook.remove()
     setattr(model, "lm_head", nn.Sequential(model.lm_head))  # noqa: B010
-    assert HeadLoss.of(model) is None
+    losses_of(model)
+    assert not is_in_head(model)
 
 
 def test_noise_has_the_size_that_the_whole_sequence_says() -> None:

@@ -238,7 +238,7 @@ def in_one_graph(rank: int, world_size: int) -> tuple[int, bool, dict[str, float
     import torch
 
     from mesh_attention.huggingface import ModelContextParallel
-    from mesh_attention.huggingface.guessed_masks import guesses_are_right
+    from mesh_attention.huggingface.masks import guesses_are_right
     from support.tiny_models import PACKED, make_model, on_one_process
 
     kinds = ["sliding_attention", "full_attention"]

@@ -18,7 +18,7 @@ def trainers() -> tuple[Any, Any, Any]:
     from transformers import Trainer
 
     from mesh_attention.huggingface import ContextParallelTrainer
-    from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
+    from mesh_attention.huggingface.trainer import ContextParallelMixin
 
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, **more: Any
@@ -132,7 +132,7 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from trl import GRPOTrainer, KTOTrainer
 
     from mesh_attention.errors import MeshAttentionError
-    from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
+    from mesh_attention.huggingface.trainer import ContextParallelMixin
     from support.tiny_trl import RUNS, TrlRun, launched
 
     generating: Any = type("Generating", (ContextParallelMixin, GRPOTrainer), {})

@@ -42,7 +42,7 @@ def test_importing_the_package_imports_neither_transformers_nor_torch() -> None:
 
 
 def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("attention", "model", "trainer", "trainer_mixin"):
+    for name in ("attention", "door", "model", "trainer"):
         monkeypatch.delitem(sys.modules, f"mesh_attention.huggingface.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("register", "ModelContextParallel"):
@@ -57,27 +57,27 @@ def test_packages_that_were_not_tested_are_refused_or_warned_of(
 ) -> None:
     from transformers.utils import logging
 
-    from mesh_attention.huggingface import versions
+    from mesh_attention.huggingface import accelerator_ranks as ranks
 
     monkeypatch.setattr(logging.get_logger(), "propagate", True)
-    rows = {n: re.search(rf"^\| {n} \| (\S+) \| (\S+) \|$", PAGE, re.M) for n in versions.TESTED}
-    for package, (oldest, newest) in versions.TESTED.items():
+    rows = {n: re.search(rf"^\| {n} \| (\S+) \| (\S+) \|$", PAGE, re.M) for n in ranks.TESTED}
+    for package, (oldest, newest) in ranks.TESTED.items():
         row = rows[package]
         assert row is not None
         assert row.groups() == tuple("{}.{}.0".format(*x) for x in (oldest, newest))
         for installed in row.groups():
-            monkeypatch.setattr(versions, "version", lambda _, x=installed: x)
-            versions.check_version(package)
+            monkeypatch.setattr(ranks, "version", lambda _, x=installed: x)
+            ranks.check_version(package)
         assert not caplog.records
-        monkeypatch.setattr(versions, "version", lambda _, x=newest[1] + 1: f"1.{x}.0.dev0")
+        monkeypatch.setattr(ranks, "version", lambda _, x=newest[1] + 1: f"1.{x}.0.dev0")
         for _ in range(2):
-            versions.check_version(package)
+            ranks.check_version(package)
         [record] = caplog.records
         assert f"'{package}>={oldest[0]}.{oldest[1]},<1.{newest[1] + 1}'" in record.message
         caplog.clear()
-        monkeypatch.setattr(versions, "version", lambda _: "1.9.3")
+        monkeypatch.setattr(ranks, "version", lambda _: "1.9.3")
         with pytest.raises(MeshAttentionError, match="too old; tested are"):
-            versions.check_version(package)
+            ranks.check_version(package)
 
 
 def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, float]:

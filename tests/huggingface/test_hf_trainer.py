@@ -46,6 +46,7 @@ def on_ranks(
         with launched(rank, world_size):
             trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
             found.append(train(trainer))
+            assert trainer._model_loss._head is not None or not name.startswith("LoRA")
             trainer.close()
     return found
 

@@ -105,7 +105,8 @@ class Run:
         model = make_model(self.model, **self.changes)
         if self.lora:
             torch.manual_seed(1)
-            model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+            names = ["q_proj", "v_proj", "lm_head"]  # whose loss is made without logits, too
+            model = get_peft_model(model, LoraConfig(r=3, target_modules=names))
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "lora_B" in name:  # 0 when it is made

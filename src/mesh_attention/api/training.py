@@ -146,6 +146,7 @@ class Training:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         softcap: float | None = None,
+        low_rank: tuple[Tensor, Tensor] | None = None,
         chunk_tokens: int | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
@@ -153,6 +154,8 @@ class Training:
         time: from hidden states (batch, local tokens, width) and a weight (vocabulary, width).
 
         softcap         logits become softcap * tanh(logits / softcap)
+        low_rank        a second product that is added to the logits, of (batch, local tokens, few)
+                        and (vocabulary, few): LoRA's, as (scaling * lora_A(hidden), lora_B.weight)
         z_loss          times the square of the log-sum-exp of each target's logits is added
         chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
 
@@ -169,7 +172,7 @@ class Training:
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
             hidden,
             labels,
-            (weight, bias),
+            (weight, bias, low_rank),
             ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -190,7 +193,8 @@ class Training:
         ignore_index: int = IGNORE_INDEX,
         chunk_tokens: int | None = None,
         reduce: Reduce | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        statistics: Sequence[str] = (),
+    ) -> tuple[Tensor, ...]:
         """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
         `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
 
@@ -198,6 +202,10 @@ class Training:
         and made again in the backward pass. Logits are divided by `temperature`, after `softcap`.
         Nothing is sent, unless FSDP2 holds the weight in parts, which are gathered: `reduce` then
         says what becomes of its gradient, as it does in `token_mean`.
+
+        statistics  what is returned besides, for each token and without gradients: "is_top1",
+                    whether it is the most likely one; "mean_logits", over the vocabulary;
+                    "log_sum_sq_probs", the logarithm of the sum of squared probabilities
         """
         return log_probs(
             self._calls.ranks,
@@ -207,6 +215,7 @@ class Training:
             bias,
             ignore_index,
             reduce,
+            statistics,
             softcap=softcap,
             temperature=temperature,
             chunk_tokens=chunk_tokens,

@@ -222,14 +222,19 @@ def of_loss(loss: float, targets: list[Sums], labels: Sums, tol: float) -> Cause
 
 
 def of_gradients(
-    ours: ComparedGradients, apart: dict[str, ComparedGradients], limits: Limits, size: int
+    ours: ComparedGradients,
+    apart: dict[str, ComparedGradients],
+    limits: Limits,
+    size: int,
+    by_hand: list[float] | None,
 ) -> Cause | None:
-    """`apart`: their sum and mean over ranks, where no framework takes any."""
+    """`apart`: their sum and mean over ranks, where no framework takes any. `by_hand`: where the
+    caller reduces them, by what each rank has multiplied its own before, if that is known."""
     wrong, tol = limits.exceeded(ours.errors), limits.least
     if not wrong:
         return None
     way = next((way for way, x in apart.items() if not limits.exceeded(x.errors)), None)
-    if way is not None:
+    if way is not None and by_hand is None:
         return Cause(
             "gradients not reduced",
             f"each rank has the gradient of its own tokens, and only their {way} is that of one "
@@ -254,6 +259,21 @@ def of_gradients(
             "those that are added up, and unshard(..., grad=) for a loss on whole tensors",
             wrong[0],
         )
+    if way is not None and by_hand:
+        return Cause(
+            "clipping",
+            f"reduce_gradients multiplies the gradients of ranks by {_numbers(by_hand)} before it "
+            "reduces them, as clip_grad_norm_ does: clip after that, by the norm of one process",
+            wrong[0],
+        )
+    if way is not None:
+        return Cause(
+            "gradients",
+            f"the {way} of the ranks' gradients is that of one process, and what reduce_gradients "
+            f"makes of them is not, first {wrong[0]}: it clips before it reduces, leaves some out "
+            "or reduces them twice",
+            wrong[0],
+        )
     return Cause(
         "gradients",
         f"the forward pass is right, and gradients of {len(wrong)} of {len(ours.errors)} "
@@ -261,3 +281,7 @@ def of_gradients(
         "reduced, reduced twice or not at all on the way back",
         wrong[0],
     )
+
+
+def _numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

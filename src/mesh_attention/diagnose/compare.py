@@ -118,23 +118,33 @@ class ComparedGradients:
     ) -> ComparedGradients:
         """Ranks hold parts, or the same: numbers are added up over all of them."""
         pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
-        sums = _of_all(
-            group, [[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()]
-        )
-        most = _of_all(group, [[_largest(a - b), _largest(b)] for a, b in pairs.values()], "max")
+        products = [[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()]
+        sums = np.sum(gathered(group, products), 0).tolist()
+        largest = [[_largest(a - b), _largest(b)] for a, b in pairs.values()]
+        most = np.max(gathered(group, largest), 0).tolist()
         floor = max((scale for _, scale in most), default=0.0) * 1e-3 + 1e-30
         ratios = [product / (square + 1e-300) for product, square in sums]
-        off = _of_all(
-            group,
-            [[_largest(a - b * c)] for (a, b), c in zip(pairs.values(), ratios, strict=True)],
-            "max",
-        )
+        scaled = zip(pairs.values(), ratios, strict=True)
+        off = np.max(gathered(group, [_largest(a - b * c) for (a, b), c in scaled]), 0).tolist()
         errors, factors = {}, {}
-        for name, (error, own), ratio, (rest,) in zip(pairs, most, ratios, off, strict=True):
+        for name, (error, own), ratio, rest in zip(pairs, most, ratios, off, strict=True):
             scale = max(own, floor)
             errors[name] = error / scale
             factors[name] = ratio if rest <= limits[name] * scale * max(1, abs(ratio)) else None
         return ComparedGradients(errors, factors)
+
+
+def factors_of_ranks(group: Any, own: Tensor, reduced: Tensor) -> list[float]:
+    """By what each rank's gradient was multiplied before they were added up, as a part of the most;
+    nothing where it was not only that."""
+    parts = gathered(group, own.flatten().double().cpu())
+    of_ranks, total = torch.stack(parts, 1), reduced.flatten().double().cpu()
+    factors = torch.linalg.lstsq(of_ranks, total[:, None]).solution.flatten()
+    is_that = torch.allclose(of_ranks @ factors, total, rtol=1e-4, atol=1e-4 * _largest(total))
+    if not is_that or len(total) <= len(parts) or factors.min() <= 0:
+        return []
+    relative: list[float] = (factors / factors.max()).tolist()
+    return relative
 
 
 def _wide(x: Tensor | None, like: Tensor) -> Tensor:
@@ -145,10 +155,8 @@ def _largest(x: Tensor) -> float:
     return float(torch.nan_to_num(x.abs(), nan=torch.inf).max()) if x.numel() else 0.0
 
 
-def _of_all(group: Any, rows: list[list[float]], how: str = "sum") -> list[list[float]]:
-    """Of all processes; objects, since numbers of this kind are few and any backend sends them."""
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, rows, group)
-    stacked = np.array(parts)
-    reduced: list[list[float]] = (stacked.max(0) if how == "max" else stacked.sum(0)).tolist()
-    return reduced
+def gathered(group: Any, value: Any) -> list[Any]:
+    """Of all processes; objects, since they are few and any backend sends them."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

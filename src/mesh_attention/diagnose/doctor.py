@@ -31,7 +31,12 @@ from mesh_attention.diagnose.causes import (
     of_randomness,
     sums_of_labels,
 )
-from mesh_attention.diagnose.compare import Activations, ComparedGradients
+from mesh_attention.diagnose.compare import (
+    Activations,
+    ComparedGradients,
+    factors_of_ranks,
+    gathered,
+)
 from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
@@ -105,14 +110,14 @@ def diagnose(
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
     parameters = _differing_parameters(model, group)
-    trained = _gathered(everyone, [n for n, p in own.named_parameters() if p.requires_grad])
+    trained = gathered(everyone, [n for n, p in own.named_parameters() if p.requires_grad])
     if parameters is not None and any(x != trained[0] for x in trained):
         return _same_everywhere(everyone, Diagnosis(parameters))  # nothing to compare
     with nothing_changed(model) as dropouts:
         record, rough = Recorder(sizes), None
         with on_one_rank(objects):
             whole, failed = _tried(everyone, plain or step, model, batch, record)
-            dtypes = set().union(*_gathered(everyone, record.dtypes))
+            dtypes = set().union(*gathered(everyone, record.dtypes))
             if whole is not None and tolerance is None and dtypes & {*LOW_PRECISION}:
                 perturbing = Recorder(sizes, perturbs=True)
                 rough, failed = _tried(everyone, plain or step, model, batch, perturbing)
@@ -132,7 +137,7 @@ def diagnose(
         real, mask = torch.ones(sizes, dtype=torch.bool), batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == real.shape:
             real = mask.bool().cpu()
-        of_ranks = _gathered(group, ours.record.seen)
+        of_ranks = gathered(group, ours.record.seen)
         seen = Activations(record.seen, of_ranks, ours.shards, real, limits)
         grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limits)
         loss = _loss(group, ours, whole.value)
@@ -141,11 +146,13 @@ def diagnose(
             notes.append("all gradients of one process are 0: this batch says little")
         cause = None
         # A mistake may change losses by little. What changes nothing at all is none.
-        is_off = any(_gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
+        is_off = any(gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
         if is_off:
             where = ours.record.heads_first or record.heads_first
             apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
-            of_targets = _gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
+            by_hand = apart and ours.apart
+            factors = _factors(group, ours, limits.exceeded(grads.errors)) if by_hand else None
+            of_targets = gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
             of_labels = sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
             cause = (
@@ -153,7 +160,7 @@ def diagnose(
                 or of_heads(where)
                 or parameters
                 or of_activations(seen, own, ours.record.of_pytorch)
-                or of_gradients(grads, apart, limits, len(of_ranks))
+                or of_gradients(grads, apart, limits, len(of_ranks), factors)
             )
             # Losses are means, and more exact than what they are made of.
             close = limits["loss"] * (1 if limits.rounding else _CLOSE)
@@ -202,7 +209,7 @@ def _error(x: Tensor, true: Tensor) -> float:
 
 def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
     """Ranks of the group that hold something else than its first rank, and what."""
-    first, *others = _gathered(group, held)
+    first, *others = gathered(group, held)
     names = [[n for n in first | x if x.get(n) != first.get(n)] for x in others]
     ranks = [rank for rank, of_rank in enumerate(names, 1) if of_rank]
     return ranks, [*dict.fromkeys(name for of_rank in names for name in of_rank)]
@@ -233,19 +240,13 @@ def _tried(
     except Exception as error:
         name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
         failed = f"{name}{error}"
-    errors = [x for x in _gathered(everyone, failed) if x is not None]
+    errors = [x for x in gathered(everyone, failed) if x is not None]
     return (None, errors[0]) if errors else (done, None)
-
-
-def _gathered(group: Any, value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
     """That of the first rank on which something is wrong."""
-    of_all: list[Diagnosis] = _gathered(everyone, diagnosis)
+    of_all: list[Diagnosis] = gathered(everyone, diagnosis)
     return next((x for x in of_all if not x.is_right), of_all[0])
 
 
@@ -283,7 +284,7 @@ def _loss(group: Any, ours: StepRun, whole: float) -> float:
     """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
     if ours.is_of_all:
         return ours.value
-    values: list[float] = _gathered(group, ours.value)
+    values: list[float] = gathered(group, ours.value)
     return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
 
 
@@ -293,7 +294,8 @@ def _added_up(
     """Gradients that ranks have apart from each other: their sum and their mean."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
         return {}
-    summed = {name: None if x is None else x.clone() for name, x in ours.grads.items()}
+    apart = ours.apart or ours.grads
+    summed = {name: None if x is None else x.clone() for name, x in apart.items()}
     for grad in summed.values():
         if grad is not None:
             dist.all_reduce(grad, group=group)
@@ -302,3 +304,12 @@ def _added_up(
         parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
         ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
     return ways
+
+
+def _factors(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
+    """By what ranks multiplied what they reduce by hand, by the largest of the wrong ones."""
+    both = [(ours.apart[name], ours.grads[name]) for name in wrong]
+    pairs = [(torch.zeros_like(b) if a is None else a, b) for a, b in both if b is not None]
+    if not pairs:
+        return []
+    return factors_of_ranks(group, *max(pairs, key=lambda pair: pair[0].numel()))

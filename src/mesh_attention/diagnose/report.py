@@ -9,7 +9,7 @@ from typing import Literal
 Kind = Literal[
     "nothing", "error", "batches", "parameters", "layout", "heads first", "positions", "documents",
     "attention", "token mixing", "randomness", "labels", "loss", "gradient scale",
-    "gradients not reduced", "gradients",
+    "gradients not reduced", "clipping", "gradients",
 ]  # fmt: skip
 
 

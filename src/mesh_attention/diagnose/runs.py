@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from mesh_attention.api.context_parallel import ContextParallel
@@ -30,6 +31,7 @@ class StepRun:
     """
     value    the loss of all ranks where the step says it, else this rank's
     grads    of each parameter, this rank's part where ranks hold parts
+    apart    the same before `reduce_gradients`, if that reduces them
     shards   how the batch was cut, and `targets` what became of labels, by the object
     """
 
@@ -37,6 +39,7 @@ class StepRun:
     value: float = 0.0
     is_of_all: bool = False
     grads: dict[str, Tensor | None] = field(default_factory=dict)
+    apart: dict[str, Tensor | None] = field(default_factory=dict)
     shards: Shards | None = None
     targets: Tensor | None = None
 
@@ -90,17 +93,18 @@ def run(
             loss = loss * (value.detach() / loss.detach())  # not scaled for other ranks
         loss.backward()  # type: ignore[no-untyped-call]
         if reduce_gradients is not None and cp is not None:
+            done.apart = _grads(own)
             reduce_gradients(model)
-    for name, parameter in own.named_parameters():
-        if parameter.requires_grad:
-            done.grads[name] = None if parameter.grad is None else _part(parameter.grad)
+    done.grads = _grads(own)
+    for parameter in own.parameters():
         parameter.grad = None
     return done
 
 
-def _part(grad: Any) -> Tensor:
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local.detach().clone()
+def _grads(model: nn.Module) -> dict[str, Tensor | None]:
+    grads: dict[str, Any] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    parts = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in grads.items()}
+    return {name: None if x is None else x.detach().clone() for name, x in parts.items()}
 
 
 @contextmanager

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from mesh_attention.huggingface.accelerator import AcceleratorContextParallel
     from mesh_attention.huggingface.attention import register
     from mesh_attention.huggingface.model import ModelContextParallel
-    from mesh_attention.huggingface.trainer import ContextParallelTrainer
-    from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
+    from mesh_attention.huggingface.trainer import ContextParallelMixin, ContextParallelTrainer
 
 _HOMES = {
     "AcceleratorContextParallel": "accelerator",
-    "ContextParallelMixin": "trainer_mixin",
+    "ContextParallelMixin": "trainer",
     "ContextParallelTrainer": "trainer",
     "ModelContextParallel": "model",
     "register": "attention",

@@ -4,6 +4,7 @@ dealt to the first alone. For the Trainer, which has an Accelerator, and for loo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
@@ -11,9 +12,9 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.utils import logging
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.versions import check_version
 
 
 def mesh_of_ranks(accelerator: Accelerator, cp_size: Any) -> DeviceMesh:
@@ -99,3 +100,24 @@ def deal_to_replicas(
         return loader
 
     accelerator.prepare_data_loader = prepare
+
+
+# Versions of packages whose inner parts are relied on, the oldest and the newest.
+TESTED = {"accelerate": ((1, 13), (1, 15)), "trl": ((1, 15), (1, 16))}
+
+
+def check_version(package: str) -> None:
+    """Older ones lack what is needed, and are refused. Newer ones may have changed it: one line of
+    warning."""
+    oldest, newest = TESTED[package]
+    installed = version(package)
+    number = tuple(int(x) for x in installed.split(".")[:2])
+    tested = "tested are {}.{} to {}.{}".format(*oldest, *newest)
+    tested += f": pip install '{package}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}'"
+    if number < oldest:
+        raise MeshAttentionError(f"{package} {installed} is too old; {tested}")
+    if number > newest:
+        logging.get_logger(__name__).warning_once(
+            f"{package} {installed} is new here, and inner parts of it are relied on; {tested}, or "
+            "compare with one process (mesh_attention.doctor)"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.guessed_masks import guess, guesses_are_right
-from mesh_attention.huggingface.masks import LayerMask, read_mask
+from mesh_attention.huggingface.masks import LayerMask, guess, guesses_are_right, read_mask
 from mesh_attention.runtime.session.documents import Documents
 
 NAME = "mesh_attention"
@@ -38,25 +37,12 @@ def layer_mask(**arguments: Any) -> LayerMask:
     return read_mask(**arguments) if mask is None else mask
 
 
-class LayerAttending(Protocol):
-    """What is asked of a `ModelContextParallel`; a `fault` is raised by all ranks."""
-
-    def attend_layer(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        fault: MeshAttentionError | None,
-        mask: LayerMask,
-        softcap: float | None,
-        **call: Any,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class ModelBatch:
-    """What goes through the model with a batch; `of_chunks`: its documents, cut into chunks of so
-    many tokens."""
+    """What goes through the model with a batch: its `ModelContextParallel`, and its documents; also
+    those cut into chunks of so many tokens."""
 
-    cp: LayerAttending
+    cp: Any
     documents: Documents
     position_ids: Tensor
     of_chunks: dict[int, Documents] = field(default_factory=dict)
@@ -102,14 +88,25 @@ def attend(
         )
     mask = _mask_of(attention_mask)
     layer_is_causal = is_causal is not False and getattr(module, "is_causal", True) is not False
-    refusal = (
-        mask.refused
-        or _other_window(mask, sliding_window)
-        or _dropout(dropout)
-        or (None if layer_is_causal or not mask.causal else "the layer is not causal, its mask is")
-        or _other_lengths(query, key)
-        or _unknown(others)
-    )
+    refusal = mask.refused
+    left = None if mask.window is None else mask.window[0]
+    # Layers count a query's own key; in both directions some do not.
+    windows = (None,) if left is None else (None, left + 1, left + mask.causal)
+    if refusal is None and sliding_window not in windows:
+        refusal = f"sliding_window={sliding_window} of the layer, and its mask has {mask.window}"
+    elif refusal is None and dropout:
+        refusal = (
+            f"attention_dropout={dropout}: dropout of attention weights is not supported; set "
+            "config.attention_dropout to 0 before the model is made"
+        )
+    elif refusal is None and mask.causal and not layer_is_causal:
+        refusal = "the layer is not causal, its mask is"
+    elif refusal is None and query.shape[2] != key.shape[2]:
+        refusal = (
+            f"{query.shape[2]} queries and {key.shape[2]} keys: neither caches of earlier tokens "
+            "(past_key_values) nor cross-attention are supported"
+        )
+    refusal = refusal or _unknown(others)
     query = with_temperature(module, query, documents.position_ids)
     out = documents.cp.attend_layer(
         (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
@@ -132,32 +129,6 @@ def _mask_of(mask: Any) -> LayerMask:
     return LayerMask(
         refused="attention_mask is a tensor of queries by keys, which is not supported: give "
         "documents to shard_batch (cu_seqlens, position_ids or an attention_mask of 0 and 1)"
-    )
-
-
-def _other_window(mask: LayerMask, of_layer: int | None) -> str | None:
-    """Layers count a query's own key; in both directions some do not."""
-    left = None if mask.window is None else mask.window[0]
-    if of_layer is None or (left is not None and of_layer in (left + 1, left + mask.causal)):
-        return None
-    return f"sliding_window={of_layer} of the layer, and its mask has {mask.window}"
-
-
-def _dropout(dropout: float) -> str | None:
-    if not dropout:
-        return None
-    return (
-        f"attention_dropout={dropout}: dropout of attention weights is not supported; set "
-        "config.attention_dropout to 0 before the model is made"
-    )
-
-
-def _other_lengths(query: Tensor, key: Tensor) -> str | None:
-    if query.shape[2] == key.shape[2]:
-        return None
-    return (
-        f"{query.shape[2]} queries and {key.shape[2]} keys: neither caches of earlier tokens "
-        "(past_key_values) nor cross-attention are supported"
     )
 
 

@@ -9,7 +9,9 @@ read off beforehand from what it makes of such numbers, on one token and without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from math import atanh, isclose
 from typing import Any
 
@@ -20,9 +22,6 @@ from transformers.utils import logging
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.means import TokenMean
-
-# Of hidden states and the head's weight; softcap and bias by name.
-Loss = Callable[..., TokenMean]
 
 # No powers of two among them, which rounding to 16 bits leaves alone. The second is beyond any cap.
 _PROBES = (1.0, 1e5, -2.7, 0.3, 7.7, -61.0)
@@ -35,11 +34,34 @@ def _probes(vocabulary: int, device: torch.device | None = None) -> Tensor:
 
 
 class ModelLoss:
-    """The loss of the model of `cp`: made in its head until somebody asks for logits, or the head
-    turns out to be another; from logits else, or without `in_head`."""
+    """The loss of the model of `cp`: made in its head, in whose place this stands until somebody
+    asks for logits, or the head turns out to be another; from logits else, or without `in_head`.
+    Made before the model is wrapped."""
 
     def __init__(self, cp: ModelContextParallel, *, in_head: bool = True) -> None:
-        self._cp, self._head = cp, HeadLoss.of(cp.model) if in_head else None
+        self._cp = cp
+        self._head: Any = None
+        self._loss: Callable[..., TokenMean] | None = None
+        self._means: list[tuple[TokenMean, _Gradient]] = []
+        if in_head:
+            self._stand_in_head(cp.model)
+
+    def _stand_in_head(self, model: Any) -> None:
+        """Where it is a plain matrix or one with LoRA, and the model does no more with its logits
+        than to scale and to softcap them."""
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        fault = _fault_of(head)
+        if fault is None:
+            after = _after_head(model, head)
+            if after is not None:
+                self._head, self._after = head, after
+                vars(head)["forward"] = self._forward
+                return
+            fault = "it does more with logits than to scale or to softcap them"
+        logging.get_logger(__name__).warning_once(
+            f"the loss of {type(model).__name__} is made from its logits, which take memory for "
+            f"all tokens of a rank: {fault}"
+        )
 
     def mean(
         self,
@@ -52,86 +74,85 @@ class ModelLoss:
     ) -> tuple[TokenMean, Any]:
         """Of a forward pass of `model`, wrapped or not, and what the model returns: its `logits`
         where they are asked for. `options` as of `cross_entropy`."""
-
-        def in_head(hidden: Tensor, weight: Tensor, **more: Any) -> TokenMean:
-            return self._cp.linear_cross_entropy(hidden, weight, labels, **more, **options)
-
         if self._head is not None and not logits:
-            result = self._head.mean(model, arguments, in_head)
-            if result is not None:
-                return result
-            self.remove()
+            self._loss = partial(self._cp.linear_cross_entropy, labels=labels, **options)
+            try:
+                outputs = model(**arguments)
+                means = self._means
+            finally:
+                self._loss, self._means = None, []
+            if len(means) == 1:
+                [(mean, gradient)] = means
+                emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
+                return TokenMean(emerged, mean.value, mean.num_targets), outputs
+            self.remove()  # the model did not call its head once
         outputs = model(**arguments)
         return self._cp.cross_entropy(outputs.logits, labels, **options), outputs
 
     def remove(self) -> None:
         if self._head is not None:
-            self._head.remove()
+            del vars(self._head)["forward"]
             self._head = None
 
-
-class HeadLoss:
-    """Stands in the head of one model, until `remove()`."""
-
-    def __init__(self, head: nn.Linear, after: _AfterHead) -> None:
-        self._head, self._after = head, after
-        self._loss: Loss | None = None
-        self._means: list[tuple[TokenMean, _Gradient]] = []
-        vars(head)["forward"] = self._forward
-
-    @staticmethod
-    def of(model: Any) -> HeadLoss | None:
-        """Before it is wrapped. None where the head is no plain matrix (one with LoRA, say), or
-        where the model does more with its logits than to scale and to softcap them."""
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        if plain and not (
-            "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
-        ):
-            after = _after_head(model, head)
-            if after is not None:
-                return HeadLoss(head, after)
-        logging.get_logger(__name__).warning_once(
-            f"the loss of {type(model).__name__} is made from its logits, which take memory for "
-            "all tokens of a rank: its head is no plain matrix, or it does more with logits than "
-            "to scale or to softcap them"
-        )
-        return None
-
-    def remove(self) -> None:
-        del vars(self._head)["forward"]
-
-    def mean(
-        self, model: nn.Module, inputs: Mapping[str, Any], loss: Loss
-    ) -> tuple[TokenMean, Any] | None:
-        """As of `ModelLoss`. None where the model did not call its head once: its logits are needed
-        then."""
-        self._loss, self._means = loss, []
-        try:
-            outputs = model(**inputs)
-            means = self._means
-        finally:
-            self._loss, self._means = None, []
-        if len(means) != 1:
-            return None
-        mean, gradient = means[0]
-        emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
-        return TokenMean(emerged, mean.value, mean.num_targets), outputs
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLoss:
+        """In the head of a copy of the model."""
+        twin = copy(self)
+        twin._head = memo[id(self._head)]
+        return twin
 
     @outside_compile
-    def _forward(self, hidden: Tensor) -> Tensor:
-        head, loss = self._head, self._loss
-        if loss is None:
-            return nn.functional.linear(hidden, head.weight, head.bias)
-        scale = self._after.scale
+    def _forward(self, hidden: Tensor, *others: Any, **more: Any) -> Tensor:
+        head, loss, scale = self._head, self._loss, self._after.scale
+        if loss is None or others or more or _fault_of_adapters(head):
+            logits: Tensor = type(head).forward(head, hidden, *others, **more)
+            return logits
         bias: Tensor | None = head.bias
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        mean = loss(hidden, head.weight, bias=bias, softcap=self._after.softcap)
+        how = {"bias": bias, "softcap": self._after.softcap, "low_rank": _adapters(head, hidden)}
+        mean = loss(hidden, head.weight, **how)
         gradient = _Gradient()
         self._means.append((mean, gradient))
         carried: Tensor = _Carry.apply(mean.loss, len(head.weight), gradient)  # type: ignore[no-untyped-call]
         return carried
+
+
+def _fault_of(head: Any) -> str | None:
+    """Why the loss cannot be made in it."""
+    base = head.base_layer if _has_lora(head) else head
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        return f"its head is a {type(base).__name__}, and no plain matrix"
+    for module in {head, base}:
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return "its head has hooks, or a forward of its own, which would see no logits"
+    return _fault_of_adapters(head)
+
+
+def _has_lora(head: Any) -> bool:
+    return any(x.__module__ == "peft.tuners.lora.layer" for x in type(head).__mro__)
+
+
+def _fault_of_adapters(head: Any) -> str | None:
+    """They may come and go between two steps."""
+    if _has_lora(head) and not (head.disable_adapters or head.merged):
+        for name in head.active_adapters:
+            if name in head.lora_variant or head.lora_bias.get(name, False):
+                return f"adapter {name} of its head is no plain LoRA (DoRA, lora_bias=True)"
+    return None
+
+
+def _adapters(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The product of peft's LoRA, of all adapters at once."""
+    if not _has_lora(head) or head.disable_adapters or head.merged:
+        return None
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    if not names:
+        return None
+    few = []
+    for name in names:
+        x = head.lora_dropout[name](head._cast_input_dtype(hidden, head.lora_A[name].weight.dtype))
+        few.append(head.lora_A[name](x) * head.scaling[name])
+    return torch.cat(few, -1), torch.cat([head.lora_B[name].weight for name in names], -1)
 
 
 @dataclass(frozen=True)
@@ -142,7 +163,7 @@ class _AfterHead:
     softcap: float | None = None
 
 
-def _after_head(model: Any, head: nn.Linear) -> _AfterHead | None:
+def _after_head(model: Any, head: Any) -> _AfterHead | None:
     """From what the model makes of the probes, if its layers are left out."""
     vocabulary, device = len(head.weight), head.weight.device
     layers = model.base_model
@@ -151,7 +172,7 @@ def _after_head(model: Any, head: nn.Linear) -> _AfterHead | None:
     hidden = torch.zeros(1, 1, head.in_features, device=device)
     instead: dict[Any, Any] = {
         layers: lambda *_, **__: _Hidden(hidden),
-        head: lambda _: _probes(vocabulary, device),
+        head: lambda *_, **__: _probes(vocabulary, device),
     }
     if layers is None:
         return None

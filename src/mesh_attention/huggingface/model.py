@@ -7,40 +7,43 @@ of them. What enters the model is checked at its door, where mistakes have names
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
 
 from mesh_attention.api.context_parallel import ContextParallel
+from mesh_attention.diagnose.doctor import diagnose
+from mesh_attention.diagnose.runs import Step
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
+from mesh_attention.huggingface.door import Door
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
     refuse_model,
+    refuse_token_mixers,
     shifts_labels,
     transformers_model,
 )
 from mesh_attention.huggingface.models import SHOWN
-from mesh_attention.huggingface.one_process import Generate, OneProcess
-from mesh_attention.huggingface.token_mixers import refuse_token_mixers
-from mesh_attention.huggingface.whole_outputs import WholeOutputs, fault_of_router, pools
+from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.request.attend import attend
-from mesh_attention.request.position_checks import fault_of_positions
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
-from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.train.means import Reduce
+from mesh_attention.train.means import Reduce, TokenMean
 from mesh_attention.train.sharded_batch import ShardedBatch
-from mesh_attention.train.whole_batch import MARK
 
+_COMPARED = 2048  # tokens of the first batch of a model that is untested
 Kind = tuple[LayerMask, float | None]  # of a layer, with its softcap
 
 
-class ModelContextParallel(OneProcess):
+class ModelContextParallel(ContextParallel):
     """A `ContextParallel` for all layers of a model, which then attends over the group.
 
         cp = ModelContextParallel(model, mesh["cp"])
@@ -90,27 +93,71 @@ class ModelContextParallel(OneProcess):
         self._shifts_labels = shifts_labels(own)
         super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
         self._by_kind: dict[Kind, ContextParallel] = {first: self}
-        self._door: _Door | None = None
+        self._door: Door | None = None
         self._names = frozenset(inspect.signature(own.forward).parameters)
         self._uncompared = model if untested and config.model_type not in SHOWN else None
         try:
             for kind in rest:
                 self._of(kind)
-            self._door = _Door(own, self, reduce)
+            self._door = Door(own, self, reduce)
         except BaseException:
             self.close()
             raise
 
     def shard_batch(self, *, shift_labels: bool | None = None, **whole: Any) -> ShardedBatch:
         """As of `ContextParallel`; without `shift_labels`, labels are shifted for models that
-        predict the next token, and for others they stay."""
+        predict the next token, and for others they stay. Other tensors go to the model only if it
+        names them; what collators of transformers say to flash-attn are documents."""
         if self._pools and whole.get("labels") is not None:
             raise MeshAttentionError(
                 "labels are those of rows here: keep them, and give them to a loss with "
                 "model(**batch.model_inputs()).logits, which all ranks have of all rows"
             )
-        shifts = self._shifts_labels if shift_labels is None else shift_labels
-        return super().shard_batch(shift_labels=shifts, **whole)
+        of_collator = {name: whole.pop(name, None) for name in _OF_FLASH_ATTENTION}
+        if of_collator["cu_seq_lens_q"] is not None:
+            whole["cu_seqlens"] = of_collator["cu_seq_lens_q"]
+        whole["shift_labels"] = self._shifts_labels if shift_labels is None else shift_labels
+        model, self._uncompared = self._uncompared, None
+        if model is not None:
+            _compare(self, model, whole)
+        return replace(super().shard_batch(**whole), of_model=self._names)
+
+    def plain_step(self) -> Step:
+        """For `doctor`, which asks for it before it compares the model."""
+        self._uncompared = None
+        return lambda model, whole: self.plain_loss(model, self.shard_batch(**whole), whole)
+
+    def plain_loss(
+        self, model: Any, part: ShardedBatch, whole: Any, router: float = 0.0, **loss: Any
+    ) -> Tensor:
+        """Of a whole batch by the model's own attention. `part` is that of one rank, so it is all;
+        rows that became one pack are rows again."""
+        size = next(x for n in _INPUTS if (x := whole.get(n)) is not None).shape[:2]
+        inputs = {n: x for n, x in part.model_inputs().items() if n != "documents"}
+        inputs = {name: x.reshape(*size, *x.shape[2:]) for name, x in inputs.items()}
+        if whole.get("attention_mask") is not None:
+            inputs["attention_mask"] = whole["attention_mask"].to(part.position_ids.device)
+        with self.own_attention():
+            outputs = model(**inputs, use_cache=False)
+        logits = outputs.logits.flatten(0, 1)
+        wide = logits if logits.element_size() >= 4 else logits.float()
+        assert part.labels is not None
+        mean = cross_entropy(wide, part.labels.flatten(), **loss)
+        return mean + router * outputs.aux_loss if router else mean
+
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Inside, the model attends to whole sequences by itself; `generate` does so by itself."""
+        door, self._door = self._door, None
+        if door is None:
+            yield
+            return
+        door.remove()
+        try:
+            yield
+        finally:
+            door.add()
+            self._door = door
 
     def attend_layer(
         self,
@@ -201,97 +248,55 @@ def _arguments(kind: Kind) -> dict[str, Any]:
     return {"causal": mask.causal, "window_size": mask.window, "softcap": softcap}
 
 
-class _Door:
-    """Looks at what enters the model, and sends the object in with the batch. Copies of the model
-    share it."""
+_INPUTS = ("input_ids", "inputs_embeds")
+_OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
-    def __init__(self, model: Any, cp: ModelContextParallel, reduce: Reduce | None) -> None:
-        register()
-        if any(isinstance(hook, _Door) for hook in model._forward_pre_hooks.values()):
-            raise MeshAttentionError("the model has a ModelContextParallel already; close() it")
-        self._model, self._cp, self._reduce = model, cp, reduce
-        self._names = [*inspect.signature(model.forward).parameters]
-        self.add()
 
-    def add(self) -> None:
-        self._before = self._model.config._attn_implementation
-        self._model.set_attn_implementation(NAME)
-        self._hook = self._model.register_forward_pre_hook(self, with_kwargs=True)
-        reduce = self._reduce
-        self._outputs = None if reduce is None else WholeOutputs(self._model, self._cp, reduce)
-        if hasattr(self._model, "generate"):
-            self._model.generate = Generate(self._model, self._cp)
+def _compare(cp: ModelContextParallel, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """The first row, cut short and as one document, whatever the batch makes of it: forward and
+    backward pass on ranks and on this process."""
+    name = next((n for n in _INPUTS if isinstance(batch.get(n), Tensor)), None)
+    is_fsdp = isinstance(model, FSDPModule)
+    below = any(isinstance(x, FSDPModule) for x in model.modules())
+    if name is None or cp._pools or (below and not is_fsdp):
+        warn(
+            f"untested=True: {type(model).__name__} is not compared with one process by itself, "
+            "since its batches have no input_ids, its outputs are those of rows, or FSDP2 has "
+            "parts of it alone; call mesh_attention.doctor",
+            stacklevel=3,
+        )
+        return
+    takes = inspect.signature(model.forward).parameters
+    how = {"use_cache": False} if {"use_cache", "kwargs"} & {*takes} else {}
 
-    def remove(self) -> None:
-        self._hook.remove()
-        self._model.__dict__.pop("generate", None)
-        if self._outputs is not None:
-            self._outputs.remove()
-        if self._model.config._attn_implementation == NAME:
-            self._model.set_attn_implementation(self._before)
+    def output(inputs: dict[str, Any]) -> Tensor:
+        outputs = model(**inputs, **how)
+        out: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return out.to(wide).square().mean(-1)
 
-    def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        if model.config._attn_implementation != NAME:
-            raise MeshAttentionError(
-                f"the attention of the model was set to {model.config._attn_implementation!r} "
-                "meanwhile, which sees the tokens of this rank alone; close() the object first"
-            )
-        documents = arguments.get("documents")
-        if documents is None:
-            raise MeshAttentionError(WITHOUT_BATCH)
-        for name, way_out in _AT_THE_DOOR.items():
-            if _is_given(arguments, name):
-                raise MeshAttentionError(f"{name} was given to the model: {way_out}")
-        if arguments.get("output_router_logits"):
-            fault = fault_of_router(model, self._reduce)
-            if fault is not None:
-                raise MeshAttentionError(f"output_router_logits was given to the model: {fault}")
-        if arguments.get("position_ids") is None:
-            raise MeshAttentionError(
-                "position_ids were not given to the model, which would count this rank's tokens "
-                "from 0: call it as model(**batch.model_inputs())"
-            )
-        position_ids = arguments["position_ids"]
-        if isinstance(documents, Documents) and not is_dynamo_compiling():
-            wrong, tensors = _fault_of_batch(documents, position_ids), (None, None, None)
-            if wrong is not None:  # all ranks raise it
-                self._cp.attend_layer(tensors, wrong, LayerMask(), None)  # type: ignore[arg-type]
-        return args, kwargs | {"documents": ModelBatch(self._cp, documents, position_ids)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Door:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise MeshAttentionError(
-            "a model on ranks holds a process group and cannot be pickled; save its state_dict, or "
-            "close() the ModelContextParallel first"
+    def step(model: Any, whole: dict[str, Any]) -> TokenMean:
+        part = cp.shard_batch(**whole)
+        reduce: Any = "fsdp" if is_fsdp else "sum"
+        return cp.token_mean(
+            output(part.model_inputs()), ~part.padding, reduce=reduce, documents=part.documents
         )
 
+    def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
+        with cp.own_attention():
+            return output(whole).mean()
 
-def _fault_of_batch(documents: Documents, position_ids: Tensor) -> MeshAttentionError | None:
-    mark, batch = getattr(position_ids, MARK, None), documents.plans.batch
-    if mark is None:  # not of shard_batch, so the host waits for them
-        return fault_of_positions(documents.shards, "q", position_ids, documents.position_ids)
-    if batch is None or mark == (batch.number, batch.contents):
-        return None
-    return MeshAttentionError(
-        "documents are those of another batch than position_ids: call the model as "
-        "model(**batch.model_inputs()), with all of one batch"
-    )
+    group = cp._calls.session.groups.parent
 
+    def add_up(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
 
-_AT_THE_DOOR = {
-    "labels": "models shift labels, and those of shard_batch are targets already; take "
-    "cp.cross_entropy(logits, batch.labels, ...)",
-    "attention_mask": "shard_batch reads it, and makes documents of it",
-    "past_key_values": "caches of earlier tokens are not supported over ranks",
-    "output_attentions": "attention weights are never made",
-    "logits_to_keep": "the last tokens of a rank are not the last of the sequence; use "
-    "cp.unshard(logits, 1, documents=batch.documents)",
-}
-
-
-def _is_given(arguments: dict[str, Any], name: str) -> bool:
-    value = arguments.get(name)
-    return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)
+    first = batch[name][:1, :_COMPARED].to(next(model.parameters()).device)
+    report = diagnose(step, {name: first}, model, [cp], group, plain, None if is_fsdp else add_up)
+    if not report.is_right:
+        raise MeshAttentionError(
+            f"{type(model).__name__} is untested, and on ranks it is not the model that it is on "
+            f"one process, by the first {first.shape[1]} tokens of this batch: {report}"
+        )

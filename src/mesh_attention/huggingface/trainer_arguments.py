@@ -1,11 +1,17 @@
-"""Arguments of a Trainer that are refused: what would be left out in silence, or is known to fail
-later."""
+"""What is refused of a Trainer: arguments that would be left out in silence or are known to fail
+later, and classes whose `compute_loss`, written for one process, would get labels that are shifted
+and cut, or that would generate from a part of a sequence."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.huggingface.accelerator_ranks import refuse, refuse_accelerator
+from transformers import Trainer
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.huggingface.accelerator_ranks import check_version, refuse, refuse_accelerator
+
+TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL
 
 
 def refuse_arguments(args: Any) -> None:
@@ -70,3 +76,40 @@ def refuse_settings(trainer: Any) -> None:
     }
     refuse(refused)
     refuse_accelerator(trainer.accelerator)
+
+
+def refuse_order(trainer: type, mixin: type) -> None:
+    """Behind `Trainer` the mixin would do nothing, in silence."""
+    classes = trainer.__mro__
+    if Trainer in classes and classes.index(Trainer) < classes.index(mixin):
+        raise MeshAttentionError(
+            f"{trainer.__name__} names {mixin.__name__} last, where it does nothing: class "
+            f"{trainer.__name__}({mixin.__name__}, ...)"
+        )
+
+
+def takes_whole_batches(trainer: type, mixin: type) -> bool:
+    """By the class whose `compute_loss` is called, but for ours."""
+    writers = (x for x in trainer.__mro__ if "compute_loss" in vars(x) and x is not mixin)
+    writer = next(writers)
+    return writer is not Trainer and not vars(writer).get("takes_sharded_batches", False)
+
+
+def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
+    """generates  whether somebody sees to it that the model generates from whole sequences"""
+    of_trl = [x for x in trainer.__mro__ if x.__module__.split(".")[0] == "trl"]
+    if not of_trl:
+        return
+    check_version("trl")  # whose head gives log-probabilities of labels that are shifted already
+    name = of_trl[0].__name__
+    if hasattr(trainer, "_generate") and not generates:
+        raise MeshAttentionError(
+            f"{name} generates, and needs more than ContextParallelMixin: take (or inherit from) "
+            "mesh_attention.huggingface.trl.ContextParallelGRPOTrainer; other trainers of TRL that "
+            "generate are not supported"
+        )
+    if not untested and not any(x.__name__ in TESTED for x in of_trl):
+        raise MeshAttentionError(
+            f"{name} of TRL has not been shown to be exact on ranks; known: {', '.join(TESTED)}. "
+            "With cp_options={'untested': True} it is taken: compare its loss with one process"
+        )

@@ -1,18 +1,20 @@
-"""The model of a Trainer once it is wrapped: gradients must be averaged over all ranks, and its
-checkpoints keep the results of attention."""
+"""The model of a Trainer once it is wrapped: gradients must be averaged over all ranks, its
+checkpoints keep the results of attention, and noise has the size that whole sequences say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import sqrt
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -124,3 +126,24 @@ def keep_attention(model: nn.Module, keep: KeepAttention) -> None:
                 and "context_fn" not in function.keywords
             ):
                 setattr(module, name, partial(function, context_fn=keep))
+
+
+class EmbeddingNoise:
+    """NEFTune: `alpha / sqrt(length * width)`, of whole sequences. A hook of the embeddings."""
+
+    def __init__(self, embeddings: nn.Module, alpha: float, rank: int) -> None:
+        self._alpha, self._rank = alpha, rank
+        self.length = 0  # of the batch that is trained on; 0: none is
+        self._hook = embeddings.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        if not (module.training and self.length):
+            return embedded
+        most = self._alpha / sqrt(self.length * embedded.shape[-1])
+        # Other noise on each rank of a group, though their seeds are the same.
+        seed = int(torch.randint(2**32, ())) + self._rank
+        chance = torch.Generator(embedded.device).manual_seed(seed)
+        return embedded + torch.empty_like(embedded).uniform_(-most, most, generator=chance)
+
+    def remove(self) -> None:
+        self._hook.remove()

@@ -21,7 +21,7 @@ from accelerate.utils import gather, set_seed
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.trainer_mixin import ContextParallelMixin
+from mesh_attention.huggingface.trainer import ContextParallelMixin
 
 try:
     from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer

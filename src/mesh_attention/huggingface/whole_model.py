@@ -8,9 +8,11 @@ group: DDP and FSDP take the mean over ranks.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import update_wrapper
+from inspect import signature
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME
 from mesh_attention.huggingface.model import ModelContextParallel
-from mesh_attention.huggingface.trainer_batch import EmbeddingNoise
+from mesh_attention.huggingface.trainer_model import EmbeddingNoise
 from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.train.sharded_batch import ShardedBatch
 
@@ -44,20 +46,22 @@ class _Call:
 class WholeModel:
     """Hooks of a model that a `ModelContextParallel` was made for.
 
-    Per-token results, such as TRL's log-probabilities, are numbers, and cheap to put together.
+    Per-token results are numbers, and cheap to put together: TRL's log-probabilities, which are
+    made by `log_probs` of the object, each rank's of its own tokens.
     Logits take tokens times vocabulary, on every rank, as on one process.
     """
 
     def __init__(self, cp: ModelContextParallel) -> None:
         self.cp, model = cp, cp.model
         self.noise: EmbeddingNoise | None = None
-        self._names = [*inspect.signature(type(model).forward).parameters][1:]
+        self._names = [*signature(type(model).forward).parameters][1:]
         self._call: _Call | None = None
         self._hooks = (
             # Before the hook of the object, which refuses whole batches.
             model.register_forward_pre_hook(self._shard, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._join),
         )
+        _take_log_probs(model, cp)
 
     @staticmethod
     def of(model: nn.Module, group: DeviceMesh, options: Mapping[str, Any]) -> WholeModel:
@@ -164,3 +168,65 @@ class WholeModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeModel:
         return self  # as the hook of the object: copies of the model share it
+
+
+_KERNEL = "_ChunkedLogProbFunction"
+
+
+def _take_log_probs(model: Any, cp: ModelContextParallel) -> None:
+    """TRL's head looks up the function that makes log-probabilities among the globals of its
+    module. The one of this model gets other globals, where that is `log_probs` of the object."""
+    forward = vars(model).get("forward")
+    trls: Any = getattr(forward, "__func__", None)
+    kernel = getattr(trls, "__globals__", {}).get(_KERNEL)
+    if kernel is None or [*signature(kernel.forward).parameters][1:] != [*_OF_KERNEL]:
+        return  # no fused head, or one of another version: it makes them as ever
+    parts = (trls.__name__, trls.__defaults__, trls.__closure__)
+    ours = FunctionType(trls.__code__, trls.__globals__ | {_KERNEL: _HeadKernel(cp)}, *parts)
+    ours.__kwdefaults__ = trls.__kwdefaults__
+    model.forward = MethodType(update_wrapper(ours, trls), model)
+
+
+_OF_KERNEL = (
+    *("hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+    *("final_logit_softcapping", "logit_scale", "outputs"),
+)
+
+
+class _HeadKernel:
+    def __init__(self, cp: ModelContextParallel) -> None:
+        self._cp = cp
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        scale: float,
+        outputs: Sequence[str],
+    ) -> list[Tensor | None]:
+        """Of (tokens, width); log-probabilities, entropies and statistics, those that TRL wants."""
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight = weight.to(hidden.dtype)
+            bias = None if bias is None else bias.to(hidden.dtype)
+        if scale != 1:
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
+        statistics = [name for name in _STATISTICS if name in outputs]
+        log_probs, entropy, *others = self._cp.log_probs(
+            hidden,
+            targets,
+            weight=weight,
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            statistics=statistics,
+        )
+        made = dict(zip(statistics, others, strict=True))
+        return [log_probs, entropy, *(made.get(name) for name in _STATISTICS)]
+
+
+_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")  # in the order of TRL

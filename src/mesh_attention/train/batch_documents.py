@@ -36,8 +36,7 @@ def rows_of_documents(
     if position_ids is not None:
         restarts = _restarts(position_ids, real)
         if said is None:
-            _refuse_negative(position_ids, real)
-            _refuse_jumps(position_ids, real)
+            _refuse_negative_and_jumps(position_ids, real)
             rows = restarts
         else:
             _refuse_restarts_inside(restarts, said)
@@ -46,7 +45,11 @@ def rows_of_documents(
     spans = _real_tokens(attention_mask)
     if said is not None:
         _refuse_documents_of_padding(said, spans)
-    return [_set_apart(row, *span, num_tokens) for row, span in zip(rows, spans, strict=True)]
+    # Padding on either side is a document.
+    return [
+        tuple(sorted({0, first, stop, num_tokens, *(s for s in row if first <= s <= stop)}))
+        for row, (first, stop) in zip(rows, spans, strict=True)
+    ]
 
 
 def rows_of_pack(pack: Pack, shape: tuple[int, int]) -> Rows:
@@ -82,23 +85,20 @@ def _restarts(positions: Tensor, real: Tensor | None) -> Rows:
     return [tuple(sorted({0, *torch.nonzero(row).flatten().tolist(), len(row)})) for row in begins]
 
 
-def _refuse_negative(positions: Tensor, real: Tensor | None) -> None:
-    """They would come to 0 inside a document, which then began there."""
-    wrong = positions < 0 if real is None else (positions < 0) & real
-    if wrong.any():
-        row, at = torch.nonzero(wrong)[0].tolist()
+def _refuse_negative_and_jumps(positions: Tensor, real: Tensor | None) -> None:
+    """Negative ones would come to 0 inside a document, which then began there."""
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+    negative = (positions < 0) & real
+    if negative.any():
+        row, at = torch.nonzero(negative)[0].tolist()
         raise MeshAttentionError(
             f"position_ids of row {row} are {positions[row, at].item()} at token {at}, and "
             "negative positions begin no document: count from 0"
         )
-
-
-def _refuse_jumps(positions: Tensor, real: Tensor | None) -> None:
-    wrong = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
-    if real is not None:
-        wrong &= real[:, 1:] & real[:, :-1]
-    if wrong.any():
-        row, at = torch.nonzero(wrong)[0].tolist()
+    jumps = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
+    jumps &= real[:, 1:] & real[:, :-1]
+    if jumps.any():
+        row, at = torch.nonzero(jumps)[0].tolist()
         before, after = positions[row, at : at + 2].tolist()
         raise MeshAttentionError(
             f"position_ids of row {row} go from {before} to {after} at token {at + 1}, which is "
@@ -146,9 +146,3 @@ def _refuse_documents_of_padding(said: Rows, spans: Sequence[tuple[int, int]]) -
                 f"cu_seqlens begin a document at token {inside[0]} of row {row}, inside what "
                 "attention_mask says is padding; leave one of them out"
             )
-
-
-def _set_apart(starts: Starts, first: int, stop: int, num_tokens: int) -> Starts:
-    """Padding on either side is a document."""
-    kept = {start for start in starts if first <= start <= stop}
-    return tuple(sorted(kept | {0, first, stop, num_tokens}))

@@ -3,13 +3,14 @@
 Logits are the largest tensors of training: 32 GiB in float32 for 65,536 tokens and a vocabulary of
 131,072. Nothing here holds more than two such tensors of a chunk, in either pass.
 
-N tokens, H the width of hidden states, V the vocabulary.
+N tokens, H the width of hidden states, V the vocabulary, R few columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,22 @@ _PARTS = 16  # of logits, so that two chunks of them in float32 are little besid
 _FEWEST = 2**18  # fewer are no memory to speak of, and many launches
 
 
+class Factors(NamedTuple):
+    """What logits are made of: `x @ weight.T + bias`, and a product of few columns besides, such as
+    that of LoRA. Without a weight, x are the logits."""
+
+    x: Tensor  # (N, H), or (N, V)
+    weight: Tensor | None = None  # (V, H)
+    bias: Tensor | None = None  # (V,)
+    few: Tensor | None = None  # (N, R)
+    few_weight: Tensor | None = None  # (V, R)
+
+
 @dataclass(frozen=True)
 class Head:
-    """From hidden states to logits: `hidden @ weight.T + bias`, or what was given, where there is
-    no weight; then `softcap`, then divided by `temperature`.
+    """From hidden states to logits: the product, then `softcap`, then divided by `temperature`.
 
-    dtype   of products, as autocast says; sums are float32 or better
+    dtype   of products, as autocast says; sums, and products of few columns, are float32 or better
     """
 
     dtype: torch.dtype
@@ -37,27 +48,30 @@ class Head:
     def precise(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
-    def low(self, weight: Tensor | None) -> Tensor | None:
-        return None if weight is None else weight.to(self.dtype)
-
-    def chunks(self, x_NH: Tensor, weight_VH: Tensor | None) -> Iterator[slice]:
-        size, tokens = self.chunk_tokens, len(x_NH)
-        if size is None and weight_VH is not None:
-            size = _CHUNK // len(weight_VH)
+    def chunks(self, whole: Factors) -> Iterator[tuple[slice, Factors]]:
+        """Some rows after the other, and what their logits are made of."""
+        size, tokens, weight_VH = self.chunk_tokens, len(whole.x), whole.weight
+        if weight_VH is not None:
+            size = size or _CHUNK // len(weight_VH)
+            whole = whole._replace(weight=weight_VH.to(self.dtype))
         elif size is None:
-            vocabulary = x_NH.shape[1]
+            vocabulary = whole.x.shape[1]
             parts = min(tokens // _PARTS, _CHUNK_OF_LOGITS // vocabulary)
             size = max(parts, _FEWEST // vocabulary)
         size = max(size, 1)
-        return (slice(at, at + size) for at in range(0, tokens, size))
+        for at in range(0, tokens, size):
+            rows = slice(at, at + size)
+            few = None if whole.few is None else whole.few[rows]
+            yield rows, whole._replace(x=whole.x[rows], few=few)
 
-    def chunk(self, x_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None) -> LogitsChunk:
-        if weight_VH is None:
-            logits = x_NH
-        else:
-            logits = _product(x_NH.to(self.dtype), weight_VH.T, self.precise)
-            if bias_V is not None:
-                logits.add_(bias_V)
+    def chunk(self, rows: Factors) -> LogitsChunk:
+        logits = rows.x
+        if rows.weight is not None:
+            logits = _product(logits.to(self.dtype), rows.weight.T, self.precise)
+            if rows.bias is not None:
+                logits.add_(rows.bias)
+            if rows.few is not None and rows.few_weight is not None:
+                logits.addmm_(rows.few.to(self.precise), rows.few_weight.to(self.precise).T)
         capped = None
         if self.softcap is not None:
             logits = capped = logits.to(self.precise).div(self.softcap).tanh_().mul_(self.softcap)
@@ -84,50 +98,55 @@ class LogitsChunk:
     log_probs: Tensor
     capped: Tensor | None
 
-    def log_sum_exp(self) -> Tensor:
+    @property
+    def whole_logits(self) -> Tensor:
         assert self.logits is not None
-        return self.logits.amax(-1).to(self.log_probs.dtype) - self.log_probs.amax(-1)
+        return self.logits
+
+    def log_sum_exp(self) -> Tensor:
+        return self.whole_logits.amax(-1).to(self.log_probs.dtype) - self.log_probs.amax(-1)
 
 
 class Gradients:
-    """Of hidden states, weight and bias, those that are `needed`, chunk after chunk. That of the
-    weight is added up in float32 or better."""
+    """Of those factors that are `needed`, chunk after chunk. Those of weights are added up in
+    float32 or better."""
 
-    def __init__(
-        self,
-        head: Head,
-        inputs: tuple[Tensor, Tensor | None, Tensor | None],
-        needed: Sequence[bool],
-    ) -> None:
-        x_NH, *weight_and_bias = [x if needed[at] else None for at, x in enumerate(inputs)]
-        self.x = None if x_NH is None else torch.empty_like(x_NH)
-        self.weight, self.bias = (
-            None if x is None else torch.zeros_like(x, dtype=head.precise) for x in weight_and_bias
+    def __init__(self, head: Head, factors: Factors, needed: Sequence[bool]) -> None:
+        x_NH, weight, bias, x_NR, few = (
+            x if is_needed else None for x, is_needed in zip(factors, needed, strict=True)
         )
-        self._head = head
+        of_x, of_few = (None if x is None else torch.empty_like(x) for x in (x_NH, x_NR))
+        sums = (
+            None if x is None else torch.zeros_like(x, dtype=head.precise)
+            for x in (weight, bias, few)
+        )
+        self._head, (of_weight, of_bias, of_few_weight) = head, sums
+        self.parts = (of_x, of_weight, of_bias, of_few, of_few_weight)
 
-    def add(self, rows: slice, x_NH: Tensor, weight_VH: Tensor | None, grad_NV: Tensor) -> None:
-        """Of the logits of some rows; x are the hidden states of these."""
-        dtype = self._head.dtype
-        if self.bias is not None:
-            self.bias.add_(grad_NV.sum(0))
+    def add(self, rows: slice, of_rows: Factors, grad_NV: Tensor) -> None:
+        """Of the logits of some rows."""
+        (x_NH, weight_VH, _, x_NR, weight_VR), dtype = of_rows, self._head.dtype
+        of_x, of_weight, of_bias, of_few, of_few_weight = self.parts
+        if of_bias is not None:
+            of_bias.add_(grad_NV.sum(0))
+        if of_few is not None and weight_VR is not None:
+            of_few[rows] = (grad_NV @ weight_VR.to(grad_NV.dtype)).to(of_few.dtype)
+        if of_few_weight is not None and x_NR is not None:
+            of_few_weight.addmm_(grad_NV.T, x_NR.to(grad_NV.dtype))
         if weight_VH is None:
-            if self.x is not None:
-                self.x[rows] = grad_NV
+            if of_x is not None:
+                of_x[rows] = grad_NV
             return
         low = grad_NV.to(dtype)
-        if self.weight is not None:
+        if of_weight is not None:
             if _multiplies_into_float32(low):
                 torch.addmm(
-                    self.weight, low.T, x_NH.to(dtype), out_dtype=torch.float32, out=self.weight
+                    of_weight, low.T, x_NH.to(dtype), out_dtype=torch.float32, out=of_weight
                 )
             else:
-                self.weight.addmm_(grad_NV.T, x_NH.to(grad_NV.dtype))
-        if self.x is not None:
-            self.x[rows] = low @ weight_VH
-
-    def parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.x, self.weight, self.bias
+                of_weight.addmm_(grad_NV.T, x_NH.to(grad_NV.dtype))
+        if of_x is not None:
+            of_x[rows] = low @ weight_VH
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ and the matrix of the head, whose logits are then never there as a whole.
 
 from __future__ import annotations
 
+from collections import deque
 from numbers import Real
 from typing import Any
 
@@ -12,43 +13,47 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import number, real
+from mesh_attention.request.autograd import Attention
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
-from mesh_attention.train.chunked_logits import Head
+from mesh_attention.train.chunked_logits import Factors, Head
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.sharded_weight import own_weights
 from mesh_attention.train.token_losses import CrossEntropy, Loss, Targets
-from mesh_attention.train.whole_batch import index_of_64_bits
+from mesh_attention.train.whole_batch import MARK, index_of_64_bits
+
+_LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
+
+
+Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
 
 
 def cross_entropy(
-    means: Means,
-    x: Tensor,
-    tokens: Any,
-    head: tuple[Any, Any] | None,
-    ignore_index: int,
-    **numbers: Any,
+    means: Means, x: Tensor, tokens: Any, head: Weights | None, ignore_index: int, **numbers: Any
 ) -> TokenMean:
     """As `ContextParallel.cross_entropy` and `linear_cross_entropy` describe it: of logits, or of
-    hidden states with a `head` of weight and bias. `numbers` are `label_smoothing` and, with a
-    head, `z_loss`, `softcap` and `chunk_tokens`."""
+    hidden states with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`,
+    `softcap` and `chunk_tokens`."""
     groups = means.user.session.groups
     means.refuse_wrong()
     name, reduce = "logits" if head is None else "hidden", means.reduce
-    x, tokens, weight, bias = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
+    factors, tokens = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     loss = Loss(numbers["label_smoothing"], numbers.get("z_loss", 0.0))
     how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
-    targets = targets_of(x, weight, tokens, ignore_index, **how)
-    groups.check_device(x.device)
-    flat, needs_grad = x.flatten(0, -2), need_grad(x, weight, bias)
+    targets = targets_of(factors, tokens, ignore_index, **how)
+    groups.check_device(tokens.device)
+    needs_grad = need_grad(*factors)
     with outside_autocast():
-        total: Tensor = CrossEntropy.apply(flat, weight, bias, targets, loss, needs_grad)  # type: ignore[no-untyped-call]
-    statement = {"shape": list(x.shape), "dtype": str(x.dtype)}
-    if weight is not None:
-        statement["shape of the weight"] = list(weight.shape)
+        total: Tensor = CrossEntropy.apply(targets, loss, needs_grad, *factors)  # type: ignore[no-untyped-call]
+    statement = {
+        "shape": [*tokens.shape, factors.x.shape[1]],
+        "dtype": str(factors.x.dtype),
+    }
+    if factors.weight is not None:
+        statement["shape of the weight"] = list(factors.weight.shape)
     return means.mean(
         total,
         (~targets.ignored).sum(dtype=torch.float64),
@@ -63,26 +68,34 @@ def whole_inputs(
     name: str,
     x: Any,
     tokens: Any,
-    head: tuple[Any, Any] | None,
+    head: Weights | None,
     reduce: Reduce | None,
     means: Means | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Logits or hidden states, by their `name`, targets, weight and bias, whole on this rank and
+) -> tuple[Factors, Tensor]:
+    """Logits or hidden states, by their `name`, weights and targets, whole on this rank and
     checked; `reduce` and `means` as in `own_weights`."""
+    mark = getattr(tokens, MARK, None)
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
+    _refuse_other_batch(name, x, mark)
     if head is None:
-        return x, tokens, None, None
-    weight, bias = own_weights(ranks, x, reduce, means, weight=head[0], bias=head[1])
+        return Factors(x.flatten(0, -2)), tokens
+    weight, bias, low_rank = head
+    few, few_weight = _pair(low_rank)
+    weights = {"weight": weight, "bias": bias, "low_rank[1]": few_weight}
+    weight, bias, few_weight = own_weights(ranks, x, reduce, means, **weights)
     _refuse_wrong_head(name, x, weight, bias)
-    return x, tokens, weight, bias
+    if few is not None:
+        [few] = own_copies(ranks, **{"low_rank[0]": few})
+        _refuse_wrong_pair(x, weight, few, few_weight)
+        few = few.flatten(0, -2)
+    return Factors(x.flatten(0, -2), weight, bias, few, few_weight), tokens
 
 
-def targets_of(
-    x: Tensor, weight: Tensor | None, tokens: Tensor, ignore_index: int, **of_head: Any
-) -> Targets:
+def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: Any) -> Targets:
     """One outside the vocabulary is named where nobody waits for it: on CPU. `of_head` are fields
     of `Head`."""
+    x, weight = factors.x, factors.weight
     dtype, vocabulary = x.dtype, x.shape[-1]
     if weight is not None:
         dtype, vocabulary = as_under_autocast(x[:0])[0].dtype, len(weight)
@@ -118,6 +131,27 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
         )
 
 
+def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
+    """`mark`: of the targets, by `shard_batch`. The graph of x holds the attention that it was
+    computed by, which knows its batch if it was called with the documents of one."""
+    nodes, seen = deque([x.grad_fn]), 0
+    while mark is not None and nodes and seen < _LOOKED_AT:
+        node: Any = nodes.popleft()
+        seen += 1
+        is_attention = getattr(node, "_forward_cls", None) is Attention
+        documents = node.documents if is_attention else None
+        batch = None if documents is None else documents.plans.batch
+        if batch is not None and (batch.number, batch.contents) != mark:
+            raise MeshAttentionError(
+                f"targets are those of another batch than {name}, which comes from attention over "
+                "the documents of another shard_batch; give the labels of that, or labels.clone() "
+                "if you mean these"
+            )
+        if batch is not None:
+            return
+        nodes.extend(before for before, _ in getattr(node, "next_functions", ()) if before)
+
+
 def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
     """`name` is that of hidden states."""
     head = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
@@ -137,6 +171,33 @@ def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
             raise MeshAttentionError(
                 f"{which} is {part.dtype} on {part.device} and {name} {x.dtype} on {x.device}: "
                 "give both alike, or call under torch.autocast"
+            )
+
+
+def _pair(low_rank: Any) -> tuple[Any, Any]:
+    if low_rank is None:
+        return None, None
+    if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
+        raise MeshAttentionError(
+            f"low_rank is {type(low_rank).__name__}: give a pair, of (batch, local tokens, few) "
+            "and (vocabulary, few)"
+        )
+    return low_rank[0], low_rank[1]
+
+
+def _refuse_wrong_pair(hidden: Tensor, weight: Tensor, few: Any, few_weight: Any) -> None:
+    fault = fault_of_kind(**{"low_rank[0]": few, "low_rank[1]": few_weight})
+    if fault is not None:
+        raise fault
+    columns = few.shape[-1:]
+    for which, x, wanted in (
+        ("low_rank[0]", few, (*hidden.shape[:-1], *columns)),
+        ("low_rank[1]", few_weight, (len(weight), *columns)),
+    ):
+        if x.shape != wanted or x.device != hidden.device or not x.is_floating_point():
+            raise MeshAttentionError(
+                f"{which} is {x.dtype} of shape {tuple(x.shape)} on {x.device}: expected floating-"
+                f"point numbers of {tuple(wanted)} on {hidden.device}"
             )
 
 

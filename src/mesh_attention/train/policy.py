@@ -5,6 +5,7 @@ which may lie on several ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +19,7 @@ from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
 from mesh_attention.train.means import Means, Reduce, TokenMean, refuse_reduce
-from mesh_attention.train.token_losses import LogProbs
+from mesh_attention.train.token_losses import STATISTICS, LogProbs
 
 Per = Literal["token", "sequence"]
 
@@ -31,22 +32,25 @@ def log_probs(
     bias: Tensor | None,
     ignore_index: int,
     reduce: Reduce | None,
+    statistics: Sequence[str],
     **numbers: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
     `chunk_tokens`."""
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
     if reduce is not None:
         refuse_reduce(reduce)
-    head, name = None if weight is None else (weight, bias), "hidden_or_logits"
-    x, tokens, weight, bias = whole_inputs(ranks, name, x, tokens, head, reduce)
+    unknown = [name for name in statistics if name not in STATISTICS]
+    if unknown:
+        raise MeshAttentionError(f"statistics={unknown}: must be among {', '.join(STATISTICS)}")
+    head, name = None if weight is None else (weight, bias, None), "hidden_or_logits"
+    factors, tokens = whole_inputs(ranks, name, x, tokens, head, reduce)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
-    targets = targets_of(x, weight, tokens, ignore_index, **numbers)
+    targets = targets_of(factors, tokens, ignore_index, **numbers)
     with outside_autocast():
-        results = LogProbs.apply(x.flatten(0, -2), weight, bias, targets)  # type: ignore[no-untyped-call]
-    log_probs, entropy = (result.view(x.shape[:-1]) for result in results)
-    return log_probs, entropy
+        results = LogProbs.apply(targets, statistics, *factors)  # type: ignore[no-untyped-call]
+    return tuple([result.view(tokens.shape) for result in results])
 
 
 def token_mean(

@@ -38,6 +38,7 @@ class ShardedBatch(Mapping[str, Any]):
     others        tensors that were given by other names: `batch.name` as well as `batch["name"]`
     num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it; with
                   `ahead` a number for each distance
+    whole         of a Trainer: as data_collator made it, with labels that are not shifted
 
     Where rows have documents of their own they are one pack, and `rows` is 1 here.
     """
@@ -50,6 +51,7 @@ class ShardedBatch(Mapping[str, Any]):
     num_targets: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
     of_model: frozenset[str] | None = None
+    whole: Mapping[str, Any] = field(default_factory=dict)
 
     def model_inputs(self) -> dict[str, Any]:
         """What a model takes: no labels, since models that take some shift them once more, and of

@@ -5,7 +5,7 @@ What autograd has saved of them keeps the data of the block, so backward may com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
@@ -29,58 +29,35 @@ def sharded_buffers(
         for number, (x, dim) in enumerate(zip(buffers, dims, strict=True))
         if shards is not None
     ]
-    restored = [_Buffer(x) for x in buffers if not any(x is kept for kept in no_restore)]
+    restored = {id(x): x for x in buffers if not any(x is kept for kept in no_restore)}
+    wholes = {name: x.data for name, x in restored.items()}
+    last_versions: dict[int, int] = {}  # of the data in the block, once it is left
+
+    # Autograd saves tensors, not their data: a buffer would bring its whole data to backward. It
+    # asks whether a saved tensor was changed only where there are no hooks, so we ask here.
+    def pack(x: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x.data if id(x) in restored else x, x, _version(x)
+
+    def unpack(saved: tuple[Tensor, Tensor, int]) -> Tensor:
+        data, x, then = saved
+        now = last_versions[id(x)] if id(x) in last_versions else _version(x)
+        if now != then:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(data.shape)} of {data.dtype} is at version {now}; "
+                f"expected version {then} instead"
+            )
+        return data
+
     for x, part in zip(buffers, parts, strict=True):
         x.data = part
     try:
-        with _keeping(restored) if restored else nullcontext():
+        with saved_tensors_hooks(pack, unpack) if restored else nullcontext():
             yield
     finally:
-        for buffer in restored:
-            buffer.restore()
-
-
-class _Buffer:
-    """A tensor that has other data until it is restored."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._whole = tensor, tensor.data
-        self._last_version: int | None = None
-
-    @property
-    def version(self) -> int:
-        """Of the data in the block."""
-        return _version(self.tensor) if self._last_version is None else self._last_version
-
-    def restore(self) -> None:
-        self._last_version = _version(self.tensor)
-        self.tensor.data = self._whole
-
-
-def _keeping(buffers: list[_Buffer]) -> saved_tensors_hooks:
-    """Autograd saves tensors, not their data: a buffer would bring its whole data to backward.
-
-    It asks whether a saved tensor was changed only where there are no hooks, so we ask here.
-    """
-    by_id = {id(buffer.tensor): buffer for buffer in buffers}
-
-    def pack(x: Tensor) -> tuple[Tensor, Callable[[], int], int]:
-        buffer = by_id.get(id(x))
-        if buffer is not None:
-            return x.data, lambda: buffer.version, buffer.version
-        return x, lambda: _version(x), _version(x)
-
-    def unpack(saved: tuple[Tensor, Callable[[], int], int]) -> Tensor:
-        x, version, then = saved
-        if version() != then:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(x.shape)} of {x.dtype} is at version {version()}; "
-                f"expected version {then} instead"
-            )
-        return x
-
-    return saved_tensors_hooks(pack, unpack)
+        for name, x in restored.items():
+            last_versions[name] = _version(x)
+            x.data = wholes[name]
 
 
 def _version(x: Tensor) -> int:

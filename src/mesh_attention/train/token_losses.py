@@ -8,20 +8,20 @@ sum they are known but for a factor.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.train.chunked_logits import Gradients, Head, LogitsChunk
+from mesh_attention.train.chunked_logits import Factors, Gradients, Head, LogitsChunk
 
 _LEAST = -1e4  # of log-probabilities in sums with their probability, which is 0 far above it
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """Of N tokens, 0 where there is none, and where that is; and how their logits are made."""
 
     tokens: Tensor
@@ -63,29 +63,24 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NH: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        targets: Targets,
-        loss: Loss,
-        needs_grad: bool,
+        ctx: Any, targets: Targets, loss: Loss, needs_grad: bool, *parts: Tensor | None
     ) -> Tensor:
+        """`parts`: of `Factors`."""
+        factors = Factors(*parts)  # type: ignore[arg-type]
         head, tokens, ignored = targets.head, targets.tokens, targets.ignored
-        total = torch.zeros((), dtype=torch.float64, device=x_NH.device)
-        needed = [needs_grad and x for x in ctx.needs_input_grad[:3]]
-        gradients = Gradients(head, (x_NH, weight, bias), needed)
-        low, grad = head.low(weight), (~ignored).to(head.precise)
-        for rows in head.chunks(x_NH, weight):
-            chunk = head.chunk(x_NH[rows], low, bias)
+        total = torch.zeros((), dtype=torch.float64, device=ignored.device)
+        needed = [needs_grad and x for x in ctx.needs_input_grad[3:]]
+        gradients, grad = Gradients(head, factors, needed), (~ignored).to(head.precise)
+        for rows, of_rows in head.chunks(factors):
+            chunk = head.chunk(of_rows)
             losses = loss.of(chunk, tokens[rows])
             total += losses.masked_fill_(ignored[rows], 0).sum(dtype=torch.float64)
             if any(needed):
                 of_logits = loss.gradient(chunk, tokens[rows], grad[rows])
-                gradients.add(rows, x_NH[rows], low, head.before_head(chunk, of_logits))
+                gradients.add(rows, of_rows, head.before_head(chunk, of_logits))
                 del of_logits
             del chunk
-        ctx.gradients = gradients.parts()
+        ctx.gradients = gradients.parts
         return total
 
     @staticmethod
@@ -99,40 +94,56 @@ class CrossEntropy(torch.autograd.Function):
             ctx.gradients = None
             scaled = [None if x is None else x.mul_(grad) for x in parts]
         del parts
-        return (*scaled, None, None, None)
+        return (None, None, None, *scaled)
+
+
+# Of each token, besides its log-probability and entropy; without gradients.
+STATISTICS: dict[str, Callable[[LogitsChunk, Tensor], Tensor]] = {
+    "is_top1": lambda chunk, tokens: chunk.log_probs.argmax(-1) == tokens,
+    "mean_logits": lambda chunk, _: chunk.whole_logits.mean(-1, dtype=chunk.log_probs.dtype),
+    "log_sum_sq_probs": lambda chunk, _: (2 * chunk.log_probs).logsumexp(-1),
+}
 
 
 class LogProbs(torch.autograd.Function):
-    """Log-probability and entropy of each token, 0 where it has no target."""
+    """Log-probability, entropy and `statistics` of each token, 0 where it has no target."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Targets
-    ) -> tuple[Tensor, Tensor]:
-        head, low = targets.head, targets.head.low(weight)
-        log_probs, entropies = (x_NH.new_empty(len(x_NH), dtype=head.precise) for _ in range(2))
-        for rows in head.chunks(x_NH, weight):
-            of_chunk = head.chunk(x_NH[rows], low, bias).log_probs
-            log_probs[rows] = of_chunk.gather(-1, targets.tokens[rows, None]).squeeze(-1)
-            bounded = of_chunk.clamp_(min=_LEAST)
+        ctx: Any, targets: Targets, statistics: Sequence[str], *parts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`parts`: of `Factors`."""
+        factors, (tokens, ignored, head) = Factors(*parts), targets  # type: ignore[arg-type]
+        log_probs, entropies = (
+            torch.empty(len(tokens), dtype=head.precise, device=tokens.device) for _ in range(2)
+        )
+        dtypes = [torch.bool if name == "is_top1" else head.precise for name in statistics]
+        others = [torch.empty_like(tokens, dtype=dtype) for dtype in dtypes]
+        for rows, of_rows in head.chunks(factors):
+            chunk = head.chunk(of_rows)
+            for name, result in zip(statistics, others, strict=True):
+                result[rows] = STATISTICS[name](chunk, tokens[rows])
+            chunk.logits = None
+            log_probs[rows] = chunk.log_probs.gather(-1, tokens[rows, None]).squeeze(-1)
+            bounded = chunk.log_probs.clamp_(min=_LEAST)
             entropies[rows] = bounded.exp().mul_(bounded).sum(-1).neg_()
-            del of_chunk, bounded  # before the next
-        for result in (log_probs, entropies):
-            result.masked_fill_(targets.ignored, 0)
+            del chunk, bounded  # before the next
+        for result in (log_probs, entropies, *others):
+            result.masked_fill_(ignored, 0)
         ctx.targets = targets
-        ctx.save_for_backward(x_NH, weight, bias, entropies)
-        return log_probs, entropies
+        ctx.save_for_backward(entropies, *parts)
+        ctx.mark_non_differentiable(*others)
+        return log_probs, entropies, *others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        x_NH, weight, bias, entropies = ctx.saved_tensors
-        targets, head = ctx.targets, ctx.targets.head
-        gradients = Gradients(head, (x_NH, weight, bias), ctx.needs_input_grad)
-        low = head.low(weight)
-        grad, of_entropy = (x.masked_fill(targets.ignored, 0)[:, None] for x in grads)
-        for rows in head.chunks(x_NH, weight):
-            chunk = head.chunk(x_NH[rows], low, bias)
+        entropies, *parts = ctx.saved_tensors
+        factors, (tokens, ignored, head) = Factors(*parts), ctx.targets
+        gradients = Gradients(head, factors, ctx.needs_input_grad[2:])
+        grad, of_entropy = (x.masked_fill(ignored, 0)[:, None] for x in grads[:2])
+        for rows, of_rows in head.chunks(factors):
+            chunk = head.chunk(of_rows)
             chunk.logits = None
             bounded = chunk.log_probs.clamp_(min=_LEAST)
             probs = bounded.exp()
@@ -140,10 +151,10 @@ class LogProbs(torch.autograd.Function):
             of_logits = bounded.add_(entropies[rows, None]).mul_(-of_entropy[rows])
             of_logits.sub_(grad[rows]).mul_(probs)
             del probs
-            _add_at(of_logits, targets.tokens[rows], grad[rows, 0])
-            gradients.add(rows, x_NH[rows], low, head.before_head(chunk, of_logits))
+            _add_at(of_logits, tokens[rows], grad[rows, 0])
+            gradients.add(rows, of_rows, head.before_head(chunk, of_logits))
             del chunk, bounded, of_logits
-        return (*gradients.parts(), None)
+        return (None, None, *gradients.parts)
 
 
 def _add_at(x_NV: Tensor, tokens: Tensor, values: Tensor) -> None:
