@@ -33,7 +33,7 @@ def _pair(k: str, v: str, rows: int) -> Pair:
     return Piece(k, 0, rows), Piece(v, 0, rows)
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeyRoute:
     """How gradients reach their owners: `per_node` members follow each other in a node. Members
     share all operations but transfers (`shared`): a ring of n has n^2 steps, which would take long
