@@ -55,7 +55,7 @@ def stop_at(number: int, how: str) -> None:
 
         return stop_or_start
 
-    DistributedTransport.prepare = stopping  # type: ignore[assignment,method-assign]
+    DistributedTransport.prepare = stopping  # type: ignore[method-assign]
 
 
 def train(cp: ContextParallel) -> None:

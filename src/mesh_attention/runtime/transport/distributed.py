@@ -49,7 +49,7 @@ class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _InFlight(Handle):
     """Works in flight, and the copies that must follow them."""
 
@@ -73,25 +73,27 @@ class _InFlight(Handle):
         self.copies.clear()
 
 
-@dataclass(slots=True)
-class _OnStream(_InFlight):
+class _OnStream(Handle):
     """The same on a communication stream; what waits is the compute stream, through an event."""
 
-    stream: torch.cuda.Stream
-    event: torch.cuda.Event
-    finished: bool = False
+    def __init__(
+        self, in_flight: _InFlight, stream: torch.cuda.Stream, event: torch.cuda.Event
+    ) -> None:
+        self._in_flight: _InFlight | None = in_flight
+        self._stream, self._event = stream, event
 
     def finish(self) -> None:
         """On the communication stream, which must be the current one."""
-        _InFlight.wait(self)
-        self.finished = True
-        self.event.record(self.stream)
+        assert self._in_flight is not None
+        self._in_flight.wait()
+        self._in_flight = None
+        self._event.record(self._stream)
 
     def wait(self) -> None:
-        if not self.finished:  # gloo: the host has to drive it
-            with torch.cuda.stream(self.stream):
+        if self._in_flight is not None:  # gloo: the host has to drive it
+            with torch.cuda.stream(self._stream):
                 self.finish()
-        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
 
 class _Known(NamedTuple):
@@ -129,15 +131,24 @@ class DistributedTransport:
 
     def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
         if known.event is None or self._stream is None:
-            return _InFlight(known.what, self._limit, *_begin(known.what, ready))
+            return self._begin(known.what, ready)
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            begun = _begin(known.what, ready)
-            handle = _OnStream(known.what, self._limit, *begun, self._stream, known.event)
+            handle = _OnStream(self._begin(known.what, ready), self._stream, known.event)
             if not self._host_driven:
                 handle.finish()
         return handle
+
+    def _begin(self, what: str, ready: Ready) -> _InFlight:
+        works: Works = []
+        copies: Copies = []
+        try:
+            for begin in ready:
+                begin(works, copies)
+        except (RuntimeError, dist.DistBackendError) as error:
+            raise CommunicationError(f"{what} could not begin: {error}") from error
+        return _InFlight(what, self._limit, works, copies)
 
     def _work_out(self, op: Communication) -> _Known:
         ranks = self._global[op.group]
@@ -177,14 +188,3 @@ class DistributedTransport:
         ]
         own = [(view(a), view(b)) for a, b in known.own]
         return [exchange(tensors, own, group, host_driven=self._host_driven)]
-
-
-def _begin(what: str, ready: Ready) -> tuple[Works, Copies]:
-    works: Works = []
-    copies: Copies = []
-    try:
-        for begin in ready:
-            begin(works, copies)
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise CommunicationError(f"{what} could not begin: {error}") from error
-    return works, copies

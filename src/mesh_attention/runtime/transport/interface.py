@@ -2,8 +2,8 @@
 
 Transports read every communication in one form, `Transfers`: which pieces a member sends to, and
 receives from, which member. `verify` keeps its own reading on purpose: what proves a plan must not
-share the mistakes of what runs it. The executor counts the bytes
-that transports are handed.
+share the mistakes of what runs it. The executor counts the bytes that
+transports are handed.
 """
 
 from __future__ import annotations
@@ -144,14 +144,9 @@ def started(
 ) -> Started:
     """What a rank sends to other members of a group and receives from them; statistics are no
     tokens."""
-    moved = transfers(op, len(members))
+    moved, me = transfers(op, len(members)), members.index(rank)
     sent, received = (
-        [
-            piece
-            for m, pieces in zip(members, by_member, strict=True)
-            if m != rank
-            for piece in pieces
-        ]
+        [piece for member, pieces in enumerate(by_member) if member != me for piece in pieces]
         for by_member in (moved.sends, moved.receives)
     )
     tokens = [p for p in received if not table[p.buffer].kind.is_statistic]
