@@ -113,8 +113,8 @@ def finer_and_coarser(chunks: tuple[int, int]) -> list[tuple[int, int]]:
 def variants_of(
     setting: Mapping[str, Any], shape: Shape, *, even: bool
 ) -> Iterator[dict[str, Any]]:
-    """The same setting with a short first chunk of keys, and with chunks of even work (`even`: where
-    the mask gives ranks chunks of unlike work)."""
+    """The same setting with a short first chunk of keys, and with chunks of even work. `even`: the
+    mask gives ranks chunks of unlike work."""
     known = METHODS[shape.name].options()
     kq, kkv = setting.get("chunks") or (1, 1)
     if shape.degree == 1:  # both are about what is exchanged for heads

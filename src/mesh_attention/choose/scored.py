@@ -95,7 +95,7 @@ class Scored:
     place: Place
     stays: bool  # tokens are where they are by default, or where the caller said
     operations: int  # of the ranks that a simulation goes through, about
-    may_wait: bool  # ranks have unlike work before they meet, which one rank does not see
+    may_wait: bool  # ranks have unlike work before they meet, and `seconds` do not know it
     recalls: bool = False  # it needs what a forward pass of the same setting keeps
     others_bytes: int = 0  # that the other layers keep meanwhile
     timeline: Timeline | None = field(default=None, compare=False, repr=False)

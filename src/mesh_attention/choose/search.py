@@ -1,11 +1,16 @@
 """One pass: shapes in the order of their promise, cuts of the best, the best few simulated.
 
-1. Shapes (`shapes.py`), the most promising first, each in its first cut, by what the busiest rank
-   sees of it (`cost/estimate.py`). A shape is left out when its bound exceeds the best so far.
-2. The best of them in three more cuts, the best of these in more of their list (`cuts.py`), and the
-   best settings with a short start, with even chunks and with gradients added inside nodes.
+1. Shapes (`shapes.py`), the most promising first, each in its first cut. A shape is left out when
+   its bound exceeds the best so far.
+2. The best of them in more cuts of their list (`cuts.py`), the best of these in finer and coarser
+   ones, with a short start and with even chunks.
 3. The best settings simulated with all ranks, in the order of their estimates, until no other
    estimate is shorter than the best simulation.
+
+An estimate is what the busiest rank sees (`cost/estimate.py`). Where chunks are of unlike work,
+ranks wait for each other in turn, and those in the corners of the grid show how long: they meet in
+the groups in which all ranks meet, and one has the most work of a chunk where another has the
+least. Both are bounds: no simulation of all ranks is shorter.
 
 `SearchEffort` says how many in each step. `auto.py` runs a search for each pass and layout. Nothing
 here looks at a clock: ranks choose alike.
@@ -89,7 +94,7 @@ class PassSearch:
         if not stays and not placed:
             self._look_at([shape for shape in shapes if shape.moves_tokens])
 
-    def _look_at(self, shapes: Sequence[Shape]) -> None:
+    def _look_at(self, shapes: list[Shape]) -> None:
         effort = self._asked.effort
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
@@ -105,12 +110,7 @@ class PassSearch:
                 continue
             if self._is_sure_of(enough):
                 break
-            best_cut = self._try_cuts(shape, slice(0, 1))
-            if best_cut is not None and self._reduces_far(shape):
-                combined = {**best_cut.options, "combine": Combine.NODES.value}
-                other = self.attempt(shape.name, combined)
-                if other is not None and other.score < best_cut.score:
-                    best_cut, shape.options["combine"] = other, Combine.NODES.value
+            shapes[number], best_cut = self._first_cut(shape)
             if best_cut is not None:
                 taken.append((best_cut.score, number))
         for num_shapes, which in (
@@ -130,6 +130,17 @@ class PassSearch:
 
     def _is_sure_of(self, enough: Score) -> bool:
         return self._best is not None and self._best <= enough
+
+    def _first_cut(self, shape: Shape) -> tuple[Shape, Scored | None]:
+        """The shape too: with gradients of keys added inside nodes first, if that is faster."""
+        best_cut = self._try_cuts(shape, slice(0, 1))
+        if best_cut is None or not self._reduces_far(shape):
+            return shape, best_cut
+        inside = {"combine": Combine.NODES.value}
+        other = self.attempt(shape.name, {**best_cut.options, **inside})
+        if other is None or best_cut.score <= other.score:
+            return shape, best_cut
+        return replace(shape, options={**shape.options, **inside}), other
 
     def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
         """The best of these cuts of a shape, with even chunks where they are better."""
@@ -178,10 +189,9 @@ class PassSearch:
             shape = shape_of[key]
             # Backward, attention of a slice outlasts its first transfers.
             starts_late = self._is_backward and shape.held > 1 and not effort.every_name
-            for scored in cuts[key][: effort.varied_cuts]:
+            for scored in [] if starts_late else cuts[key][: effort.varied_cuts]:
                 for setting in variants_of(scored.options, shape, even=self._may_be_even):
-                    if not starts_late:
-                        self.attempt(scored.name, setting)
+                    self.attempt(scored.name, setting)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """How good it is; None where the method refuses it."""
@@ -195,22 +205,21 @@ class PassSearch:
         except PlanError as error:
             self.refusals.setdefault(method, error)
         self._known[key] = scored
-        if scored is not None:
-            if not scored.may_wait:
-                self._best = min(self._best or scored.score, scored.score)
+        if scored is not None and not scored.may_wait:
+            self._best = min(self._best or scored.score, scored.score)
         self._asked.report()
         return scored
 
     def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
         asked = self._asked
-        waits, rotates = self._may_wait(METHODS[method], setting), METHODS[method].rotates
+        waits, sees_corners = self._may_wait(METHODS[method], setting), _meets(METHODS[method])
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
         how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
         seen = estimate(plan, asked.cluster, self._direction, ranks=sorted(ranks), **how)
         seconds = seen.seconds
         # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
-        if waits and not rotates and (self._best is None or (False, seconds) < self._best):
+        if waits and sees_corners and (self._best is None or (False, seconds) < self._best):
             seconds, waits = max(seconds, self._of_corners(plan, method, setting)), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
@@ -218,7 +227,7 @@ class PassSearch:
         others_bytes = others * sum(buffer.num_bytes(asked.problem) for buffer in between)
         peak_bytes = seen.peak_bytes + others_bytes
         # Rings across nodes are simulated with all ranks, other passes with one of their copies.
-        across = rotates and plan.num_nodes > 1
+        across = METHODS[method].rotates and plan.num_nodes > 1
         copies = 1 if across else plan.direction(self._direction).copies
         return Scored(
             self._direction,
@@ -236,13 +245,14 @@ class PassSearch:
         )
 
     def _of_corners(self, plan: Plan, method: str, setting: Mapping[str, Any]) -> float:
+        """Seconds of the ranks in the corners of the grid."""
         asked, corners = self._asked, corner_ranks(plan, method, setting)
         how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
         return seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
 
     def _met(self, setting: Scored) -> Scored:
         """With the waits of ranks for each other, if they can be known without a simulation."""
-        if not setting.may_wait or METHODS[setting.name].rotates:
+        if not setting.may_wait or not _meets(METHODS[setting.name]):
             return setting
         plan = self._asked.plan(self._direction, setting.name, setting.options)
         few = self._of_corners(plan, setting.name, setting.options)
@@ -286,6 +296,11 @@ class PassSearch:
             if setting.score < least:
                 best, least = setting, setting.score
         return best or next(iter(scored), None)
+
+
+def _meets(method: Method) -> bool:
+    """Whether ranks meet in rows and columns of a grid alone, so that its corners are enough."""
+    return method.is_plain_box and not method.rotates
 
 
 def _shape_key(method: str, options: Mapping[str, Any]) -> str:
