@@ -27,7 +27,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 
 _CUTS = (
     "chunks",
@@ -60,6 +60,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
+        self._last: dict[Layout, Plan] = {}  # the next of this layout lowers the same tasks
         self._best: Score | None = None
         self._sure: Score | None = None  # the best without waits that one rank does not see
         self.refusals: dict[str, PlanError] = {}
@@ -183,6 +184,7 @@ class PassSearch:
         scored = None
         try:
             plan = self._asked.plan(self._direction, method, setting)
+            self._last[plan.q_layout] = plan
             scored = self._estimated(plan, method, setting)
         except PlanError as error:
             self.refusals.setdefault(method, error)

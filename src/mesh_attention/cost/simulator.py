@@ -168,7 +168,7 @@ class _Simulation:
         done = (self._clock.now - computation.since) * computation.speed
         return state.call.until_sms(computation.left - done)
 
-    def _found_sms(self, state: RankState, at: int) -> None:
+    def _found_sms(self, state: RankState, at: int, _: Activity) -> None:
         state.waiting = None
         self._arrive(state, at)
         self._advance(state)
@@ -198,7 +198,7 @@ class _Simulation:
         self._clock.start(state.computation)
         return True
 
-    def _computed(self, state: RankState) -> None:
+    def _computed(self, state: RankState, _: Activity) -> None:
         state.computation = state.call = None
         state.computed_until = self._clock.now
         if not state.calls:

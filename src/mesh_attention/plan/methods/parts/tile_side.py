@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.plan import Direction
@@ -87,8 +88,9 @@ class TileSide:
         self.reduce_by = self._reduce_by(wanted)
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
         self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
-        self._gathered_rows = cache(lambda line, i: self.rows_of(self.partitions(line), i))
-        self.buffers = cache(self._buffers)  # that all units of a line hold alike
+        own = proxy(self)  # in a cycle with its caches it would outlive its plan
+        self._gathered_rows = cache(lambda line, i: own.rows_of(own.partitions(line), i))
+        self.buffers = cache(partial(TileSide._buffers, own))  # that all units of a line hold alike
 
     @property
     def is_fetched(self) -> bool:

@@ -269,7 +269,11 @@ def _local_buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     """The unit's own rows, for what must be measured before the programs exist. Delta is no input:
     it is computed first, and held until its last chunk is gathered."""
     own = Role.WORKSPACE if mesh.head_group.is_exchanged else Role.INPUT
-    roles = dict.fromkeys(Kind, own) | {Kind.DELTA: Role.WORKSPACE}
+    sides = (mesh.q, mesh.kv)
+    kinds = [kind for side in sides for kind in (*side.inputs, *side.partials)]
+    roles = dict.fromkeys(kinds, own)
+    if Kind.DELTA in roles:
+        roles[Kind.DELTA] = Role.WORKSPACE
     return {
         buffer.name: buffer
         for kind, role in roles.items()
