@@ -97,6 +97,8 @@ class TilePass:
         self.merge_rule = self.q.merge_rule
         self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
+        # Of compute tasks: all units have the same.
+        self._operands: dict[tuple[int, int], tuple[Task, Queries, Pair, Pieces]] = {}
 
     @property
     def cut_setting(self) -> dict[str, str]:
@@ -127,8 +129,11 @@ class TilePass:
     # A compute task and its operands.
 
     def compute(self, i: int, j: int, calls: Calls, fresh: Fresh) -> Operation:
-        sums = self.q.sums(i) + self.kv.sums(j)
-        return attention(Task(COMPUTE, (i, j)), self.queries(i), self.keys(j), sums, calls, fresh)
+        operands = self._operands.get((i, j))
+        if operands is None:
+            sums, task = self.q.sums(i) + self.kv.sums(j), Task(COMPUTE, (i, j))
+            operands = self._operands[i, j] = task, self.queries(i), self.keys(j), sums
+        return attention(*operands, calls, fresh)
 
     def queries(self, i: int) -> Queries:
         return {kind: self.q.piece(kind, i) for kind in self.q.inputs}
