@@ -26,7 +26,7 @@ from mesh_attention.plan.language.traffic import SharedFlows
 from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts, attention_key
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
 
 Waits = tuple[tuple[int, ...], ...]
@@ -158,12 +158,14 @@ class PassCompiler:
         summary = CallSummary()
         for op in program.operations:
             if isinstance(op, Attention):
-                key = (*attention_key(op, table), splits)
+                # Tokens matter only to calls by row ranges.
+                q, k = table[op.q.buffer], table[op.k.buffer]
+                ranges = any(call.kind is CallKind.RANGE for call in op.calls)
+                key = (op, *((q, k) if ranges else (q.num_heads, k.num_heads)), splits)
                 if key not in self._chosen:
                     made, of_op = self._choose(op, table, splits)
                     if splits > 1 and isinstance(made, Attend):
-                        heads = op.q.num_heads(table[op.q.buffer])
-                        made = split_calls(made, heads, splits, self._target)
+                        made = split_calls(made, op.q.num_heads(q), splits, self._target)
                     self._chosen[key] = made, of_op
                 chosen, of_op = self._chosen[key]
                 if len(chosen.calls) == 1 and chosen.calls[0].kind is CallKind.RANGE:

@@ -31,14 +31,6 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.language.traffic import Flows
 
 
-def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:
-    """Equal for attentions that take equally long. Tokens matter only to calls by row ranges."""
-    q, k = table[op.q.buffer], table[op.k.buffer]
-    if any(call.kind is CallKind.RANGE for call in op.calls):
-        return op, q, k
-    return op, q.num_heads, k.num_heads
-
-
 class CallSeconds:
     def __init__(self, plan: Plan, direction: Direction, target: Target) -> None:
         p = plan.problem
@@ -46,20 +38,16 @@ class CallSeconds:
         self._backward = direction is Direction.BACKWARD
         self._gpu, self._target, self._direction = target.gpu, target, direction
         self.pairs = CallPairs(plan)
-        self._known: dict[tuple[object, ...], float] = {}
         self._of_sizes: dict[tuple[int, CallSize, float | None], float | None] = {}
 
     def attention(self, op: Attention, table: Mapping[str, Buffer]) -> float:
         """The seconds of all calls of an attention, without merges."""
-        key = attention_key(op, table)
-        if key not in self._known:
-            total = 0.0
-            for call, size in zip(op.calls, self.sizes(op, table), strict=True):
-                rates = self._target.kernels[call.kernel].of(self._direction)
-                assert rates is not None
-                total += self.kernel(rates, size) or 0.0
-            self._known[key] = total
-        return self._known[key]
+        total = 0.0
+        for call, size in zip(op.calls, self.sizes(op, table), strict=True):
+            rates = self._target.kernels[call.kernel].of(self._direction)
+            assert rates is not None
+            total += self.kernel(rates, size) or 0.0
+        return total
 
     def sizes(self, op: Attention, table: Mapping[str, Buffer]) -> list[CallSize]:
         """Of its calls."""
