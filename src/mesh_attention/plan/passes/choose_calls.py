@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_attention.machine.call_time import CallSize
+from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
@@ -63,9 +64,11 @@ class CallChooser:
     ) -> None:
         self._clock = clock
         self._holds = target.own_stream and plan.num_ranks > 1
-        self._kernels = kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
-        self._names = {kind: kernel[0] if kernel else "" for kind, kernel in kernels.items()}
-        by_range = kernels[CallKind.RANGE]
+        self._kernels: dict[str, tuple[str, PassRates] | None] = {
+            kind: target.kernel(direction, kind) for kind in CallKind
+        }
+        self._names = {kind: kernel[0] if kernel else "" for kind, kernel in self._kernels.items()}
+        by_range = self._kernels[CallKind.RANGE]
         may_be_one = direction not in target.rectangles
         self._takes_whole = may_be_one and by_range is not None and by_range[1].ranges
         self._hides_merges = target.takes_turns and direction is Direction.FORWARD

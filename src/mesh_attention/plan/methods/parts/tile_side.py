@@ -89,7 +89,7 @@ class TileSide:
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
         self.own_rows = cache(partial(head_group.rows, self.kind))  # of a unit
         own = proxy(self)  # in a cycle with its caches it would outlive its plan
-        self._gathered_rows = cache(lambda line, i: own.rows_of(own.partitions(line), i))
+        self._gathered_rows = cache(partial(TileSide._rows_of_line, own))
         self.buffers = cache(partial(TileSide._buffers, own))  # that all units of a line hold alike
 
     @property
@@ -134,6 +134,9 @@ class TileSide:
 
     def spans(self, line: int, index: int) -> Spans:
         return self._gathered_rows(line, index % self.chunks_of_slice)
+
+    def _rows_of_line(self, line: int, index: int) -> Spans:
+        return self.rows_of(self.partitions(line), index)
 
     def rows_of(self, units: Units, index: int) -> Spans:
         """A chunk of these units as a gather lays it out."""
