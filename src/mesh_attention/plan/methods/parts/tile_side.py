@@ -7,7 +7,7 @@ two of these. A side only names rows, pieces and buffers; it makes no transfer.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 from weakref import proxy
@@ -144,16 +144,9 @@ class TileSide:
         if layout.kind is LayoutKind.LISTED:
             return whole_rows([self.own_rows(unit) for unit in units], chunk)
         # The rows of the first unit, shifted by the rows of a unit for each unit after it.
-        size, first = self.head_group.size(self.kind), self.own_rows(0)
-        return joined(
-            [
-                (a + unit * size, b + unit * size)
-                for start, stop in pairwise(chunk.cuts)
-                for spans in (slice_spans(first, chunk.start + start, chunk.start + stop),)
-                for unit in units
-                for a, b in spans
-            ]
-        )
+        first, start = self.own_rows(0), chunk.start
+        parts = tuple([slice_spans(first, start + a, start + b) for a, b in pairwise(chunk.cuts)])
+        return _rows_of_units(parts, units, self.head_group.size(self.kind))
 
     def wire(self, partial: str) -> str:
         """The buffer in which a partial travels: itself where the precision is the same."""
@@ -210,3 +203,11 @@ class TileSide:
                 for stack, rows in stacks(reduction, name, owners, own).items():
                     made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
         return made
+
+
+@lru_cache(maxsize=32)  # both passes, and cuts that differ in slices of heads, ask for the same
+def _rows_of_units(parts: tuple[Spans, ...], units: Units, size: int) -> Spans:
+    """Of each part the rows of each unit, `size` rows after those of the unit before it."""
+    return joined(
+        [(a + unit * size, b + unit * size) for spans in parts for unit in units for a, b in spans]
+    )
