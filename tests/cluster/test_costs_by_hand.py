@@ -142,7 +142,8 @@ def test_both_parts_of_a_call_whose_end_leaves_sms_last_a_whole_number_of_rounds
             Call(CallKind.FULL, start, stop, 0, 64 * 128, "flash_attn3", leave_sms)
             for start, stop, leave_sms in ((0, 50 * 128, left[0]), (middle, 64 * 128, left[1]))
         )
-        return costs._rounds(replace(op, calls=(first, rest)), table, at)
+        split = replace(op, calls=(first, rest))
+        return costs._rounds(split, costs._clock.sizes(split, table), at)
 
     first = 400 / 132
     assert rounds(0, 0, 16) == pytest.approx(first)

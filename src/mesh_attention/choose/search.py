@@ -35,7 +35,7 @@ from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
-from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 
 _CUTS = (
     "chunks",
@@ -64,6 +64,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
+        self._last: dict[Layout, Plan] = {}  # the next of this layout lowers the same tasks
         self._best: Score | None = None  # of those whose estimate knows how ranks wait
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
@@ -201,6 +202,7 @@ class PassSearch:
         scored = None
         try:
             plan = self._asked.plan(self._direction, method, setting)
+            self._last[plan.q_layout] = plan
             scored = self._estimated(plan, method, setting)
         except PlanError as error:
             self.refusals.setdefault(method, error)

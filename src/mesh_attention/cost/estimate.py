@@ -23,7 +23,6 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Collective, Free, SendRecv
-from mesh_attention.plan.language.traffic import TrafficMeter
 
 _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 
@@ -131,7 +130,7 @@ class _Rank:
         plan, pass_ = compiled.plan, compiled.pass_
         program, problem = pass_.programs[rank], plan.problem
         table = program.buffer_table()
-        meter, known = TrafficMeter(problem, table), compiled.seconds.get(rank, {})
+        number = compiled.tables.get(rank, rank)
         shared = cache(lambda group: links.collective(group, rank))
         waits, self.at_once = compiled.waits.get(rank), transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
@@ -147,7 +146,7 @@ class _Rank:
         flows, collectives = 0.0, {True: 0.0, False: 0.0}  # by whether they leave the node
         for index, op in enumerate(program.operations):
             if isinstance(op, SendRecv):
-                group, flow = pass_.groups[op.group], meter.flows(op)
+                group, flow = pass_.groups[op.group], compiled.flows.of(op, number, table)
                 seconds, sharing, leaves = 0.0, 1.0, False
                 for pieces, size, ends in (
                     (op.sends, flow.sent[op.to_member], (rank, group[op.to_member])),
@@ -162,11 +161,8 @@ class _Rank:
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 flows += seconds
             elif isinstance(op, Collective):
-                member = pass_.members[op.group][rank]
-                if index in known:
-                    seconds = known[index]
-                else:
-                    seconds = costs.collective(op, meter.flows(op), member)
+                flow, member = compiled.flows.of(op, number, table), pass_.members[op.group][rank]
+                seconds = costs.collective(op, flow, member)
                 sharing, leaves = shared(op.group)
                 slowdown = cluster.disturbance.collective_slowdown
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))

@@ -7,7 +7,7 @@ with transfers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from mesh_attention.cost.planning import Compiled
@@ -35,7 +35,6 @@ from mesh_attention.plan.language.program import (
     Operation,
 )
 from mesh_attention.plan.language.traffic import Flows
-from mesh_attention.plan.passes.seconds import TransferCosts
 
 _ROUNDING_SECONDS = 1e-9  # less than this of a round is left by rounding
 _ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
@@ -91,8 +90,7 @@ class ClusterCosts:
         self._clock = compiled.clock
         self._two_streams = plan.target.takes_turns and direction is Direction.FORWARD
         self._beside = plan.num_ranks > 1 and plan.target.own_stream
-        transfers = TransferCosts(cluster.links, plan, compiled.pass_)
-        self.collective, self.flow = transfers.collective, transfers.flow
+        self.collective, self.flow = compiled.transfers.collective, compiled.transfers.flow
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         match op:
@@ -109,9 +107,10 @@ class ClusterCosts:
     def _attention(self, op: Attention, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         fresh = self._clock.fresh(op) if len(op.calls) == 1 else (False, False)
         calls: list[TimedCall] = []
-        for at, call in enumerate(op.calls):
-            size = self._clock.size(op, table, call)
-            timed = self._call(call, size, self._rounds(op, table, at))
+        sizes = self._clock.sizes(op, table)
+        leaving = any(call.leave_sms for call in op.calls)
+        for at, (call, size) in enumerate(zip(op.calls, sizes, strict=True)):
+            timed = self._call(call, size, self._rounds(op, sizes, at) if leaving else None)
             # Calls take turns on two streams: a result is merged while the next call runs.
             if not self._two_streams or at + 1 == len(op.calls):
                 merge = self._clock.merge(size, fresh)
@@ -126,7 +125,7 @@ class ClusterCosts:
             calls.append(timed)
         return tuple(calls)
 
-    def _rounds(self, op: Attention, table: Mapping[str, Buffer], at: int) -> float | None:
+    def _rounds(self, op: Attention, sizes: Sequence[CallSize], at: int) -> float | None:
         """Of a call that was split so that its second part leaves SMs: both together last a whole
         number of rounds."""
         first = at if not op.calls[at].leave_sms else at - 1
@@ -139,7 +138,7 @@ class ClusterCosts:
         if not split or not rates.tile_rows:
             return None
         sms = self._target.gpu.sms
-        before, after = (num_tiles(rates, self._clock.size(op, table, part)) for part in (a, b))
+        before, after = (num_tiles(rates, size) for size in sizes[first : first + 2])
         return before / sms if at == first else filled_rounds(before + after, sms) - before / sms
 
     def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:

@@ -20,9 +20,10 @@ from mesh_attention.machine.rates import costs_of
 from mesh_attention.machine.tables import ClusterError
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.traffic import SharedFlows
 from mesh_attention.plan.methods.question import BOTH, Question, ask
-from mesh_attention.plan.passes.compile import PassCompiler
-from mesh_attention.plan.passes.seconds import CallSeconds
+from mesh_attention.plan.passes.compile import PassCompiler, Waits
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -100,15 +101,17 @@ def num_pairs(problem: Problem) -> int:
 
 
 class Compiled(NamedTuple):
-    """A plan and its pass as they are timed. `waits`: the operations that each must come after, by
-    rank, as far as it is compiled; `seconds`: likewise those of collectives, by their places, as
-    far as a compiler pass asked for them."""
+    """A plan and its pass as they are timed, and what its ranks have in common. `waits`: the
+    operations that each must come after, by rank, as far as it is compiled just now; `tables`:
+    likewise numbers that are equal where buffers are alike."""
 
     plan: Plan
     pass_: Pass
     clock: CallSeconds
-    waits: Mapping[int, tuple[tuple[int, ...], ...]]
-    seconds: Mapping[int, Mapping[int, float]]
+    transfers: TransferCosts
+    flows: SharedFlows
+    waits: Mapping[int, Waits]
+    tables: Mapping[int, int]
 
 
 def compiled_on(plan: Plan, pass_: Pass, cluster: Cluster, kernel: str | None = None) -> Compiled:
@@ -118,12 +121,16 @@ def compiled_on(plan: Plan, pass_: Pass, cluster: Cluster, kernel: str | None = 
             f"kernel={kernel}: the plan is compiled for {plan.target.name}; give it as it was"
         )
     if plan.target is not None:
-        return Compiled(plan, pass_, CallSeconds(plan, pass_.direction, plan.target), {}, {})
+        clock = CallSeconds(plan, pass_.direction, plan.target)
+        transfers = TransferCosts(cluster.links, plan, pass_)
+        return Compiled(plan, pass_, clock, transfers, SharedFlows(plan.problem), {}, {})
     target = target_on(cluster, plan, kernel)
-    compiler = PassCompiler(plan, pass_, target)
-    programs = compiler.all_programs()
+    made = PassCompiler(plan, pass_, target)
+    programs = made.all_programs()
     compiled = replace(plan, passes=(programs,), target=target)
-    return Compiled(compiled, programs, compiler.clock, compiler.waits, compiler.seconds)
+    return Compiled(
+        compiled, programs, made.clock, made.transfers, made.flows, made.waits, made.tables
+    )
 
 
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:

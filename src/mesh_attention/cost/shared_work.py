@@ -9,16 +9,17 @@ remembers both. Only row ranges depend on places.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from mesh_attention.cost.operation_costs import OperationCosts, TimedCall
+from mesh_attention.cost.planning import Compiled
 from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import (
+    AllToAll,
     Attention,
     CallKind,
     Collective,
@@ -26,7 +27,7 @@ from mesh_attention.plan.language.program import (
     Operation,
     SendRecv,
 )
-from mesh_attention.plan.language.traffic import Flows, TrafficMeter
+from mesh_attention.plan.language.traffic import Flows, SharedFlows, far_bytes, traffic_of
 from mesh_attention.plan.language.workspace import Alike
 
 
@@ -69,32 +70,39 @@ class SharedWork:
         self,
         plan: Plan,
         pass_: Pass,
+        cluster: Cluster,
         costs: OperationCosts,
         overlap: Overlap,
         ranks: Sequence[int],
-        *,
-        at_once: bool,
-        compiled: Mapping[int, WaitsOfOps],
+        compiled: Compiled | None,
     ) -> None:
-        """`compiled`: waits of ranks whose programs were compiled just now."""
+        """`compiled`: where it was just now, what was learned then."""
         self._plan, self._pass, self._costs, self._overlap = plan, pass_, costs, overlap
-        self._at_once, self._compiled, self._alike = at_once, compiled, Alike()
+        self._at_once, self._alike = transfers_at_once(cluster, overlap), Alike()
+        self.nodes = [cluster.node_of(device) for device in plan.devices]
+        self._compiled = {} if compiled is None else compiled.waits
+        self._flows = SharedFlows(plan.problem) if compiled is None else compiled.flows
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
         self._waits: dict[object, WaitsOfOps] = {}
-        self._tables: dict[int, Mapping[str, Buffer]] = {}
-        self._known: dict[int, _CommonWork] = {}
-        by_number: dict[int, _CommonWork] = {}
+        self._tables: dict[int, tuple[int, Mapping[str, Buffer]]] = {}
+        # By the number of a table of buffers.
+        self._calls: defaultdict[int, dict[Operation, tuple[TimedCall, ...]]] = defaultdict(dict)
+        self._sizes: defaultdict[int, dict[tuple[Piece, ...], int]] = defaultdict(dict)
+        self._bytes: dict[tuple[int, int, int], tuple[int, int, Flows]] = {}
+        self._lies: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._ways_to_lie: dict[tuple[int, ...], int] = {}
         for rank in ranks:
             program = pass_.programs[rank]
-            table, number = program.buffer_table(), self._alike.table(program)
-            if number not in by_number:
-                by_number[number] = _CommonWork(TrafficMeter(plan.problem, table))
-            self._tables[rank], self._known[rank] = table, by_number[number]
+            number = None if compiled is None else compiled.tables.get(rank)
+            if number is None:
+                number = self._alike.table(program)
+            self._tables[rank] = number, program.buffer_table()
 
     def waits(self, rank: int) -> WaitsOfOps:
         compiled = self._compiled.get(rank)
-        program = self._pass.programs[rank]
-        key = self._alike.uses(program) if compiled is None else id(compiled)
+        key: object = id(compiled)
+        if compiled is None:
+            key = self._tables[rank][0], self._alike.uses(self._pass.programs[rank])
         known = self._waits.get(key)
         if known is None:
             known, num_bytes = waits_of_rank(
@@ -113,33 +121,47 @@ class SharedWork:
         """In turn; nothing where there is nothing to do."""
         if isinstance(op, Free):
             return ()
-        known = self._known[rank].calls
-        if op in known:
-            return known[op]
-        calls = tuple(x for x in self._costs.compute(op, self._tables[rank]) if x.seconds)
-        if not isinstance(op, Attention) or all(x.kind is not CallKind.RANGE for x in op.calls):
-            known[op] = calls
+        number, table = self._tables[rank]
+        known = self._calls[number]
+        calls = known.get(op)
+        if calls is None:
+            calls = tuple([x for x in self._costs.compute(op, table) if x.seconds])
+            if not isinstance(op, Attention) or all(x.kind is not CallKind.RANGE for x in op.calls):
+                known[op] = calls
         return calls
 
     def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
-        sizes = self._known[rank].sizes
+        number, table = self._tables[rank]
+        sizes = self._sizes[number]
         if pieces not in sizes:
-            table, problem = self._tables[rank], self._plan.problem
+            problem = self._plan.problem
             sizes[pieces] = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
         return sizes[pieces]
 
     def flows(self, rank: int, op: Collective) -> Flows:
-        known = self._known[rank]
-        if op not in known.flows:
-            known.flows[op] = known.meter.flows(op)
-        return known.flows[op]
+        return self._flows.of(op, *self._tables[rank])
 
+    def received_bytes(self, op: Collective, flows: Flows, member: int) -> tuple[int, int]:
+        """What a member receives, and the part that comes from other nodes."""
+        number, nodes = self._lie(op.group)
+        if not isinstance(op, AllToAll):
+            size = flows.received[0][0]
+            return (len(nodes) - 1) * size, (len(nodes) - nodes.count(nodes[member])) * size
+        known = self._bytes.get((number, id(flows), member))
+        if known is None:
+            received = traffic_of(op, flows, member, len(nodes)).received_bytes
+            far = far_bytes(op, flows, [node != nodes[member] for node in nodes])
+            known = self._bytes[number, id(flows), member] = received, far, flows
+        return known[:2]
 
-@dataclass(frozen=True)
-class _CommonWork:
-    """What ranks with alike buffers have in common."""
-
-    meter: TrafficMeter
-    calls: dict[Operation, tuple[TimedCall, ...]] = field(default_factory=dict)
-    flows: dict[Operation, Flows] = field(default_factory=dict)
-    sizes: dict[tuple[Piece, ...], int] = field(default_factory=dict)
+    def _lie(self, group: str) -> tuple[int, tuple[int, ...]]:
+        """A number that is equal for groups that lie alike on nodes, and the node of each member,
+        in the order in which members come to them."""
+        lies = self._lies.get(group)
+        if lies is None:
+            places: dict[int, int] = {}
+            nodes = [self.nodes[rank] for rank in self._pass.groups[group]]
+            alike = tuple([places.setdefault(node, len(places)) for node in nodes])
+            number = self._ways_to_lie.setdefault(alike, len(self._ways_to_lie))
+            lies = self._lies[group] = number, alike
+        return lies

@@ -9,24 +9,23 @@ holds the GPU until it ends, a communication begins between two of its calls onl
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mesh_attention.cost.operation_costs import ClusterCosts, OperationCosts
-from mesh_attention.cost.planning import collector_paused, compiled_on
+from mesh_attention.cost.planning import Compiled, collector_paused, compiled_on
 from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
 from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState, Transfer
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once
+from mesh_attention.cost.waits import Overlap, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
-from mesh_attention.plan.language.traffic import far_bytes, traffic_of
 from mesh_attention.plan.problem.arguments import choice
 
 
@@ -59,13 +58,12 @@ def simulate(
     with collector_paused():
         if costs is not None:  # of a caller's own: they may differ between any two ranks
             everybody = range(plan.num_ranks)
-            return _Simulation(plan, pass_, cluster, costs, overlap, everybody, {}).run()
+            return _Simulation(plan, pass_, cluster, costs, overlap, everybody).run()
         compiled = compiled_on(plan, pass_, cluster, kernel)
         ranks = ranks_to_simulate(compiled.plan, compiled.pass_, cluster, overlap)
         costs = ClusterCosts(cluster, compiled)
-        timeline = _Simulation(
-            plan, compiled.pass_, cluster, costs, overlap, ranks, compiled.waits
-        ).run()
+        simulation = _Simulation(plan, compiled.pass_, cluster, costs, overlap, ranks, compiled)
+        timeline = simulation.run()
         return replace(timeline, target=compiled.plan.target)
 
 
@@ -102,27 +100,23 @@ class _Simulation:
         costs: OperationCosts,
         overlap: Overlap,
         ranks: Sequence[int],
-        compiled: Mapping[int, WaitsOfOps],
+        compiled: Compiled | None = None,
     ) -> None:
         self._plan, self._pass, self._cluster, self._costs = plan, pass_, cluster, costs
         self._overlap = overlap
         self._clock = Clock()
         at_once = transfers_at_once(cluster, overlap)
-        self._work = SharedWork(
-            plan, pass_, costs, overlap, ranks, at_once=at_once, compiled=compiled
-        )
+        self._work = SharedWork(plan, pass_, cluster, costs, overlap, ranks, compiled)
         self._kernel_seconds: dict[str, float] = {}
         # Members that have come to a collective, with its seconds as each sees them.
         self._arrived: defaultdict[tuple[str, int], list[tuple[_Place, float]]] = defaultdict(list)
-        self._met: Counter[tuple[str, int]] = Counter()  # collectives of a group, by rank
+        self._met: dict[tuple[str, int], int] = {}  # collectives of a group, by rank
         # Ends of flows that wait for the other end.
         self._senders: _Ends = defaultdict(deque)
         self._receivers: _Ends = defaultdict(deque)
         self._open: dict[_Place, int] = {}  # transfers that a communication waits for
         self._capacities = Capacities(cluster, at_once=at_once)
         self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
-        self._nodes = [cluster.node_of(device) for device in plan.devices]
-        self._away: dict[tuple[str, int], list[bool]] = {}  # by group and node: who is elsewhere
         self._ranks = {
             rank: RankState(
                 rank, self._work.waits(rank), pass_.programs[rank].operations, at_once=at_once
@@ -198,7 +192,7 @@ class _Simulation:
         done = (self._clock.now - computation.since) * computation.speed
         return state.call.until_sms(computation.left - done)
 
-    def _found_sms(self, state: RankState, at: int) -> None:
+    def _found_sms(self, state: RankState, at: int, _: Activity) -> None:
         state.waiting = None
         self._arrive(state, at)
         self._advance(state)
@@ -228,7 +222,7 @@ class _Simulation:
         self._clock.start(state.computation)
         return True
 
-    def _computed(self, state: RankState) -> None:
+    def _computed(self, state: RankState, _: Activity) -> None:
         state.computation = state.call = None
         state.computed_until = self._clock.now
         if not state.calls:
@@ -249,19 +243,17 @@ class _Simulation:
 
     def _arrive_at_collective(self, state: RankState, at: int, op: Collective) -> None:
         rank, group = state.rank, op.group
-        number = self._met[group, rank]
-        self._met[group, rank] += 1
-        member, ranks = self._pass.members[group][rank], self._pass.groups[group]
-        flows, here = self._work.flows(rank, op), self._nodes[rank]
-        self._received[rank] += traffic_of(op, flows, member, len(ranks)).received_bytes
-        away = self._away.get((group, here))
-        if away is None:
-            away = self._away[group, here] = [self._nodes[other] != here for other in ranks]
-        self._far[rank] += far_bytes(op, flows, away)
+        number = self._met.get((group, rank), 0)
+        self._met[group, rank] = number + 1
+        member, flows = self._pass.members[group][rank], self._work.flows(rank, op)
+        received, far = self._work.received_bytes(op, flows, member)
+        self._received[rank] += received
+        self._far[rank] += far
         self._open[rank, at] = 1
         arrived = self._arrived[group, number]
         arrived.append(((rank, at), self._costs.collective(op, flows, member)))
         if group not in self._meetings:
+            ranks = self._pass.groups[group]
             uses = self._capacities.of_collective([self._plan.devices[other] for other in ranks])
             self._meetings[group] = sum(other in self._ranks for other in ranks), uses
         simulated, uses = self._meetings[group]
@@ -299,7 +291,8 @@ class _Simulation:
         _, source, target = flow
         num_bytes = self._work.num_bytes(end[0], pieces)
         self._received[target] += num_bytes
-        self._far[target] += num_bytes * (self._nodes[source] != self._nodes[target])
+        nodes = self._work.nodes
+        self._far[target] += num_bytes * (nodes[source] != nodes[target])
         devices = self._plan.devices[source], self._plan.devices[target]
         seconds, uses = self._costs.flow(*devices, num_bytes), self._capacities.of_flow(*devices)
         slowdown = self._cluster.disturbance.peer_slowdown(self._pass.direction)

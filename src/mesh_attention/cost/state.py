@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.timeline import RankTimes
@@ -24,13 +24,14 @@ class Activity:
     """`alone` is its speed when it shares nothing; 1 does one second of work in a second.
     `uses` are the capacities that it shares with others."""
 
-    __slots__ = ("alone", "done", "left", "since", "speed", "uses", "version")
+    __slots__ = ("alone", "ended", "left", "since", "speed", "uses", "version")
 
     def __init__(
-        self, seconds: float, done: Callable[[], None], uses: tuple[Capacity, ...] = ()
+        self, seconds: float, ended: Callable[[Any], None], uses: tuple[Capacity, ...] = ()
     ) -> None:
+        """`ended` is called with the activity."""
         self.left = seconds
-        self.done = done
+        self.ended = ended
         self.uses = uses
         self.alone = 1.0
         self.speed = 0.0
@@ -85,7 +86,7 @@ class Clock:
             for capacity in activity.uses:
                 capacity.users.pop(activity, None)
             self._adjust_neighbours(activity)
-            activity.done()
+            activity.ended(activity)
 
     def _adjust_neighbours(self, activity: Activity) -> None:
         for capacity in activity.uses:
@@ -119,7 +120,7 @@ class Transfer(Activity):
         slowdown: float,
         ended: Callable[[Transfer], None],
     ) -> None:
-        super().__init__(seconds, partial(ended, self), uses)
+        super().__init__(seconds, ended, uses)
         self.slowdown = slowdown
         self.computing = 0  # members that compute at the same time
 

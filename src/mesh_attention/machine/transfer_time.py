@@ -22,7 +22,7 @@ from mesh_attention.machine.cluster import Links
 class GroupShape:
     """How a group lies on the nodes, which decides what its transfers cost."""
 
-    nodes: tuple[int, ...]  # of each member
+    nodes: tuple[int, ...]  # of each member, in the order in which members come to them
     num_nodes: int
     crossing: float  # parts that enter the busiest NIC: all of a ring / NICs of the members there
     behind_nic: tuple[int, ...]  # for each member: how many have its NIC
@@ -30,7 +30,8 @@ class GroupShape:
 
     @staticmethod
     def of(links: Links, devices: tuple[int, ...]) -> GroupShape:
-        nodes = tuple(links.node_of(device) for device in devices)
+        places: dict[int, int] = {}
+        nodes = tuple([places.setdefault(links.node_of(d), len(places)) for d in devices])
         members = Counter(nodes)
         nic_of = [links.nic_of(device) for device in devices]
         sharing = Counter(nic_of)
@@ -69,11 +70,10 @@ def all_to_all_seconds(
         return 0.0
     here, many = shape.nodes[at], links.network.many_peers
     sharing = shape.behind_nic[at]
-    slowest = 0.0
+    nodes, slowest = shape.nodes, 0.0
     for direction in (sent, received):
-        others = {m: size for m, size in direction.items() if m != at}
-        crossing = [size for m, size in others.items() if size and shape.nodes[m] != here]
-        inside = sum(others.values()) - sum(crossing)
+        crossing = [size for m, size in direction.items() if size and nodes[m] != here]
+        inside = sum(direction.values()) - direction.get(at, 0) - sum(crossing)
         slowest = max(
             slowest,
             inside / (links.node.all_to_all_gb_per_second * 1e9),

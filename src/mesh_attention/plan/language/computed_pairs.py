@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,12 +122,10 @@ class CallPairs:
     """Visible pairs of kernel calls, each counted once: ranks of one group hold the same rows."""
 
     def __init__(self, plan: Plan) -> None:
-        self._rows_of_mask = plan.problem.rows
-        self._q_runs, self._k_runs = (
-            cache(lambda spans, layout=layout: _runs_of(layout, spans))
-            for layout in (plan.q_layout, plan.kv_layout)
-        )
-        self._known: dict[tuple[Spans, Spans], int] = {}
+        self._layouts, self._mask = (plan.q_layout, plan.kv_layout), plan.problem.rows
+        # By identity: the hash of many stretches takes long. The stretches are kept too, so that no
+        # others get the same identity.
+        self._by_rows: dict[tuple[int, ...], tuple[int, Spans, Spans]] = {}
 
     def __call__(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> int:
         height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
@@ -135,25 +133,33 @@ class CallPairs:
             return height * width
         if call.kind is CallKind.CAUSAL:
             return height * (height + 1) // 2
-        rows = q, k = self._rows(op, table, call)
-        if rows not in self._known:
-            count = num_visible(self._q_runs(q), self._k_runs(k), self._rows_of_mask)
-            self._known[rows] = count
-        return self._known[rows]
+        q_rows, k_rows = table[op.q.buffer].rows, table[op.k.buffer].rows
+        q, k = op.q.start + call.q_start, op.k.start + call.k_start
+        key = id(q_rows), q, height, id(k_rows), k, width
+        known = self._by_rows.get(key)
+        if known is None:
+            queries = slice_spans(q_rows, q, q + height)
+            keys = slice_spans(k_rows, k, k + width)
+            pairs = _visible_pairs(*self._layouts, queries, keys, self._mask)
+            known = self._by_rows[key] = pairs, q_rows, k_rows
+        return known[0]
 
     def know(self, op: Attention, table: Mapping[str, Buffer], call: Call, pairs: int) -> None:
         """Remember the pairs of a call that were counted elsewhere, as a sum over other calls."""
-        self._known[self._rows(op, table, call)] = pairs
-
-    @staticmethod
-    def _rows(op: Attention, table: Mapping[str, Buffer], call: Call) -> tuple[Spans, Spans]:
-        q, k = op.q.start, op.k.start
-        return (
-            slice_spans(table[op.q.buffer].rows, q + call.q_start, q + call.q_stop),
-            slice_spans(table[op.k.buffer].rows, k + call.k_start, k + call.k_stop),
-        )
+        q_rows, k_rows = table[op.q.buffer].rows, table[op.k.buffer].rows
+        q, k = op.q.start + call.q_start, op.k.start + call.k_start
+        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
+        self._by_rows[id(q_rows), q, height, id(k_rows), k, width] = pairs, q_rows, k_rows
 
 
+@lru_cache(maxsize=512)  # the passes and the cuts of a search ask for the same
+def _visible_pairs(
+    q_layout: Layout, kv_layout: Layout, queries: Spans, keys: Spans, mask: RowRanges
+) -> int:
+    return num_visible(_runs_of(q_layout, queries), _runs_of(kv_layout, keys), mask)
+
+
+@lru_cache(maxsize=512)
 def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
     """The positions of intervals of places, as few runs as join simply, in any order."""
     blocks = layout.blocks_of(spans)

@@ -40,6 +40,10 @@ class Call(Value):
     kernel: str = ""
     leave_sms: int = 0
 
+    def by(self, kernel: str, leave_sms: int = 0) -> Call:
+        rows = self.q_start, self.q_stop, self.k_start, self.k_stop
+        return Call(self.kind, *rows, kernel, leave_sms)
+
 
 @value
 class Task(Value):

@@ -92,6 +92,29 @@ class TrafficMeter:
         return known
 
 
+class SharedFlows:
+    """Flows of the operations of a pass. What programs with buffers alike have in common is worked
+    out once, and equal flows are one object."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._meters: dict[int, TrafficMeter] = {}
+        # By identity: ranks share most operations, and to look at the pieces takes as long.
+        self._known: dict[tuple[int, int], tuple[Communication, Flows]] = {}
+        self._equal: dict[tuple[object, ...], Flows] = {}
+
+    def of(self, op: Communication, number: int, table: Mapping[str, Buffer]) -> Flows:
+        """`number`: equal for tables that are alike."""
+        known = self._known.get((number, id(op)))
+        if known is None:
+            if number not in self._meters:
+                self._meters[number] = TrafficMeter(self._problem, table)
+            flows = self._meters[number].flows(op)
+            key = (*flows.sent.items(), None, *flows.received.items())
+            known = self._known[number, id(op)] = op, self._equal.setdefault(key, flows)
+        return known[1]
+
+
 def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -> Traffic:
     """What `member` sends and receives; its pieces to itself do not travel."""
     if isinstance(op, AllGather | ReduceScatter):

@@ -266,9 +266,10 @@ class Alike:
             numbers.append(known[1])
         return self._tables.setdefault(tuple(numbers), len(self._tables))
 
-    def uses(self, program: Program) -> tuple[int, tuple[int, ...]]:
-        """By the buffers, and by the tasks and pieces of the operations."""
-        return self.table(program), tuple(map(self._use, program.operations))
+    def uses(self, program: Program) -> tuple[int, ...]:
+        """By the tasks and pieces of each operation. Where also the tables are alike, programs
+        are."""
+        return tuple([self._use(op) for op in program.operations])
 
     def _use(self, op: Operation) -> int:
         known = self._by_op.get(id(op))

@@ -27,7 +27,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
 from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
@@ -63,7 +63,7 @@ def plan_needed_rows(
     check_ranges(layouts[1], what, "zigzag or contiguous")
     kept = kept_kinds(box.keep, problem, 1)
     head_group = HeadGroup(problem, *layouts, shards=planner.shards, kept=kept)
-    lowerings = Lowerings(*layouts, problem.rows)
+    lowerings = lowerings_of(*layouts, problem.rows)
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
     travels = any(side.travels for side in needed)
     # Both passes exchange the same rows.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_attention.machine.call_time import CallSize
+from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
@@ -61,11 +62,13 @@ class CallChooser:
     def __init__(
         self, plan: Plan, direction: Direction, target: Target, clock: CallSeconds
     ) -> None:
-        self._target, self._direction, self._clock = target, direction, clock
+        self._clock = clock
         self._holds = target.own_stream and plan.num_ranks > 1
-        kernels = {kind: target.kernel(direction, kind) for kind in CallKind}
-        self._names = {kind: kernel[0] if kernel else "" for kind, kernel in kernels.items()}
-        by_range = kernels[CallKind.RANGE]
+        self._kernels: dict[str, tuple[str, PassRates] | None] = {
+            kind: target.kernel(direction, kind) for kind in CallKind
+        }
+        self._names = {kind: kernel[0] if kernel else "" for kind, kernel in self._kernels.items()}
+        by_range = self._kernels[CallKind.RANGE]
         may_be_one = direction not in target.rectangles
         self._takes_whole = may_be_one and by_range is not None and by_range[1].ranges
         self._hides_merges = target.takes_turns and direction is Direction.FORWARD
@@ -85,17 +88,15 @@ class CallChooser:
             better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
             summary = CallSummary(int(better), int(not better), whole, cut)
             if better:
-                single = replace(single, kernel=self._names[CallKind.RANGE])
-                return replace(op, calls=(single,)), summary
+                return replace(op, calls=(single.by(self._names[CallKind.RANGE]),)), summary
         names = self._names
-        calls = tuple([replace(c, kernel=names[c.kind]) for c in op.calls])
-        return replace(op, calls=calls), summary
+        return replace(op, calls=tuple([c.by(names[c.kind]) for c in op.calls])), summary
 
     def _seconds(
         self, op: Attention, table: Mapping[str, Buffer], single: Call, splits: int
     ) -> tuple[float, float]:
         clock = self._clock
-        sizes = [clock.size(op, table, call) for call in op.calls]
+        sizes = clock.sizes(op, table)
         whole = sizes[0]._replace(
             kind=single.kind,
             rows=single.q_stop,
@@ -116,7 +117,7 @@ class CallChooser:
         the GPU waits for half of the call in the mean."""
         total = held = 0.0
         for at, size in enumerate(sizes):
-            kernel = self._target.kernel(self._direction, size.kind)
+            kernel = self._kernels[size.kind]
             if kernel is None:
                 return math.inf  # the kernel that was asked for by name refuses it
             seconds = self._clock.kernel(kernel[1], size)

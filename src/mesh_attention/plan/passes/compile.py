@@ -22,11 +22,11 @@ from mesh_attention.plan.language.program import (
     Program,
     SendRecv,
 )
-from mesh_attention.plan.language.traffic import Flows, TrafficMeter
+from mesh_attention.plan.language.traffic import SharedFlows
 from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
-from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts, attention_key
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
 
 Waits = tuple[tuple[int, ...], ...]
@@ -85,17 +85,17 @@ class PassCompiler:
         self._plan, self._pass, self._target = plan, pass_, target
         self.clock = CallSeconds(plan, pass_.direction, target)
         self._choose = CallChooser(plan, pass_.direction, target, self.clock)
-        self._transfers = TransferCosts(target.links, plan, pass_)
+        self.transfers = TransferCosts(target.links, plan, pass_)
+        self.flows = SharedFlows(plan.problem)
         self._two_streams = target.takes_turns
-        # Of programs compiled so far: waits, and seconds of collectives by their places.
+        # Of programs compiled so far: waits, and numbers that are equal where buffers are alike.
         self.waits: dict[int, Waits] = {}
-        self.seconds: dict[int, dict[int, float]] = {}
+        self.tables: dict[int, int] = {}
         self._alike = Alike()
         self._known: dict[tuple[object, ...], _Placed] = {}
         self._first: _Placed | None = None
         self._edited: dict[tuple[Operation, Operation], Operation] = {}
         self._chosen: dict[tuple[object, ...], tuple[Attention, CallSummary]] = {}
-        self._flows: dict[tuple[int | None, int], tuple[Communication, Flows]] = {}
 
     def all_programs(self) -> Pass:
         """The pass, each program compiled when it is asked for."""
@@ -105,21 +105,23 @@ class PassCompiler:
     def compiled(self, at: int) -> tuple[Program, CallSummary]:
         """The program at this place, and what was chosen for its attentions."""
         program, summary = self._with_calls(self._pass.programs[at])
-        program, waits = self._placed(program)
+        table = self.tables[at] = self._alike.table(program)
+        program, waits = self._placed(program, table)
         self.waits[at] = waits
         if self._two_streams and runs_beside(program):
-            seconds = self._seconds_of(at, program)
+            seconds = self._seconds_of(program, table)
             direction = self._pass.direction
             program = leave_sms(program, direction, waits, seconds, self.clock, self._target)
         return program, summary
 
-    def _placed(self, program: Program) -> tuple[Program, Waits]:
+    def _placed(self, program: Program, table: int) -> tuple[Program, Waits]:
         # From the second program on: most searches ask for one, and to compare takes its time.
         known, key = None, None
         if self._first is not None:
             if not self._known:
-                self._known[self._alike.uses(self._first.before)] = self._first
-            key = self._alike.uses(program)
+                number = self._alike.table(self._first.before)
+                self._known[number, self._alike.uses(self._first.before)] = self._first
+            key = table, self._alike.uses(program)
             known = self._known.get(key)
         if known is None:
             made = placed(program, self._plan.problem, self._target)
@@ -136,7 +138,7 @@ class PassCompiler:
         ]
         own = program.buffer_table()
         buffers = [
-            b if b.offset is None and own[b.name] == b else at_offset(own[b.name], b.offset)
+            own[b.name] if b.offset is None else at_offset(own[b.name], b.offset)
             for b in known.after.buffers
         ]
         return Program(program.rank, tuple(buffers), tuple(operations)), known.waits
@@ -156,12 +158,14 @@ class PassCompiler:
         summary = CallSummary()
         for op in program.operations:
             if isinstance(op, Attention):
-                key = (*attention_key(op, table), splits)
+                # Tokens matter only to calls by row ranges.
+                q, k = table[op.q.buffer], table[op.k.buffer]
+                ranges = any(call.kind is CallKind.RANGE for call in op.calls)
+                key = (op, *((q, k) if ranges else (q.num_heads, k.num_heads)), splits)
                 if key not in self._chosen:
                     made, of_op = self._choose(op, table, splits)
                     if splits > 1 and isinstance(made, Attend):
-                        heads = op.q.num_heads(table[op.q.buffer])
-                        made = split_calls(made, heads, splits, self._target)
+                        made = split_calls(made, op.q.num_heads(q), splits, self._target)
                     self._chosen[key] = made, of_op
                 chosen, of_op = self._chosen[key]
                 if len(chosen.calls) == 1 and chosen.calls[0].kind is CallKind.RANGE:
@@ -173,33 +177,23 @@ class PassCompiler:
             operations.append(op)
         return Program(program.rank, program.buffers, tuple(operations)), summary
 
-    def _seconds_of(self, at: int, program: Program) -> Callable[[int, Communication], float]:
-        """The seconds of a rank's communications, by place and operation."""
+    def _seconds_of(self, program: Program, number: int) -> Callable[[Communication], float]:
+        """The seconds of a rank's communications."""
         rank, groups, devices = program.rank, self._pass.groups, self._plan.devices
-        meter = TrafficMeter(self._plan.problem, program.buffer_table())
-        # What the first program needs is not kept for others: most searches ask for one.
-        table = self._alike.table(program) if self._known else None
-        known = self.seconds.setdefault(at, {})
+        table = program.buffer_table()
 
-        def seconds(place: int, op: Communication) -> float:
-            # By identity: ranks share most operations, and to look at the pieces takes as long.
-            _, flows = self._flows.get((table, id(op)), (op, None))
-            if flows is None:
-                flows = meter.flows(op)
-                if table is not None:
-                    self._flows[table, id(op)] = op, flows
+        def seconds(op: Communication) -> float:
+            flows = self.flows.of(op, number, table)
             if not isinstance(op, SendRecv):
-                member = self._pass.members[op.group][rank]
-                known[place] = self._transfers.collective(op, flows, member)
-                return known[place]
+                return self.transfers.collective(op, flows, self._pass.members[op.group][rank])
             ranks = groups[op.group]
             source, target = devices[ranks[op.from_member]], devices[ranks[op.to_member]]
             received = sum(size for size, _ in flows.received.values())
             sent = sum(flows.sent.values())
             # Over when both directions are: one of them may go to another node.
             return max(
-                self._transfers.flow(source, devices[rank], received) if received else 0.0,
-                self._transfers.flow(devices[rank], target, sent) if sent else 0.0,
+                self.transfers.flow(source, devices[rank], received) if received else 0.0,
+                self.transfers.flow(devices[rank], target, sent) if sent else 0.0,
             )
 
         return seconds

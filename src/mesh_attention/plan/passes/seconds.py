@@ -7,7 +7,6 @@ what they computed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 from mesh_attention.machine.call_time import CallSize, HeadSizes, kernel_seconds, memory_seconds
 from mesh_attention.machine.cluster import Links
@@ -26,19 +25,10 @@ from mesh_attention.plan.language.program import (
     AllToAll,
     Attend,
     Attention,
-    Call,
     CallKind,
     Collective,
 )
 from mesh_attention.plan.language.traffic import Flows
-
-
-def attention_key(op: Attention, table: Mapping[str, Buffer]) -> tuple[object, ...]:
-    """Equal for attentions that take equally long. Tokens matter only to calls by row ranges."""
-    q, k = table[op.q.buffer], table[op.k.buffer]
-    if any(call.kind is CallKind.RANGE for call in op.calls):
-        return op, q, k
-    return op, q.num_heads, k.num_heads
 
 
 class CallSeconds:
@@ -48,33 +38,35 @@ class CallSeconds:
         self._backward = direction is Direction.BACKWARD
         self._gpu, self._target, self._direction = target.gpu, target, direction
         self.pairs = CallPairs(plan)
-        self._known: dict[tuple[object, ...], float] = {}
+        self._of_sizes: dict[tuple[int, CallSize, float | None], float | None] = {}
 
     def attention(self, op: Attention, table: Mapping[str, Buffer]) -> float:
         """The seconds of all calls of an attention, without merges."""
-        key = attention_key(op, table)
-        if key not in self._known:
-            total = 0.0
-            for call in op.calls:
-                rates = self._target.kernels[call.kernel].of(self._direction)
-                assert rates is not None
-                total += self.kernel(rates, self.size(op, table, call)) or 0.0
-            self._known[key] = total
-        return self._known[key]
+        total = 0.0
+        for call, size in zip(op.calls, self.sizes(op, table), strict=True):
+            rates = self._target.kernels[call.kernel].of(self._direction)
+            assert rates is not None
+            total += self.kernel(rates, size) or 0.0
+        return total
 
-    def size(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> CallSize:
-        return CallSize(
-            call.kind,
-            call.q_stop - call.q_start,
-            call.k_stop - call.k_start,
-            self.pairs(op, table, call),
-            op.q.num_heads(table[op.q.buffer]),
-            op.k.num_heads(table[op.k.buffer]),
-        )
+    def sizes(self, op: Attention, table: Mapping[str, Buffer]) -> list[CallSize]:
+        """Of its calls."""
+        heads = op.q.num_heads(table[op.q.buffer]), op.k.num_heads(table[op.k.buffer])
+        sizes = []
+        for call in op.calls:
+            rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
+            full = call.kind is CallKind.FULL
+            pairs = rows * columns if full else self.pairs(op, table, call)
+            sizes.append(CallSize(call.kind, rows, columns, pairs, *heads))
+        return sizes
 
     def kernel(self, rates: PassRates, size: CallSize, rounds: float | None = None) -> float | None:
-        flops = self._heads.flops(size, backward=self._backward)
-        return kernel_seconds(rates, self._gpu, size, flops, rounds=rounds)
+        key = (id(rates), size, rounds)  # the target has the rates
+        if key not in self._of_sizes:
+            flops = self._heads.flops(size, backward=self._backward)
+            seconds = kernel_seconds(rates, self._gpu, size, flops, rounds=rounds)
+            self._of_sizes[key] = seconds
+        return self._of_sizes[key]
 
     def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
         """The seconds to merge the results of a call."""
@@ -91,19 +83,37 @@ class TransferCosts:
     def __init__(self, links: Links, plan: Plan, pass_: Pass) -> None:
         self._links = links
         self._devices, self._groups = plan.devices, pass_.groups
-        self.shape = cache(self._shape)
+        self._shapes: dict[str, GroupShape] = {}
+        self._equal: dict[GroupShape, GroupShape] = {}
+        # Of groups that lie alike; flows are kept, so that no others get the same identity.
+        self._rings: dict[tuple[int, int], float] = {}
+        self._exchanges: dict[tuple[int, int, int], tuple[float, Flows]] = {}
 
-    def _shape(self, group: str) -> GroupShape:
-        devices = [self._devices[rank] for rank in self._groups[group]]
-        return GroupShape.of(self._links, tuple(devices))
+    def shape(self, group: str) -> GroupShape:
+        """Groups that lie alike have the same object."""
+        shape = self._shapes.get(group)
+        if shape is None:
+            devices = tuple([self._devices[rank] for rank in self._groups[group]])
+            made = GroupShape.of(self._links, devices)
+            shape = self._shapes[group] = self._equal.setdefault(made, made)
+        return shape
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float:
         """The seconds that this member takes; the group is done when its slowest member is."""
         shape = self.shape(op.group)
-        if isinstance(op, AllToAll):
+        if not isinstance(op, AllToAll):
+            part_bytes = flows.received[0][0]
+            seconds = self._rings.get((id(shape), part_bytes))
+            if seconds is None:
+                seconds = ring_seconds(self._links, shape, part_bytes)
+                self._rings[id(shape), part_bytes] = seconds
+            return seconds
+        known = self._exchanges.get((id(shape), id(flows), member))
+        if known is None:
             received = {other: num_bytes for other, (num_bytes, _) in flows.received.items()}
-            return all_to_all_seconds(self._links, shape, flows.sent, received, member)
-        return ring_seconds(self._links, shape, flows.received[0][0])
+            seconds = all_to_all_seconds(self._links, shape, flows.sent, received, member)
+            known = self._exchanges[id(shape), id(flows), member] = seconds, flows
+        return known[0]
 
     def flow(self, source: int, target: int, num_bytes: int) -> float:
         return flow_seconds(self._links, source, target, num_bytes)

@@ -28,7 +28,12 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
-from mesh_attention.machine.call_time import late_pairs, lost_by_leaving, rounds_of_parts
+from mesh_attention.machine.call_time import (
+    CallSize,
+    late_pairs,
+    lost_by_leaving,
+    rounds_of_parts,
+)
 from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.language.buffers import Buffer
@@ -91,13 +96,12 @@ def leave_sms(
     program: Program,
     direction: Direction,
     waits: Sequence[tuple[int, ...]],
-    transfer_seconds: Callable[[int, Communication], float],
+    transfer_seconds: Callable[[Communication], float],
     clock: CallSeconds,
     target: Target,
 ) -> Program:
     """The program whose calls leave SMs to the transfers in flight. `waits`: the operations that
-    each must come after; `transfer_seconds` is asked by place and operation. A slice of a GPU has
-    no SMs to leave."""
+    each must come after. A slice of a GPU has no SMs to leave."""
     kernels = {name for name, rates in target.kernels.items() if _margin(rates.of(direction))}
     if target.gpu.sms <= SMS_OF_TRANSFERS or not any(
         call.kernel in kernels
@@ -112,7 +116,7 @@ def leave_sms(
     for at, op in enumerate(program.operations):
         operations.append(op)
         if isinstance(op, Communication):
-            in_flight[at] = transfer_seconds(at, op)
+            in_flight[at] = transfer_seconds(op)
             continue
         # Transfers end in their order, so all before an awaited transfer have ended too.
         last = max((i for i in waits[at] if i in in_flight), default=-1)
@@ -153,11 +157,10 @@ def _longer(
 ) -> float:
     """Seconds by which its calls last longer because few rounds of tiles become one more."""
     total, sms = 0.0, target.gpu.sms
-    for call in op.calls:
+    for call, size in zip(op.calls, clock.sizes(op, table), strict=True):
         rates = target.kernels[call.kernel].of(direction)
         if rates is None or not call.leave_sms:
             continue
-        size = clock.size(op, table, call)
         lost = lost_by_leaving(rates, sms, size, call.leave_sms)
         if lost > call.leave_sms / sms:
             total += (clock.kernel(rates, size) or 0.0) * lost / (1 - lost)
@@ -174,14 +177,14 @@ def _with_room_for_pairs(
     """Beside a transfer that begins on an idle GPU, pairs of programs that find no place would
     double a call: more SMs are left then, so that all find one."""
 
-    def with_room(call: Call) -> Call:
+    def with_room(call: Call, size: CallSize) -> Call:
         rates = target.kernels[call.kernel].of(direction)
         if not call.leave_sms or rates is None or rates.pair_sms is None:
             return call
-        late = late_pairs(rates, target.gpu.sms, clock.size(op, table, call), call.leave_sms)
-        return replace(call, leave_sms=rates.pair_sms) if late else call
+        late = late_pairs(rates, target.gpu.sms, size, call.leave_sms)
+        return call.by(call.kernel, rates.pair_sms) if late else call
 
-    return replace(op, calls=tuple(map(with_room, op.calls)))
+    return replace(op, calls=tuple(map(with_room, op.calls, clock.sizes(op, table))))
 
 
 def _pairs(call: Call) -> int:
@@ -200,7 +203,7 @@ def _parts(
         if needed > 0 and margin:
             parts = _split_leaving(call, heads, target.gpu.sms, margin, needed)
         needed -= sum(_pairs(part) for part, leaves in parts if leaves)
-        result = [*(replace(c, leave_sms=margin) if x else c for c, x in parts), *result]
+        result = [*[c.by(c.kernel, margin) if x else c for c, x in parts], *result]
     return tuple(result)
 
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.language.plan import Direction
@@ -114,11 +115,12 @@ class HeadExchange:
             out, grad, delta = (Piece(kind.value, 0, rows) for kind in kinds)
             self._delta.append(Merge(Task("delta"), MergeRule.DELTA, (out, grad), (delta,)))
         cached = lru_cache(maxsize=_KEPT if first.cut is None else _KEPT_CHUNKS)
-        self.operations = cached(self._operations)
+        own = proxy(self)  # in a cycle with its caches it would outlive its plan
+        self.operations = cached(partial(HeadExchange._operations, own))
         # Ranks whose own rows are cut alike share these.
-        self._caller_pieces = cached(self._make_caller_pieces)
-        self._unit_pieces = cached(self._make_unit_pieces)
-        self._member_rows = cached(self._make_member_rows)
+        self._caller_pieces = cached(partial(HeadExchange._make_caller_pieces, own))
+        self._unit_pieces = cached(partial(HeadExchange._make_unit_pieces, own))
+        self._member_rows = cached(partial(HeadExchange._make_member_rows, own))
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]

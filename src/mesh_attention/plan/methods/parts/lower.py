@@ -9,7 +9,7 @@ Blocks of queries are cut where segments of the mask begin. On a segment bounds 
 intervals of the first and the last query of a piece show which keys it sees whole, in part or not
 at all. Where cells are open, blocks of keys are cut where intervals end, and both sides along
 diagonals, so that causal squares are square. Of a ring's n^2 tasks all but a few have no open cell,
-and a few comparisons decide them. Builders ask `Lowerings`, one for each plan.
+and a few comparisons decide them. Builders ask `lowerings_of`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -201,8 +202,22 @@ def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int],
     return q_cuts, sorted(k_cuts)
 
 
+_lowerings = WeakValueDictionary[tuple[Layout, Layout, RowRanges, bool], "Lowerings"]()
+
+
+def lowerings_of(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, *, one_call: bool = False
+) -> Lowerings:
+    """Shared by all plans with these layouts and this mask, while there is one of them."""
+    key = q_layout, kv_layout, rows, one_call
+    known = _lowerings.get(key)
+    if known is None:
+        known = _lowerings[key] = Lowerings(q_layout, kv_layout, rows, one_call=one_call)
+    return known
+
+
 class Lowerings:
-    """Calls of the tasks of a plan, each lowered once: passes and ranks ask for the same."""
+    """Calls of tasks, each lowered once: passes and ranks ask for the same."""
 
     def __init__(
         self, q_layout: Layout, kv_layout: Layout, rows: RowRanges, *, one_call: bool = False

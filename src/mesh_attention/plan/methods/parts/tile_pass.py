@@ -57,6 +57,8 @@ class TilePass:
         self.keeps_gathered = self.q.keeps_gathered or self.kv.keeps_gathered
         self.needs = (*self.q.gathered, *self.kv.gathered)  # of which it reads a unit's own rows
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
+        # Of compute tasks: all units have the same.
+        self._operands: dict[Task, tuple[Queries, Pair, Pieces]] = {}
 
     @property
     def cut_setting(self) -> dict[str, str]:
@@ -79,8 +81,11 @@ class TilePass:
 
     def attend(self, task: Task, calls: Calls, fresh: Fresh) -> Operation:
         """A chunk of queries against one of keys."""
-        (i, j), sums = task.index, self.q.sums(task.index[0]) + self.kv.sums(task.index[1])
-        return attention(task, self.q.pieces(i), self.keys(j), sums, calls, fresh)
+        operands = self._operands.get(task)
+        if operands is None:
+            (i, j), sums = task.index, self.q.sums(task.index[0]) + self.kv.sums(task.index[1])
+            operands = self._operands[task] = self.q.pieces(i), self.keys(j), sums
+        return attention(task, *operands, calls, fresh)
 
     def keys(self, j: int) -> Pair:
         return self.kv.piece(Kind.K, j), self.kv.piece(Kind.V, j)

@@ -18,7 +18,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, pa
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.lower import lowerings_of
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
 from mesh_attention.plan.methods.parts.setting import (
@@ -198,7 +198,7 @@ class TilePlanner:
         per_node = box.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = Lowerings(*self.layouts, problem.rows, one_call=box.one_call)
+        self.lowerings = lowerings_of(*self.layouts, problem.rows, one_call=box.one_call)
 
     def tile_passes(
         self,

@@ -13,9 +13,10 @@ arrive, `.all` the global LSE.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.plan import Direction
@@ -119,8 +120,9 @@ class TileSide:
             self.reduce_by = ReduceBy.EXCHANGE
         # Chunks of the same rows and other heads share their rows, and units of a line its buffers.
         self.own_rows = cache(self.own.rows)  # of a unit
-        self._gathered_rows = cache(lambda line, i: self.rows_of(self._partitions(line), i))
-        self.buffers = cache(self._buffers)  # that all units of a line hold alike
+        own = proxy(self)  # in a cycle with its caches it would outlive its plan
+        self._gathered_rows = cache(partial(TileSide._rows_of_line, own))
+        self.buffers = cache(partial(TileSide._buffers, own))  # that all units of a line hold alike
 
     @property
     def in_node(self) -> int | None:
@@ -162,22 +164,18 @@ class TileSide:
     def spans(self, line: int, index: int) -> Spans:
         return self._gathered_rows(line, index % self.chunks_of_slice)
 
+    def _rows_of_line(self, line: int, index: int) -> Spans:
+        return self.rows_of(self._partitions(line), index)
+
     def rows_of(self, units: tuple[int, ...], index: int) -> Spans:
         """A chunk of these units as a gather lays it out."""
         layout, chunk = self.own.layout, self.chunks[index]
         if layout.kind is LayoutKind.LISTED:
             return whole_rows([self.own_rows(unit) for unit in units], chunk)
         # The rows of the first unit, shifted by the rows of a unit for each unit after it.
-        size, first = self.own.size, self.own_rows(0)
-        return joined(
-            [
-                (a + unit * size, b + unit * size)
-                for start, stop in pairwise(chunk.cuts)
-                for spans in (slice_spans(first, chunk.start + start, chunk.start + stop),)
-                for unit in units
-                for a, b in spans
-            ]
-        )
+        first, start = self.own_rows(0), chunk.start
+        parts = tuple([slice_spans(first, start + a, start + b) for a, b in pairwise(chunk.cuts)])
+        return _rows_of_units(parts, units, self.own.size)
 
     # Transfers.
 
@@ -270,3 +268,11 @@ class TileSide:
                     for stack, rows in reduction.stacks(name, owned, own).items():
                         made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
         return made
+
+
+@lru_cache(maxsize=32)  # both passes, and cuts that differ in slices of heads, ask for the same
+def _rows_of_units(parts: tuple[Spans, ...], units: tuple[int, ...], size: int) -> Spans:
+    """Of each part the rows of each unit, `size` rows after those of the unit before it."""
+    return joined(
+        [(a + unit * size, b + unit * size) for spans in parts for unit in units for a, b in spans]
+    )

@@ -246,6 +246,7 @@ def _buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
     input: it is computed first, and held until its last chunk is gathered."""
     group = mesh.head_group
     own = Role.WORKSPACE if group.is_exchanged else Role.INPUT
-    roles = dict.fromkeys(Kind, own) | {Kind.DELTA: Role.WORKSPACE}
+    kinds = [kind for side in (mesh.q, mesh.kv) for kind in (*side.inputs, *side.partials)]
+    roles = {kind: Role.WORKSPACE if kind is Kind.DELTA else own for kind in kinds}
     local = [x for kind, role in roles.items() for x in group.local_buffers(kind, unit, role)]
     return {buffer.name: buffer for buffer in local} | mesh.buffers(unit)
