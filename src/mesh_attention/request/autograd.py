@@ -15,7 +15,7 @@ from torch.library import fallthrough_kernel
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.compiled_attention import keep_in_checkpoints, plan_of_graph
-from mesh_attention.request.object_calls import OBJECT_CALLS
+from mesh_attention.request.object_calls import OBJECT_CALLS, USER_CALLS
 from mesh_attention.request.operators import (
     LIBRARY,
     attention_backward_op,
@@ -24,7 +24,6 @@ from mesh_attention.request.operators import (
     second_derivative,
 )
 from mesh_attention.runtime.session.collective_call import collective_call
-from mesh_attention.runtime.session.user_call import USER_CALLS
 
 
 class Attention(torch.autograd.Function):

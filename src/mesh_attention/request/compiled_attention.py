@@ -18,59 +18,51 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.request.object_calls import OBJECT_CALLS
 from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans
 from mesh_attention.runtime.session.modes import outside_autocast, outside_inference_mode
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
-from mesh_attention.runtime.session.session import User
+from mesh_attention.runtime.session.session import Session, User
 
 Result = TypeVar("Result")
 
 
-def prepared_in_graph(
-    name: str, run: Callable[[User, PreparedCall], Result], *tensors: Any, **how: Any
-) -> Result:
-    """What `run` makes of the call of a graph on an object. `tensors`: q, k and v."""
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+def _session_of(name: str, _: Any, q: Tensor, *__: Any, **___: Any) -> tuple[Session, CallOptions]:
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise MeshAttentionError(
             "compiled attention cannot be part of a CUDA graph: those of mode='reduce-overhead' "
             "end before it and begin after it where torch._inductor.config.graph_partition is on"
         )
-    return _prepared(OBJECT_CALLS.find(name), run, *tensors, **how)
+    return of_calls(OBJECT_CALLS.find(name))
 
 
-@collective_call(of_calls)
-def _prepared(
-    calls: ObjectCalls,
+@collective_call(_session_of)
+def prepared_in_graph(
+    name: str,
     run: Callable[[User, PreparedCall], Result],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     documents: Tensor | None,
-    keeps: bool,
     refusal: str | None = None,
     **how: Any,
 ) -> Result:
-    plans, fault = _plans(documents, None if refusal is None else MeshAttentionError(refusal))
+    """What `run` makes of the call of a graph on an object."""
+    calls = OBJECT_CALLS.find(name)
+    fault = None if refusal is None else MeshAttentionError(refusal)
+    plans: BatchPlans | None = None
+    if documents is not None:
+        try:
+            plans = BATCH_PLANS.find(int(documents))
+        except MeshAttentionError as gone:  # the others must not wait for us
+            fault = fault or gone
     with outside_inference_mode(), outside_autocast():
-        call = calls.prepare(q, k, v, fault, documents=plans, keeps=keeps, **how)
-        return run(calls.user, call)
-
-
-def _plans(
-    documents: Tensor | None, fault: MeshAttentionError | None
-) -> tuple[BatchPlans | None, MeshAttentionError | None]:
-    """The plans of the documents that a tensor numbers, or the fault that they are gone."""
-    if documents is None:
-        return None, fault
-    try:
-        return BATCH_PLANS.find(int(documents)), fault
-    except MeshAttentionError as gone:  # the others must not wait for us
-        return None, fault or gone
+        return run(calls.user, calls.prepare(q, k, v, fault, documents=plans, **how))
 
 
 def stand_ins(out: Tensor, k_shape: Sequence[int]) -> list[Tensor]:

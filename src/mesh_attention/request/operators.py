@@ -25,8 +25,8 @@ from mesh_attention.request.compiled_attention import (
     prepared_in_graph,
     stand_ins,
 )
-from mesh_attention.request.kept_calls import Results, attend_once
-from mesh_attention.request.object_calls import BLOCKS
+from mesh_attention.request.kept_calls import THREAD, Results
+from mesh_attention.request.object_calls import BLOCKS, USER_CALLS
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, add_sinks_to_kept, gradient_of_sinks
@@ -34,7 +34,6 @@ from mesh_attention.runtime.session.documents import BATCH_PLANS
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
-from mesh_attention.runtime.session.user_call import USER_CALLS
 
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
 _TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -62,7 +61,11 @@ attention_backward_op = torch.ops.mesh_attention.attention_backward.default
 
 
 def _attention(*inputs: Any) -> Results:
-    return attend_once(_attention_over_ranks, inputs)
+    """Made now, or in a context that answers itself."""
+    around = THREAD.innermost
+    if around is None:
+        return _attention_over_ranks(*inputs)
+    return around.attend(_attention_over_ranks, inputs)
 
 
 def _attention_over_ranks(

@@ -73,6 +73,7 @@ class CallOptions:
             return self
         return replace(self, kernel=None, nvtx=False, kernels=0, links=usual_links())
 
+    @cached_property
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
         return replace(self, transport=TransportName.DISTRIBUTED)

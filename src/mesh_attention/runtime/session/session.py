@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from threading import RLock
 from typing import NoReturn
@@ -27,10 +27,9 @@ from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIde
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
-from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.caches import CallCache, LruCache, PlanSource
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.calls import NUM_CALLS, Calls
+from mesh_attention.runtime.session.calls import Calls
 from mesh_attention.runtime.session.prepared_call import PassReport, PreparedCall
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.shardings import Shardings
@@ -40,8 +39,6 @@ from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 NUM_PLANS = 64  # kept, of each session
-
-_NO_TENSORS = CallShape(0, torch.float32, torch.device("cpu"))
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
@@ -65,20 +62,16 @@ class Session:
         self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
-        self._function: User | None = None
+        self.function: User | None = None  # that stands for `mesh_attention()`
         self.num_users = 0  # that are open
         self._num_objects = 0  # that ever were
 
     # Plans.
 
-    def source(self, asked: Question | Plan) -> PlanSource:
-        """Plans for calls, as this rank sees them."""
+    def source(self, asked: Question | Plan, *, of_batch: bool = False) -> PlanSource:
+        """Plans for calls, as this rank sees them. Calls `of_batch` go when the source does."""
         rank_plan = self._on_rank(asked) if isinstance(asked, Plan) else asked
-        return PlanSource(rank_plan, self._planned)
-
-    def source_of_batch(self, asked: Question) -> PlanSource:
-        """The same for one batch: its calls go when the source does."""
-        return PlanSource(asked, self._planned, CallCache(NUM_CALLS))
+        return PlanSource(rank_plan, self._planned, of_batch=of_batch)
 
     def _planned(self, question: Question) -> RankPlan:
         with self._planning:
@@ -139,15 +132,14 @@ class Session:
         return User(self, self._num_objects)
 
     def user_of_function(self) -> User:
-        """The user that stands for `mesh_attention()`."""
-        if self._function is None:
-            self._function = User(self, 0)
-        return self._function
+        if self.function is None:
+            self.function = User(self, 0)
+        return self.function
 
     def release_function(self) -> None:
-        if self._function is not None:
-            self._function.close()
-            self._function = None
+        if self.function is not None:
+            self.function.close()
+            self.function = None
             self.asked.clear()
 
     def release(self) -> None:
@@ -172,31 +164,11 @@ class User:
 
     def __init__(self, session: Session, number: int) -> None:
         self.session = session
-        self.counters: defaultdict[Direction, Counters] = defaultdict(
-            Counters
-        )  # bytes of its calls
+        self.counters = defaultdict[Direction, Counters](Counters)  # bytes of its calls
         self.reports: dict[Direction, PassReport] = {}  # of its latest call with such a pass
         self._number = number
         self._closed = False
         session.num_users += 1
-
-    def prepare(
-        self,
-        source: PlanSource | None,
-        options: CallOptions,
-        q: Tensor,
-        needs_grad: bool,
-        error: Exception | None,
-        sample: Callable[[], str | None] | None = None,
-    ) -> PreparedCall:
-        """The call that all ranks are about to make; `error` is for all of them to raise.
-        `sample`: of tensors that must not be the same on all ranks."""
-        self.refuse_if_closed()
-        options, calls = options.now(), self.session.calls
-        if error is not None:
-            calls.prepare(source, options, _NO_TENSORS, False, error)
-        call_shape = CallShape(q.shape[0], q.dtype, q.device)
-        return calls.prepare(source, options, call_shape, needs_grad, sample=sample)
 
     def begin(
         self,
