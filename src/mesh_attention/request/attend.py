@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
+from mesh_attention.request.compiled_attention import OfCall
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
 from mesh_attention.request.object_calls import ObjectCalls, UserCall
 from mesh_attention.request.operators import attention_op, need_grad
@@ -141,9 +142,7 @@ def _run(
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     options = prepared.call.options
-    others = (
-        documents,
-        None,
+    of_call = OfCall(
         prepared.name,
         prepared.number,
         not KEEPING.on,
@@ -152,14 +151,12 @@ def _run(
         label if isinstance(label, str) else None,
         label if isinstance(label, int) else None,
         options.softmax_scale,
-        None,
-        None,
     )
     if needs_grad:
-        out, lse, *_ = Attention.apply(q, k, v, sinks, others)  # type: ignore[no-untyped-call]
+        out, lse, *_ = Attention.apply(q, k, v, sinks, documents, None, of_call)  # type: ignore[no-untyped-call]
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, _, _ = attention_op(q, k, v, sinks, *others)
+            out, lse, _, _ = attention_op(q, k, v, sinks, documents, None, *of_call)
     return out, lse
 
 
@@ -236,13 +233,7 @@ def _traced(
             q = k = v = torch.empty(0, device="cpu")
             sinks = None
     q, k, v = as_under_autocast(q, k, v)
-    out, lse, _, _ = attention_op(
-        q,
-        k,
-        v,
-        sinks,
-        None if documents is None else documents.number,
-        block,
+    of_call = OfCall(
         calls.name,
         None,
         documents is None and calls.fixed is not None and (not KEEPING.on or calls.fixed.is_given),
@@ -254,4 +245,6 @@ def _traced(
         is_causal,
         refusal,
     )
+    number = None if documents is None else documents.number
+    out, lse, _, _ = attention_op(q, k, v, sinks, number, block, *of_call)
     return out, lse

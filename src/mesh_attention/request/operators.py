@@ -20,6 +20,7 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    OfCall,
     fake_attention,
     fake_attention_backward,
     prepared_in_graph,
@@ -38,22 +39,22 @@ from mesh_attention.runtime.session.session import User
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
 _TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_OF_CALL = (  # see `OfCall`
+    "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
+    "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal"
+)
 # `place`: of the call among all of them, which its backward pass states. `kept`: rows that the
-# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse. `keeps`: in a
-# graph, whether there may be some.
+# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse.
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, Tensor? block, "
-    "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
-    "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal) "
-    "-> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
+    f"{_OF_CALL}) -> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
     tags=_TAGS,
 )
 # The gradients of q, k, v and the sinks that are `needed`.
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? q, Tensor? k, Tensor? v, "
     "Tensor out, Tensor? lse, Tensor? sinks, Tensor[] kept, Tensor place, Tensor? documents, "
-    "SymInt[] k_shape, bool[] needed, str name, int? call, bool keeps, bool return_lse, "
-    "str? label_text, SymInt? label_number, float? softmax_scale) -> Tensor[]",
+    f"SymInt[] k_shape, bool[] needed, {_OF_CALL}) -> Tensor[]",
     tags=_TAGS,
 )
 attention_op = torch.ops.mesh_attention.attention.default
@@ -75,41 +76,27 @@ def _attention_over_ranks(
     sinks: Tensor | None,
     documents: Tensor | None,
     block: Tensor | None,
-    name: str,
-    call: int | None,
-    keeps: bool,
-    return_lse: bool,
-    needs_grad: bool,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
-    is_causal: bool | None,
-    refusal: str | None,
+    *constants: Any,
 ) -> Results:
-    label = label_number if label_text is None else label_text
+    of_call = OfCall(*constants)
+    label = of_call.label_number if of_call.label_text is None else of_call.label_text
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
         batch = plans.batch
-    how = (needs_grad, label, (q, k, v), sinks, batch)
-    prepared = None if call is None else USER_CALLS.get(call)
-    if prepared is not None and prepared.call.is_warm(needs_grad):
+    how = (of_call.needs_grad, label, (q, k, v), sinks, batch)
+    prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
+    if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
         return forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
         BLOCKS.find(int(block)).count_checkpoints(2)
     return prepared_in_graph(
-        name,
+        of_call,
         lambda user, call: forward_pass(user, call, *how),
-        q,
-        k,
-        v,
-        documents=documents,
-        keeps=keeps,
-        return_lse=return_lse,
-        refusal=refusal,
-        needs_grad=needs_grad,
+        (q, k, v),
+        documents,
         sinks=sinks,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
+        needs_grad=of_call.needs_grad,
+        is_causal=of_call.is_causal,
     )
 
 
@@ -127,36 +114,24 @@ def _attention_backward(
     documents: Tensor | None,
     k_shape: list[int],
     needed: list[bool],
-    name: str,
-    call: int | None,
-    keeps: bool,
-    return_lse: bool,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
+    *constants: Any,
 ) -> list[Tensor]:
     if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
         raise second_derivative()
-    label = label_number if label_text is None else label_text
-
-    def gradients(user: User, call: PreparedCall) -> list[Tensor]:
-        saved = (q, k, v, out, lse, sinks, kept)
-        return backward_pass(user, call, label, int(place), saved, grad_out, grad_lse, needed)
-
-    prepared = None if call is None else USER_CALLS.get(call)
+    of_call = OfCall(*constants)
+    label = of_call.label_number if of_call.label_text is None else of_call.label_text
+    how = (label, int(place), (q, k, v, out, lse, sinks, kept), grad_out, grad_lse, needed)
+    prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return gradients(prepared.user, prepared.call)
+        return backward_pass(prepared.user, prepared.call, *how)
     return prepared_in_graph(
-        name,
-        gradients,
-        *stand_ins(out, k_shape),
-        documents=documents,
-        keeps=keeps,
-        return_lse=return_lse,
-        in_backward=True,
-        needs_grad=True,
+        of_call._replace(refusal=None),
+        lambda user, call: backward_pass(user, call, *how),
+        stand_ins(out, k_shape),
+        documents,
         sinks=sinks,
-        softmax_scale=softmax_scale,
+        needs_grad=True,
+        in_backward=True,
     )
 
 
