@@ -52,15 +52,6 @@ class PassReport:
         executor = self._executor()
         return self._without_masks if executor is None else executor.memory
 
-    @staticmethod
-    def of(executor: Executor, transport: CallTransport) -> PassReport:
-        kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
-        kernels["calls"] = (("predicted", executor.calls),)
-        if executor.row_choice is not None:
-            kernels["rows"] = executor.row_choice.reasons
-        without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
-        return PassReport(kernels, transport, ref(executor), without_masks)
-
 
 class PreparedCall:
     def __init__(
@@ -104,10 +95,6 @@ class PreparedCall:
         positions = torch.from_numpy(layout.positions(self._rank))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 
-    @property
-    def executors(self) -> dict[Direction, Executor]:
-        return {direction: executor for direction, (executor, _) in self._executors.items()}
-
     def is_warm(self, needs_grad: bool) -> bool:
         """Whether ranks know such calls and this rank has all it needs for one."""
         kind = self.kind
@@ -116,10 +103,41 @@ class PreparedCall:
 
     def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
+        plan, options = self._plan, self.options
         for direction in directions:
-            if direction not in self._executors:
-                self._executors[direction] = executor, _ = self._executor(direction)
-                self.reports[direction] = PassReport.of(executor, self.transport)
+            if direction in self._executors:
+                continue
+            if self._base is not None:
+                self._base.make_ready((direction,))
+                executor, meter = self._base._executors[direction]
+                executor = executor.for_mask(plan, self._known_ranges)
+            else:
+                transport, meter = self.transport.make(direction)
+                scale = options.softmax_scale
+                executor = make_executor(
+                    plan,
+                    plan.direction(direction),
+                    self._rank,
+                    transport,
+                    self.transport.workspace,
+                    self._call_shape,
+                    softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
+                    softcap=options.softcap,
+                    lse_gradient=options.differentiable_lse,
+                    kernel=options.kernel,
+                    deterministic=options.deterministic,
+                    trace=nvtx_span if options.nvtx and self._on_cuda else None,
+                    known_ranges=self._known_ranges,
+                    links=options.links,
+                )
+            self._executors[direction] = executor, meter
+            kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
+            kernels["calls"] = (("predicted", executor.calls),)
+            if executor.row_choice is not None:
+                kernels["rows"] = executor.row_choice.reasons
+            without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
+            report = PassReport(kernels, self.transport, ref(executor), without_masks)
+            self.reports[direction] = report
 
     def make_kernels_ready(self) -> None:
         """What a kernel makes of a mask for a backward pass may serve the forward pass too."""
@@ -134,38 +152,12 @@ class PreparedCall:
         self._made.record(stream)
         finalize(self, _retire, retired, self._known_ranges, self._last_stream)
 
-    def _executor(self, direction: Direction) -> tuple[Executor, Meter]:
-        plan, rank = self._plan, self._rank
-        if self._base is not None:
-            self._base.make_ready((direction,))
-            executor, meter = self._base._executors[direction]
-            return executor.for_mask(plan, self._known_ranges), meter
-        transport, meter = self.transport.make(direction)
-        scale = self.options.softmax_scale
-        executor = make_executor(
-            plan,
-            plan.direction(direction),
-            rank,
-            transport,
-            self.transport.workspace,
-            self._call_shape,
-            softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
-            softcap=self.options.softcap,
-            lse_gradient=self.options.differentiable_lse,
-            kernel=self.options.kernel,
-            deterministic=self.options.deterministic,
-            trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
-            known_ranges=self._known_ranges,
-            links=self.options.links,
-        )
-        return executor, meter
-
     def reserve(self) -> None:
         """A graph replays on the memory it was captured with, so that must not grow later."""
         if not self._on_cuda:
             device = self._call_shape.device.type
             raise MeshAttentionError(f"cuda_graph=True needs CUDA tensors, not {device} ones")
-        most = max(executor.workspace_bytes for executor in self.executors.values())
+        most = max(executor.workspace_bytes for executor, _ in self._executors.values())
         self.transport.workspace.take(most, self._call_shape.device)
 
     def run(
