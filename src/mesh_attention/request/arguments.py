@@ -28,7 +28,7 @@ from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.auto import AutoChoice, choose, is_auto, take_chosen_by
 from mesh_attention.request.call_arguments import (
     CALL_ARGUMENTS,
     call_options,
@@ -78,10 +78,9 @@ def read_arguments(
     options = {
         name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
     }
-    cluster = cluster_for(options.get("method"), options.pop("cluster", None))
-    tuned = tuned_for(options.get("method"), options.pop("tuned", None))
+    cluster, tuned = take_chosen_by(options)
     _refuse_near_names(options)
-    calls = call_options(group, **chosen)
+    calls = call_options(group, chosen)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
     if tuned is not None:

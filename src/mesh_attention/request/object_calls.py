@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -327,15 +327,8 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
 )
 
 
-class ReplacingBlock(Protocol):
-    """A block in which PyTorch's attention is replaced."""
-
-    def count_checkpoints(self, depth: int) -> None: ...
-
-
-BLOCKS: WeakRegistry[ReplacingBlock] = WeakRegistry(
-    "the block of context_parallel around this call is over"
-)
+# In which PyTorch's attention is replaced (`train/replaced_attention.py`).
+BLOCKS: WeakRegistry[Any] = WeakRegistry("the block of context_parallel around this call is over")
 
 
 def checked(documents: Any) -> Documents:

@@ -164,7 +164,9 @@ def forward_pass(
         kind, Direction.FORWARD, options, device, label, sinks=sinks is not None, batch=batch
     )
     with guard.whole_or_broken():
-        result = user.run(call, Direction.FORWARD, inputs)
+        user.reports |= call.reports
+        result = call.run(Direction.FORWARD, inputs, user.counters[Direction.FORWARD])
+        guard.settle(result.values())
         # Results of their own, which may be changed in place, and not views of others.
         with torch._C._ExcludeDispatchKeyGuard(_TRACKS_VIEWS):
             out = result["out"].transpose(0, 1).contiguous()
@@ -217,8 +219,11 @@ def backward_pass(
     user.begin(
         kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
     )
-    with user.session.guard.whole_or_broken(), outside_autocast():
-        result = user.run(call, Direction.BACKWARD, inputs)
+    guard = user.session.guard
+    with guard.whole_or_broken(), outside_autocast():
+        user.reports |= call.reports
+        result = call.run(Direction.BACKWARD, inputs, user.counters[Direction.BACKWARD])
+        guard.settle(result.values())
         grads = [
             result[name].transpose(0, 1).contiguous()
             for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)

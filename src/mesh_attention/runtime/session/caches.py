@@ -1,4 +1,5 @@
-"""What a session keeps: values by last use, prepared calls by kind, plans by size of element.
+"""What a session keeps: values by last use, prepared calls by kind, plans by size of element, what
+was cut.
 
 What ranks have agreed on must be the same on each of them, also after one of them met an error. So
 `AgreedCache` drops by the last call that all ranks made together, not by what one rank looked up.
@@ -9,6 +10,7 @@ nvtx) tell apart a rank's own calls of one kind.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.question import Question
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.call_options import CallOptions
@@ -31,6 +34,7 @@ T = TypeVar("T")
 Kind = TypeVar("Kind", bound="AgreedKind | CallsOfKind")
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
 NUM_CALLS = 64  # kinds of call, with their executors
+_NUM_CUT = 64  # layouts, of each kind
 NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each kind
 
 
@@ -175,3 +179,36 @@ class PlanSource:
             problem = replace(asked.problem, element_bytes=element_bytes)
             self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
         return self._by_element_bytes[element_bytes]
+
+
+class Shardings(threading.local):
+    """What a thread has cut on a process group: calls are held against it (`port_checks.py`). Other
+    threads, as those of loaders, may be batches ahead.
+
+    plain    layouts of what was cut as one document, and whether a batch said its length
+    packed   tokens of what was cut by several documents, by the slots of a rank; a batch of so
+             many slots takes the place of the one before
+    """
+
+    def __init__(self) -> None:
+        self.plain: LruCache[Layout, bool] = LruCache(_NUM_CUT)
+        self.packed: LruCache[int, int] = LruCache(_NUM_CUT)
+        self.latest = 0  # tokens of what was cut last
+
+    def keep_plain(self, layout: Layout, of_batch: bool) -> None:
+        # Whoever says a length of its own means it, whatever batches bring.
+        self.plain.keep(layout, of_batch and self.plain.get(layout, True))
+        self.packed.pop(layout.slots, None)
+
+    def keep_packed(self, layout: Layout) -> None:
+        for other in [x for x, of_batch in self.plain.items() if of_batch]:
+            if other.slots == layout.slots:
+                del self.plain[other]
+        self.packed.keep(layout.slots, layout.num_tokens)
+
+    def is_packed(self, slots: int) -> bool:
+        """Whether what has so many slots on a rank is known to have several documents."""
+        return slots in self.packed and not any(x.slots == slots for x in self.plain)
+
+    def has_slots(self, slots: int) -> bool:
+        return slots in self.packed or any(layout.slots == slots for layout in self.plain)

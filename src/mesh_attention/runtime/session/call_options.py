@@ -44,6 +44,7 @@ class CallOptions:
             return self
         return replace(self, return_lse=False)
 
+    @cached_property
     def statement(self) -> Statement:
         """What must be the same on all ranks; kernels may differ, as devices may."""
         statement = {

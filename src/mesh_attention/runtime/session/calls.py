@@ -223,7 +223,7 @@ class Calls:
 
     def _stated(self, words: str, options: CallOptions) -> Statement:
         releases = {"number of releases of this group": self._groups.releases}
-        return {"plan": words} | options.statement() | releases
+        return {"plan": words} | options.statement | releases
 
     def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import cache
 from threading import RLock
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
@@ -27,12 +26,11 @@ from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIde
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
-from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource, Shardings
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import Calls
-from mesh_attention.runtime.session.prepared_call import PassReport, PreparedCall
+from mesh_attention.runtime.session.prepared_call import PassReport
 from mesh_attention.runtime.session.rank_plan import RankPlan
-from mesh_attention.runtime.session.shardings import Shardings
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transport.interface import Counters
@@ -52,6 +50,7 @@ class Session:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.process = os.getpid()
         self.groups = Groups(parent)
+        self._place = dist.get_rank(parent), len(self.groups.ranks)
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
         self.guard = Guard(self.groups, self.handshake, self._drop)
@@ -70,8 +69,9 @@ class Session:
 
     def source(self, asked: Question | Plan, *, of_batch: bool = False) -> PlanSource:
         """Plans for calls, as this rank sees them. Calls `of_batch` go when the source does."""
-        rank_plan = self._on_rank(asked) if isinstance(asked, Plan) else asked
-        return PlanSource(rank_plan, self._planned, of_batch=of_batch)
+        if isinstance(asked, Plan):
+            return PlanSource(RankPlan.on(asked, *self._place), self._planned)
+        return PlanSource(asked, self._planned, of_batch=of_batch)
 
     def _planned(self, question: Question) -> RankPlan:
         with self._planning:
@@ -79,13 +79,10 @@ class Session:
             if made is None:
                 base = question.of_any_mask
                 if base is None or base == question:
-                    made = self._on_rank(question.plan())
+                    made = RankPlan.on(question.plan(), *self._place)
                 else:
                     made = self._planned(base).for_mask(question.problem)
             return self.plans.keep(question, made)
-
-    def _on_rank(self, plan: Plan) -> RankPlan:
-        return RankPlan.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
 
     # Faults.
 
@@ -192,14 +189,6 @@ class User:
         session.guard.begin(identity, options.timeout, stream)
         session.calls.num_begun += 1
         kind.last_call = session.calls.num_begun
-
-    def run(
-        self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        self.reports |= call.reports
-        results = call.run(direction, inputs, self.counters[direction])
-        self.session.guard.settle(results.values())
-        return results
 
     def refuse_if_closed(self, *, sends: bool = True) -> None:
         """Raises also if the session is broken, or belongs to the process that this one was forked
