@@ -74,11 +74,11 @@ def attend(
     around = THREAD.innermost
     if around is not None:
         fault = around.fault() or fault
-    number = warm = key = None
+    number = plans = warm = key = None
     spread: Spread | None = None
     known = calls.warm
     if isinstance(documents, Documents):
-        number = documents.number
+        number, plans = documents.number, documents.plans
     if fault is None and (documents is None or number is not None):
         key = _key(calls.name, q, k, v, sinks, softmax_scale, is_causal, return_lse)
     if key is None:
@@ -87,8 +87,8 @@ def attend(
         needs_grad = fault is None and need_grad(q, k, v, sinks)
     else:
         needs_grad, cut = key[0], calls.session.shardings
-        if documents is not None:
-            known = documents.plans.warm
+        if plans is not None:
+            known = plans.warm
             warm = known.get(key)
         # Without documents a call is checked again when others were cut meanwhile.
         elif not cut.packed or not any(map(cut.is_packed, q.shape[1:2])):
@@ -105,7 +105,7 @@ def attend(
             fault,
             needs_grad=needs_grad,
             sinks=sinks,
-            documents=documents,
+            documents=documents if plans is None else plans,
             softmax_scale=softmax_scale,
             is_causal=is_causal,
             keeps=not KEEPING.on,

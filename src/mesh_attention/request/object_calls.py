@@ -248,7 +248,7 @@ class ObjectCalls:
     def layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
         """What is asked for in batches that bring their own documents and length."""
         arguments = self.arguments | dict(sizes or {})
-        if not has_sizes(arguments):
+        if self.fixed is None and not has_sizes(arguments):
             # Not those of the last call: a batch may be made ready before it, on some ranks.
             arguments = usual_sizes(arguments)
         key = tuple(arguments.get(name) for name in SIZES)

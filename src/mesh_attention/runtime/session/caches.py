@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import TypeVar
@@ -101,13 +101,13 @@ class WeakRegistry(WeakValueDictionary[int, T]):
         return entry
 
 
+@dataclass(eq=False)
 class CallsOfKind:
     """`compared`: what of a key is the same on all ranks."""
 
-    def __init__(self, compared: Hashable) -> None:
-        self.compared = compared
-        self.kind = AgreedPasses()
-        self.calls: LruCache[CallKey, PreparedCall] = LruCache(NUM_CHOICES)
+    compared: Hashable
+    kind: AgreedPasses = field(default_factory=AgreedPasses)
+    calls: LruCache[CallKey, PreparedCall] = field(default_factory=lambda: LruCache(NUM_CHOICES))
 
     @property
     def last_call(self) -> int:
@@ -151,8 +151,6 @@ class PlanSource:
         of_batch: bool = False,
     ) -> None:
         self.calls = CallCache(NUM_CALLS) if of_batch else None
-        # Options, shape and need of gradients, of the calls made.
-        self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
         self._asked = asked
         self._find = find
         self._by_element_bytes: dict[int, RankPlan] = {}

@@ -81,7 +81,6 @@ class Calls:
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         try:
             kept = self._kept[options.cuda_graph] if source.calls is None else source.calls
-            source.kinds.add((options, call_shape, needs_grad))
             rank_plan = source.of(call_shape.dtype.itemsize)
             key = (rank_plan.key, options, call_shape)
             of_kind = kept.of_kind(key)
@@ -124,11 +123,10 @@ class Calls:
         self._living.add(call)
         return call
 
-    def make_ready(
-        self, source: PlanSource, options: CallOptions, call_shape: CallShape, needs_grad: bool
-    ) -> None:
+    def make_ready(self, source: PlanSource, like: CallKey, needs_grad: bool) -> None:
         """Ahead of the call, in a thread of its own: other ranks learn nothing of it."""
         assert source.calls is not None
+        _, options, call_shape = like
         rank_plan = source.of(call_shape.dtype.itemsize)
         key = (rank_plan.key, options, call_shape)
         of_kind = source.calls.of_kind(key)

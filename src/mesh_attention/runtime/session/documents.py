@@ -61,15 +61,17 @@ class BatchPlans:
         if (layer, keeps) not in self._sources:
             question = self.pack.question(layer)
             question = question if keeps else question.of_shards
-            self._sources[layer, keeps] = session.source(question, of_batch=True)
+            self._sources[layer, keeps] = PlanSource(question, session.planned, of_batch=True)
         return self._sources[layer, keeps]
 
     def make_ready_like(self, other: BatchPlans) -> None:
         """For the kinds of call that another batch was used for."""
         for kind_of_layer, source in list(other._sources.items()):
             source_here = self.source(self.session, *kind_of_layer)
-            for kind in list(source.kinds):
-                self.session.calls.make_ready(source_here, *kind)
+            for of_kind in list((source.calls or {}).values()):
+                for like in list(of_kind.calls):
+                    needs_grad = True in of_kind.kind.agreed
+                    self.session.calls.make_ready(source_here, like, needs_grad)
 
 
 BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(

@@ -67,13 +67,12 @@ class Session:
 
     # Plans.
 
-    def source(self, asked: Question | Plan, *, of_batch: bool = False) -> PlanSource:
-        """Plans for calls, as this rank sees them. Calls `of_batch` go when the source does."""
-        if isinstance(asked, Plan):
-            return PlanSource(RankPlan.on(asked, *self._place), self._planned)
-        return PlanSource(asked, self._planned, of_batch=of_batch)
+    def source(self, asked: Question | Plan) -> PlanSource:
+        """Plans for calls, as this rank sees them."""
+        on_rank = RankPlan.on(asked, *self._place) if isinstance(asked, Plan) else asked
+        return PlanSource(on_rank, self.planned)
 
-    def _planned(self, question: Question) -> RankPlan:
+    def planned(self, question: Question) -> RankPlan:
         with self._planning:
             made = self.plans.find(question)
             if made is None:
@@ -81,7 +80,7 @@ class Session:
                 if base is None or base == question:
                     made = RankPlan.on(question.plan(), *self._place)
                 else:
-                    made = self._planned(base).for_mask(question.problem)
+                    made = self.planned(base).for_mask(question.problem)
             return self.plans.keep(question, made)
 
     # Faults.
