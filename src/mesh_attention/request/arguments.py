@@ -107,7 +107,7 @@ def read_arguments(
     asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
     if same_bits:
         check_same_bits(asked.problem, asked.num_ranks)
-    asked.check()
+    asked.any_question  # noqa: B018  (refuses unknown methods and options)
     return asked, calls
 
 
@@ -132,10 +132,6 @@ class AskedPlan:
         options = {name: x for name, x in self.options.items() if name != "method"}
         method = methods_with(options)[0] if self.is_auto else self.options["method"]
         return ask(self.problem, self.num_ranks, method=method, **options)
-
-    def check(self) -> None:
-        """Refuses unknown methods and options."""
-        self.any_question  # noqa: B018
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
         """By a file of `tune`, or by a search, where the method is not named."""

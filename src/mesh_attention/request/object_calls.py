@@ -86,7 +86,8 @@ class ObjectCalls:
 
     def __init__(self, session: Session, user: User, arguments: Mapping[str, Any]) -> None:
         self.session, self.user, self.arguments = session, user, dict(arguments)
-        self.name = str(OBJECT_CALLS.add(self))  # in compiled code
+        # In compiled code; the function has none, and is told from no other of its calls.
+        self.name = "0" if self.is_function else str(OBJECT_CALLS.add(self))
         self.options = CallOptions()
         self.fixed: PlanSource | None = None
         self.latest: PlanSource | None = None

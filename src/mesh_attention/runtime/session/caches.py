@@ -153,7 +153,6 @@ class PlanSource:
         self.calls = CallCache(NUM_CALLS) if of_batch else None
         self._asked = asked
         self._find = find
-        self._by_element_bytes: dict[int, RankPlan] = {}
         self.first = asked if isinstance(asked, RankPlan) else find(asked)
 
     @property
@@ -173,10 +172,8 @@ class PlanSource:
         asked = self._asked
         if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
             return self.first
-        if element_bytes not in self._by_element_bytes:
-            problem = replace(asked.problem, element_bytes=element_bytes)
-            self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
-        return self._by_element_bytes[element_bytes]
+        problem = replace(asked.problem, element_bytes=element_bytes)
+        return self._find(asked.with_problem(problem))
 
 
 class Shardings(threading.local):
