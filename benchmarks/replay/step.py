@@ -24,7 +24,7 @@ from mesh_attention import ContextParallel
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.transfer_time import GroupShape, ring_seconds
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.request.kept_calls import attend_once
+from mesh_attention.request.kept_calls import THREAD
 from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
@@ -87,7 +87,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: AttentionOfRank) -> Tensor:
         # Places 7 and 10 of the operator's inputs are its call and whether gradients are needed.
         inputs = (q, k, v, *(None,) * 4, rank, None, None, None)
-        out, lse, _, _ = attend_once(rank.forward, inputs)
+        around = THREAD.innermost
+        results = rank.forward(*inputs) if around is None else around.attend(rank.forward, inputs)
+        out, lse, _, _ = results
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rank = rank
         result: Tensor = out

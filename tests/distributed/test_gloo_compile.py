@@ -224,12 +224,13 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         sinks = torch.randn(HEADS, requires_grad=True)
         call: Any = (cp._calls.name, None, False, True)
         label: Any = ("x", None, None)
-        given: Any = (*leaves, sinks, docs.number, None, *call, True, *label, None, None)
+        of_call: Any = (*call, True, *label, None, None)
+        given: Any = (*leaves, sinks, docs.number, None, *of_call)
         checks = [torch.library.opcheck(attention_op, given)]
         with torch.no_grad():
             out, lse, place, kept = attention_op(*given)
         saved = [x.detach() for x in (*leaves, out, lse, sinks)]
-        last: Any = (kept, place, docs.number, leaves[1].shape, [True] * 4, *call, *label)
+        last: Any = (kept, place, docs.number, leaves[1].shape, [True] * 4, *of_call)
         checks.append(torch.library.opcheck(attention_backward_op, (out, None, *saved, *last)))
     return [set(check.values()) for check in checks]
 

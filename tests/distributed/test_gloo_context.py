@@ -21,7 +21,7 @@ from mesh_attention.kernels import Block, unregister
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.runtime.session import calls
 from mesh_attention.runtime.session import session as sessions
-from mesh_attention.runtime.session.caches import LruCache
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache
 from support.cases import Case
 from support.gloo_case import attend, context, count_plans, whole
 from support.held import grown, resources
@@ -102,7 +102,7 @@ def check_many(pool: WorkerPool, way: str, times: int, *, most: int, seconds: fl
 
 
 def test_64_plans_and_kinds_of_call_are_kept() -> None:
-    assert (sessions.NUM_PLANS, calls.NUM_CALLS) == (64, 64)
+    assert (sessions.NUM_PLANS, NUM_CALLS) == (64, 64)
 
 
 def warm(rank: int, world_size: int) -> tuple[int, int]:
@@ -169,12 +169,15 @@ def held_backward(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         out = cp.attention(*leaves)
         assert isinstance(out, Tensor)
         shared = cp._calls.session
-        (call,) = shared.calls._kept[False].values()
+        (kind,) = shared.calls._kept[False].values()
+        (call,) = kind.calls.values()
         held = weakref.ref(call)
-        del call
+        del call, kind
         for number in range(70):
             by_function(number, world_size)
-        gone = held() not in shared.calls._kept[False].values()
+        kept = [call for kind in shared.calls._kept[False].values() for call in kind.calls.values()]
+        gone = held() not in kept
+        del kept
         grads = torch.autograd.grad(out, leaves, cp.shard(tensors[3], 1))
         names = ("grad_q", "grad_k", "grad_v")
         same = all(torch.equal(g, at_once.tensors[n]) for g, n in zip(grads, names, strict=True))

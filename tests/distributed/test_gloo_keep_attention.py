@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from mesh_attention import ContextParallel, MeshAttentionError
+from mesh_attention import ContextParallel, MeshAttentionError, mesh_attention, release
 from mesh_attention.train.keep_attention import KeepAttention
 from support.checkpointed_blocks import Block, Run, equal, not_reentrant, plain, reentrant
 from support.gloo_case import handed_bytes
@@ -264,6 +264,31 @@ def in_other_uses(rank: int, world_size: int) -> list[bool]:
 
 def test_nested_checkpoints_second_backward_passes_and_changes_in_place(pool: WorkerPool) -> None:
     assert pool.run(in_other_uses, 2) == [[True] * 10] * 2
+
+
+def of_the_function(rank: int, world_size: int) -> list[bool]:
+    """The function has no object: its calls in the recomputation are those of the forward pass."""
+
+    def block(x: Tensor) -> Tensor:
+        out = mesh_attention(x.sin(), x, x.cos(), causal=True)
+        assert isinstance(out, Tensor)
+        return out.square()
+
+    found = []
+    with ContextParallel(causal=True, seq_len=TOKENS) as cp:
+        torch.manual_seed(0)
+        x = cp.shard(torch.randn(1, TOKENS, HEADS, HEAD_DIM), 1).requires_grad_()
+        [wanted] = torch.autograd.grad(block(x).sum(), x)
+        for run in (not_reentrant, reentrant):
+            x.grad = None
+            run(cp.keep_attention(), block, x).sum().backward()  # type: ignore[no-untyped-call]
+            found.append(x.grad is not None and torch.equal(wanted, x.grad))
+    release()
+    return found
+
+
+def test_calls_of_the_function_are_kept_too(pool: WorkerPool) -> None:
+    assert pool.run(of_the_function, 2) == [[True] * 2] * 2
 
 
 def out_of_step(rank: int, world_size: int, mistake: str) -> str:

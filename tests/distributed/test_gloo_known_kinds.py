@@ -49,7 +49,7 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     cases = [replace(CASE, batch=n) for n in (1, 2, 3, 4)]
     cp = context(CASE)
     shared = cp._calls.session
-    shared.calls._kept[False]._kept._limit = 3
+    shared.calls._kept[False]._limit = 3
     shared.calls._agreed._limit = 3
     found = [is_right(cp, case) for case in cases[:3]]
     for one, other in ((0, 1), (1, 2)):

@@ -32,13 +32,13 @@ def test_a_rank_is_where_the_plan_puts_its_device() -> None:
 
 def test_a_batch_keeps_the_plans_of_a_layer_until_the_session_is_released() -> None:
     session: Any = SimpleNamespace(
-        groups=SimpleNamespace(releases=0), source_of_batch=lambda question: [question]
+        groups=SimpleNamespace(releases=0), planned=lambda question: [question]
     )
     pack: Any = SimpleNamespace(question=lambda layer: SimpleNamespace(of_shards="shards"))
     plans: Any = BatchPlans(session, pack)
     layer = "layer"
     first = plans.source(session, layer, True)
     assert plans.source(session, layer, True) is first
-    assert plans.source(session, layer, False) == ["shards"]
+    assert plans.source(session, layer, False).first == ["shards"]
     session.groups.releases = 1
     assert plans.source(session, layer, True) is not first

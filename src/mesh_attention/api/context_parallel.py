@@ -152,7 +152,7 @@ class ContextParallel(Batches, Training, Reports):
             "nvtx": nvtx,
             "timeout": timeout,
         }
-        self._calls = ObjectCalls(group_or_mesh, arguments | options)
+        self._calls = ObjectCalls.of_object(group_or_mesh, arguments | options)
 
     @property
     def rank(self) -> int:

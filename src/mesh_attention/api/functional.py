@@ -14,30 +14,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.request.arguments import kept_source
-from mesh_attention.request.attend import attention
-from mesh_attention.request.kept_calls import fault_of_place, keeps_shards
-from mesh_attention.request.operators import need_grad
-from mesh_attention.request.port_checks import (
-    refuse_forgotten_documents,
-    refuse_heads_first,
-    refuse_other_shards,
-)
-from mesh_attention.request.sizes import sizes_of, with_lengths
+from mesh_attention.request.attend import attend
+from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.sizes import with_lengths
 from mesh_attention.request.tensor_checks import (
     fault_of_flag,
     fault_of_label,
-    fault_of_sinks,
-    fault_of_tensors,
     fault_of_unsupported,
     read_label,
 )
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
-from mesh_attention.runtime.session.distributed_tensors import Spread, own_heads
-from mesh_attention.runtime.session.modes import as_under_autocast, outside_compile
+from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.runtime.session.session import Session, process_group, session_of
-from mesh_attention.runtime.session.user_call import UserCall
 
 
 def _session_of(*_: Any, group: Any = None, **__: Any) -> tuple[Session, CallOptions]:
@@ -92,42 +81,14 @@ def mesh_attention(
         **options,
     }
     label = read_label(label)
-    refused = fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    refused = fault_of_place() or refused or fault_of_flag("return_lse", return_lse)
-    user = session.user_of_function()
-    source, calls, spread, sample = None, CallOptions(), Spread(), None
-    error: Exception | None = None
-    try:
-        if refused is not None:
-            raise refused
-        (q, k, v), sinks, spread = own_heads(session.groups.ranks, 2, sinks, q=q, k=k, v=v)
-        if spread.fault is not None:
-            raise spread.fault
-        q, k, v = as_under_autocast(q, k, v)
-        arguments = with_lengths(arguments)
-        sizes = sizes_of(session, arguments, q, k, v)
-        refuse_heads_first(session, arguments, q, k)
-        source, calls = kept_source(session, arguments | sizes)
-        if keeps_shards():
-            source = source.of_shards
-        plan = source.first.plan
-        if arguments["seq_len"] is None:
-            refuse_forgotten_documents(session, plan, q, k)
-        if source.first.keeps_lse:
-            calls = calls.for_lse(return_lse, sinks)
-        error = (
-            fault_of_tensors(plan, q, k, v)
-            or fault_of_sinks(plan, q, sinks)
-            or fault_of_label(label)
-        )
-        if error is None and arguments["seq_len"] is None:
-            sample = refuse_other_shards(session, arguments, plan, k)
-    except Exception as raised:  # whatever it is, the others must not wait for us
-        error = raised
-    needs_grad = error is None and need_grad(q, k, v, sinks)
-    call = user.prepare(source, calls, q, needs_grad, error, sample)
-    out, lse = attention(UserCall(user, call), needs_grad, label, (q, k, v), sinks)
-    out, lse = spread.whole(out), spread.whole(lse, 1)
+    fault = (
+        fault_of_unsupported(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+        or fault_of_flag("return_lse", return_lse)
+        or fault_of_label(label)
+    )
+    calls = ObjectCalls(session, session.user_of_function(), with_lengths(arguments))
+    how: dict[str, Any] = {"sinks": sinks, "label": label, "return_lse": return_lse is True}
+    out, lse = attend(calls, q, k, v, fault, **how)
     return (out, lse) if return_lse else out
 
 

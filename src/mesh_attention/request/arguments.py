@@ -28,7 +28,7 @@ from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.request.auto import AutoChoice, choose, cluster_for, is_auto, tuned_for
+from mesh_attention.request.auto import AutoChoice, choose, is_auto, take_chosen_by
 from mesh_attention.request.call_arguments import (
     CALL_ARGUMENTS,
     call_options,
@@ -78,10 +78,9 @@ def read_arguments(
     options = {
         name: arguments.pop(name) for name in [*arguments] if name not in (*_PROBLEM, "plan")
     }
-    cluster = cluster_for(options.get("method"), options.pop("cluster", None))
-    tuned = tuned_for(options.get("method"), options.pop("tuned", None))
+    cluster, tuned = take_chosen_by(options)
     _refuse_near_names(options)
-    calls = call_options(group, **chosen)
+    calls = call_options(group, chosen)
     if cluster is not None:
         calls = replace(calls, links=cluster.links)
     if tuned is not None:
@@ -108,7 +107,7 @@ def read_arguments(
     asked = AskedPlan(_problem(**arguments), dist.get_world_size(group), options, cluster, tuned)
     if same_bits:
         check_same_bits(asked.problem, asked.num_ranks)
-    asked.check()
+    asked.any_question  # noqa: B018  (refuses unknown methods and options)
     return asked, calls
 
 
@@ -133,10 +132,6 @@ class AskedPlan:
         options = {name: x for name, x in self.options.items() if name != "method"}
         method = methods_with(options)[0] if self.is_auto else self.options["method"]
         return ask(self.problem, self.num_ranks, method=method, **options)
-
-    def check(self) -> None:
-        """Refuses unknown methods and options."""
-        self.any_question  # noqa: B018
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
         """By a file of `tune`, or by a search, where the method is not named."""

@@ -16,17 +16,17 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
-from mesh_attention.request.kept_calls import backward_follows, fault_of_place, keeps_shards
-from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.request.compiled_attention import OfCall
+from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
+from mesh_attention.request.object_calls import ObjectCalls, UserCall
 from mesh_attention.request.operators import attention_op, need_grad
-from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_heads
+from mesh_attention.runtime.session.distributed_tensors import Spread, is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import (
     as_under_autocast,
     outside_autocast,
     outside_inference_mode,
 )
-from mesh_attention.runtime.session.user_call import UserCall
 
 _MOST_WARM = 64
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -49,89 +49,119 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); called inside a `collective_call`. `fault`: what is wrong already, for all ranks
     to raise. A scale is of this call; `is_causal`: what the caller takes the mask for; `block`: the
-    number of a block that replaces PyTorch's attention. Without `return_lse` lse may be empty."""
-    how: dict[str, Any] = {
-        "sinks": sinks,
-        "documents": documents,
-        "softmax_scale": softmax_scale,
-        "is_causal": is_causal,
-        "keeps": not keeps_shards(),
-    }
+    number of a block that replaces PyTorch's attention. Without `return_lse` lse may be empty; a
+    gradient of lse is refused in backward, unless the options of the call ask for it."""
     if is_dynamo_compiling():
-        (q, k, v), how["sinks"], spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
-        fault = fault or spread.fault
-        how["return_lse"] = return_lse
-        out, lse = _traced_attention(calls, q, k, v, fault, label=label, block=block, **how)
-        return spread.whole(out), spread.whole(lse, 1)
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        (q, k, v), sinks, traced = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
+        out, lse = _traced(
+            calls,
+            q,
+            k,
+            v,
+            sinks,
+            documents,
+            fault or traced.fault,
+            label,
+            softmax_scale,
+            is_causal,
+            block,
+            return_lse,
+        )
+        return traced.whole(out), traced.whole(lse, 1)
+    autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if autocast:
         q, k, v = as_under_autocast(q, k, v)
-    fault, key, number = fault_of_place() or fault, None, None
+    around = THREAD.innermost
+    if around is not None:
+        fault = around.fault() or fault
+    number = plans = warm = key = None
+    spread: Spread | None = None
+    known = calls.warm
     if isinstance(documents, Documents):
-        number = documents.number
+        number, plans = documents.number, documents.plans
     if fault is None and (documents is None or number is not None):
-        key = _key(q, k, v, sinks, softmax_scale, is_causal, return_lse, how["keeps"])
+        key = _key(calls.name, q, k, v, sinks, softmax_scale, is_causal, return_lse)
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
-        how["sinks"], fault = sinks, fault or spread.fault
-        needs_grad = fault is None and (need_grad(q, k, v, sinks) or backward_follows())
-        how["return_lse"] = return_lse
-        call = calls.prepare(q, k, v, fault, needs_grad=needs_grad, **how)
-        prepared = UserCall(calls.user, call, calls.name)
-        out, lse = attention(prepared, needs_grad, label, (q, k, v), sinks, number)
-        return spread.whole(out), spread.whole(lse, 1)
-    needs_grad = key[0]
-    # Without documents a call is checked again when others were cut meanwhile.
-    forgets = documents is None and any(map(calls.session.shardings.is_packed, q.shape[1:2]))
-    known = calls.warm if documents is None else documents.plans.warm
-    warm = None if forgets else known.get((calls.name, key))
+        fault = fault or spread.fault
+        needs_grad = fault is None and need_grad(q, k, v, sinks)
+    else:
+        needs_grad, cut = key[0], calls.session.shardings
+        if plans is not None:
+            known = plans.warm
+            warm = known.get(key)
+        # Without documents a call is checked again when others were cut meanwhile.
+        elif not cut.packed or not any(map(cut.is_packed, q.shape[1:2])):
+            warm = known.get(key)
+    needs_grad = needs_grad or (fault is None and isinstance(around, Recording))
     if warm is not None and warm.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
         calls.latest, calls.batch = warm.latest, warm.batch
     else:
-        how["return_lse"] = return_lse
-        call = calls.prepare(q, k, v, None, needs_grad=needs_grad, **how)
+        call = calls.prepare(
+            q,
+            k,
+            v,
+            fault,
+            needs_grad=needs_grad,
+            sinks=sinks,
+            documents=documents if plans is None else plans,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+            keeps=not KEEPING.on,
+            return_lse=return_lse,
+        )
         warm = UserCall(calls.user, call, calls.name, calls.latest, calls.batch)
-        _keep(known, (calls.name, key), warm)
-    return attention(warm, needs_grad, label, (q, k, v), sinks, number)
-
-
-def attention(
-    prepared: UserCall,
-    needs_grad: bool,
-    label: str | int | None,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards q, k, v; a gradient of lse is refused in backward, unless
-    the options of the call ask for it."""
-    autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        if key is not None:
+            _keep(known, key, warm)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():
-            return attention(prepared, needs_grad, label, tensors, sinks, documents)
-    others = (
-        documents,
-        None,
+            out, lse = _run(warm, q, k, v, sinks, number, label, needs_grad)
+    else:
+        out, lse = _run(warm, q, k, v, sinks, number, label, needs_grad)
+    return (out, lse) if spread is None else (spread.whole(out), spread.whole(lse, 1))
+
+
+def _keep(known: dict[Any, UserCall], key: Any, warm: UserCall) -> None:
+    """Calls that the session has dropped are let go, with the memory they hold."""
+    for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
+        del known[other]
+    if len(known) >= _MOST_WARM:
+        known.pop(next(iter(known)))
+    known[key] = warm
+
+
+def _run(
+    prepared: UserCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    documents: Tensor | None,
+    label: str | int | None,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    options = prepared.call.options
+    of_call = OfCall(
         prepared.name,
         prepared.number,
-        not keeps_shards(),
-        prepared.call.options.return_lse,
+        not KEEPING.on,
+        options.return_lse,
         needs_grad,
         label if isinstance(label, str) else None,
         label if isinstance(label, int) else None,
-        prepared.call.options.softmax_scale,
-        None,
-        None,
+        options.softmax_scale,
     )
     if needs_grad:
-        out, lse, *_ = Attention.apply(*tensors, sinks, others)  # type: ignore[no-untyped-call]
+        out, lse, *_ = Attention.apply(q, k, v, sinks, documents, None, of_call)  # type: ignore[no-untyped-call]
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, _, _ = attention_op(*tensors, sinks, *others)
+            out, lse, _, _ = attention_op(q, k, v, sinks, documents, None, *of_call)
     return out, lse
 
 
 def _key(
+    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,7 +169,6 @@ def _key(
     softmax_scale: float | None,
     is_causal: bool | None,
     return_lse: bool,
-    keeps: bool,
 ) -> tuple[Any, ...] | None:
     """All that the checks and the preparation of a call depend on, first whether gradients are
     needed; None where they must look."""
@@ -162,41 +191,32 @@ def _key(
     if needs_grad and is_inference:
         return None
     return (
-        needs_grad or backward_follows(),
+        needs_grad,
+        name,
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         softmax_scale,
         is_causal,
         return_lse,
-        keeps,
+        KEEPING.on,
+        isinstance(THREAD.innermost, Recording),
         *key,
     )
 
 
-def _keep(known: dict[Any, UserCall], key: Any, warm: UserCall) -> None:
-    """Calls that the session has dropped are let go, with the memory they hold."""
-    for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
-        del known[other]
-    if len(known) >= _MOST_WARM:
-        known.pop(next(iter(known)))
-    known[key] = warm
-
-
-def _traced_attention(
+def _traced(
     calls: ObjectCalls,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    documents: Any,
     fault: MeshAttentionError | None,
-    *,
-    sinks: Tensor | None = None,
-    documents: Any = None,
-    label: str | int | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool | None = None,
-    keeps: bool = True,
-    block: Tensor | None = None,
-    return_lse: bool = False,
+    label: str | int | None,
+    softmax_scale: float | None,
+    is_causal: bool | None,
+    block: Tensor | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """`attend` as it stands in a graph. All ranks raise what is wrong when the graph runs."""
     refusal = None if fault is None else fault.args[0]
@@ -213,16 +233,10 @@ def _traced_attention(
             q = k = v = torch.empty(0, device="cpu")
             sinks = None
     q, k, v = as_under_autocast(q, k, v)
-    out, lse, _, _ = attention_op(
-        q,
-        k,
-        v,
-        sinks,
-        None if documents is None else documents.number,
-        block,
+    of_call = OfCall(
         calls.name,
         None,
-        documents is None and calls.fixed is not None and (keeps or calls.fixed.is_given),
+        documents is None and calls.fixed is not None and (not KEEPING.on or calls.fixed.is_given),
         return_lse,
         need_grad(q, k, v, sinks),
         label if isinstance(label, str) else None,
@@ -231,4 +245,6 @@ def _traced_attention(
         is_causal,
         refusal,
     )
+    number = None if documents is None else documents.number
+    out, lse, _, _ = attention_op(q, k, v, sinks, number, block, *of_call)
     return out, lse

@@ -128,27 +128,20 @@ def how_calls_choose(arguments: Mapping[str, Any]) -> str | None:
     return f"{AUTO}: chosen for the sizes of each call" if is_auto(arguments) else None
 
 
-def cluster_for(method: Any, cluster: Any) -> Cluster | None:
-    """The cluster that was given, where something is chosen by it."""
-    if cluster is None:
-        return None
-    if not is_auto({"method": method}):
+def take_chosen_by(options: dict[str, Any]) -> tuple[Cluster | None, Tuned | None]:
+    """The cluster and the file of `tune` by which a method is chosen, out of the options."""
+    cluster, tuned = options.pop("cluster", None), options.pop("tuned", None)
+    if cluster is not None and not is_auto(options):
         raise MeshAttentionError(
             f"cluster={cluster if isinstance(cluster, str) else type(cluster).__name__}: only "
             f"method={AUTO!r} chooses by it; leave it out"
         )
-    return a_cluster(cluster)
-
-
-def tuned_for(method: Any, tuned: Any) -> Tuned | None:
-    """The file of `tune` that was given, where something is chosen by it."""
-    if tuned is None:
-        return None
-    if not is_auto({"method": method}):
+    if tuned is not None and not is_auto(options):
         raise MeshAttentionError(
             f"tuned={str(tuned)!r}: the file sets the method; leave tuned or method out"
         )
-    return read_tuned(tuned)
+    cluster = None if cluster is None else a_cluster(cluster)
+    return cluster, None if tuned is None else read_tuned(tuned)
 
 
 def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.library import fallthrough_kernel
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.compiled_attention import keep_in_checkpoints, plan_of_graph
-from mesh_attention.request.object_calls import OBJECT_CALLS
+from mesh_attention.request.compiled_attention import OfCall, keep_in_checkpoints, plan_of_graph
+from mesh_attention.request.object_calls import OBJECT_CALLS, USER_CALLS
 from mesh_attention.request.operators import (
     LIBRARY,
     attention_backward_op,
@@ -24,24 +24,27 @@ from mesh_attention.request.operators import (
     second_derivative,
 )
 from mesh_attention.runtime.session.collective_call import collective_call
-from mesh_attention.runtime.session.user_call import USER_CALLS
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, others: tuple[Any, ...]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        documents: Tensor | None,
+        block: Tensor | None,
+        of_call: OfCall,
     ) -> tuple[Tensor, ...]:
-        """`others`: inputs of the operator that have no gradient."""
-        out, lse, place, kept = below_autograd(q, k, v, sinks, *others)
-        documents, _, name, call, keeps, return_lse, _, text, number, softmax_scale, *_ = others
+        out, lse, place, kept = below_autograd(q, k, v, sinks, documents, block, *of_call)
         # The graph holds its call, and whoever holds one can run it.
-        ctx.prepared = None if call is None else USER_CALLS.get(call)
-        ctx.place, ctx.documents, ctx.k_shape = place, documents, k.shape
-        ctx.constants = (name, call, keeps, return_lse, text, number, softmax_scale)
+        ctx.prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
+        ctx.place, ctx.documents, ctx.k_shape, ctx.of_call = place, documents, k.shape, of_call
         retaken: tuple[str, ...] = ("q", "k", "v", "lse")
         if kept:
-            calls = ctx.prepared and ctx.prepared.call
+            calls, name = ctx.prepared and ctx.prepared.call, of_call.name
             retaken = (calls.rank_plan if calls else plan_of_graph(name, q)).retaken
             options = calls.options if calls else OBJECT_CALLS.find(name).options
             if sinks is not None or options.differentiable_lse:
@@ -64,7 +67,7 @@ class Attention(torch.autograd.Function):
 
 def _with_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     if need_grad(*inputs[:4]):
-        out, lse, place, *kept = Attention.apply(*inputs[:4], inputs[4:])  # type: ignore[no-untyped-call]
+        out, lse, place, *kept = Attention.apply(*inputs[:6], OfCall(*inputs[6:]))  # type: ignore[no-untyped-call]
         return out, lse, place, kept
     return below_autograd(*inputs)
 
@@ -106,7 +109,7 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         ctx.documents,
         ctx.k_shape,
         ctx.needs_input_grad[:4],
-        *ctx.constants,
+        *ctx.of_call,
     )
 
 

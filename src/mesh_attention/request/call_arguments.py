@@ -38,58 +38,48 @@ _FOR_SAME_BITS: dict[str, Any] = {
 }
 
 
-def call_options(
-    group: dist.ProcessGroup,
-    *,
-    softmax_scale: Any = None,
-    softcap: Any = None,
-    differentiable_lse: Any = False,
-    kernel: Any = None,
-    transport: Any = TransportName.AUTO,
-    cuda_graph: Any = False,
-    deterministic: Any = False,
-    same_bits: Any = False,
-    nvtx: Any = False,
-    timeout: Any = None,
-) -> CallOptions:
-    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
+def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOptions:
+    """From those of `CALL_ARGUMENTS` that are not left out."""
+    scale, softcap = chosen.get("softmax_scale"), chosen.get("softcap")
     none = softcap is None or (isinstance(softcap, Real) and softcap == 0)
     cap = 0.0 if none else real("softcap", softcap)
     if cap > MOST_SOFTCAP:
         raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
+    kernel, timeout = chosen.get("kernel"), chosen.get("timeout")
     if kernel is not None and not (isinstance(kernel, str) and kernel in kernel_names()):
         known = ", ".join(kernel_names())
         raise MeshAttentionError(f"no kernel is named {kernel!r}; known: {known}")
-    name = choice(TransportName, "transport", transport)
+    transport = choice(TransportName, "transport", chosen.get("transport", TransportName.AUTO))
     if timeout is not None and not isinstance(timeout, timedelta):
         raise MeshAttentionError(f"timeout={timeout!r}: must be a datetime.timedelta")
     if timeout is not None and timeout <= timedelta(0):
         raise MeshAttentionError(
             f"timeout={timeout!r}: must be above 0; leave it out for that of the group"
         )
-    graph, backend = flag("cuda_graph", cuda_graph), dist.get_backend(group)
+    flags = ("differentiable_lse", "cuda_graph", "deterministic", "same_bits", "nvtx")
+    asked = {name: flag(name, chosen.get(name, False)) for name in flags}
+    graph, backend = asked["cuda_graph"], dist.get_backend(group)
     if graph and backend != dist.Backend.NCCL:
         raise MeshAttentionError(
             f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "
             "only what lives on CUDA streams can be captured; leave cuda_graph out"
         )
-    if graph and name is TransportName.SYMMETRIC:
+    if graph and transport is TransportName.SYMMETRIC:
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
-    always = flag("deterministic", deterministic)
-    asked = Determinism.REQUIRED if always else asked_of_torch()
+    always = Determinism.REQUIRED if asked["deterministic"] else asked_of_torch()
     return CallOptions(
-        scale,
-        cap,
-        flag("differentiable_lse", differentiable_lse),
-        kernel,
-        name,
-        graph,
-        flag("nvtx", nvtx),
-        timeout,
-        must_be_deterministic=always,
-        deterministic=Determinism.ANY_RANKS if flag("same_bits", same_bits) else asked,
+        softmax_scale=None if scale is None else real("softmax_scale", scale),
+        softcap=cap,
+        differentiable_lse=asked["differentiable_lse"],
+        kernel=kernel,
+        transport=transport,
+        cuda_graph=graph,
+        nvtx=asked["nvtx"],
+        timeout=timeout,
+        must_be_deterministic=asked["deterministic"],
+        deterministic=Determinism.ANY_RANKS if asked["same_bits"] else always,
     )
 
 

@@ -10,7 +10,7 @@ for passes that never come.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.request.object_calls import OBJECT_CALLS
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.collective_call import collective_call, of_calls
+from mesh_attention.runtime.session.collective_call import (
+    SessionAndOptions,
+    collective_call,
+    of_calls,
+)
 from mesh_attention.runtime.session.documents import BATCH_PLANS, BatchPlans
 from mesh_attention.runtime.session.modes import outside_autocast, outside_inference_mode
 from mesh_attention.runtime.session.prepared_call import PreparedCall
@@ -30,47 +34,54 @@ from mesh_attention.runtime.session.session import User
 Result = TypeVar("Result")
 
 
-def prepared_in_graph(
-    name: str, run: Callable[[User, PreparedCall], Result], *tensors: Any, **how: Any
-) -> Result:
-    """What `run` makes of the call of a graph on an object. `tensors`: q, k and v."""
+class OfCall(NamedTuple):
+    """The constants of both operators, last of their inputs. `name`: of the object; `call`: number
+    of the prepared call, if there is one; `keeps`: in a graph, whether rows may be kept for the
+    backward pass; `refusal`: what is wrong already."""
+
+    name: str
+    call: int | None
+    keeps: bool
+    return_lse: bool
+    needs_grad: bool
+    label_text: str | None
+    label_number: int | None
+    softmax_scale: float | None
+    is_causal: bool | None = None
+    refusal: str | None = None
+
+
+def _session_of(of_call: OfCall, _: Any, tensors: Any, *__: Any, **___: Any) -> SessionAndOptions:
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise MeshAttentionError(
             "compiled attention cannot be part of a CUDA graph: those of mode='reduce-overhead' "
             "end before it and begin after it where torch._inductor.config.graph_partition is on"
         )
-    return _prepared(OBJECT_CALLS.find(name), run, *tensors, **how)
+    return of_calls(OBJECT_CALLS.find(of_call.name))
 
 
-@collective_call(of_calls)
-def _prepared(
-    calls: ObjectCalls,
+@collective_call(_session_of)
+def prepared_in_graph(
+    of_call: OfCall,
     run: Callable[[User, PreparedCall], Result],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    tensors: Sequence[Tensor],
     documents: Tensor | None,
-    keeps: bool,
-    refusal: str | None = None,
     **how: Any,
 ) -> Result:
-    plans, fault = _plans(documents, None if refusal is None else MeshAttentionError(refusal))
+    """What `run` makes of the call of a graph on an object. `tensors`: q, k and v."""
+    calls = OBJECT_CALLS.find(of_call.name)
+    fault = None if of_call.refusal is None else MeshAttentionError(of_call.refusal)
+    plans: BatchPlans | None = None
+    if documents is not None:
+        try:
+            plans = BATCH_PLANS.find(int(documents))
+        except MeshAttentionError as gone:  # the others must not wait for us
+            fault = fault or gone
+    how |= {"documents": plans, "keeps": of_call.keeps, "return_lse": of_call.return_lse}
     with outside_inference_mode(), outside_autocast():
-        call = calls.prepare(q, k, v, fault, documents=plans, keeps=keeps, **how)
+        q, k, v = tensors
+        call = calls.prepare(q, k, v, fault, softmax_scale=of_call.softmax_scale, **how)
         return run(calls.user, call)
-
-
-def _plans(
-    documents: Tensor | None, fault: MeshAttentionError | None
-) -> tuple[BatchPlans | None, MeshAttentionError | None]:
-    """The plans of the documents that a tensor numbers, or the fault that they are gone."""
-    if documents is None:
-        return None, fault
-    try:
-        return BATCH_PLANS.find(int(documents)), fault
-    except MeshAttentionError as gone:  # the others must not wait for us
-        return None, fault or gone
 
 
 def stand_ins(out: Tensor, k_shape: Sequence[int]) -> list[Tensor]:
@@ -93,17 +104,6 @@ def plan_of_graph(name: str, q: Tensor) -> RankPlan:
     return fixed.of(q.dtype.itemsize)
 
 
-def _kept(name: str, q: Tensor) -> list[Tensor]:
-    plan = plan_of_graph(name, q)
-    problem, shape = plan.plan.problem, CallShape(1, q.dtype, q.device)
-    return [
-        q.new_empty((b.num_rows, q.shape[0], b.num_heads, b.kind.width(problem))).to(
-            shape.dtype_of(b)
-        )
-        for b in plan.recalled
-    ]
-
-
 def fake_attention(
     q: Tensor,
     k: Tensor,
@@ -111,14 +111,10 @@ def fake_attention(
     sinks: Tensor | None,
     documents: Tensor | None,
     block: Tensor | None,
-    name: str,
-    call: int | None,
-    keeps: bool,
-    return_lse: bool,
-    needs_grad: bool,
     *constants: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     _partition_graphs()
+    of_call = OfCall(*constants)
     place = torch.empty(1, dtype=torch.int64, device="cpu")
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     if q.ndim != 4 or v.ndim != 4:  # refused by all ranks when it runs
@@ -126,10 +122,22 @@ def fake_attention(
     batch, slots, heads, _ = q.shape
     lse = q.new_empty((slots, batch, heads), dtype=statistics).permute(1, 2, 0)
     out = q.new_empty((batch, slots, heads, v.shape[3]))
-    options = OBJECT_CALLS.find(name).options.for_lse(return_lse, sinks)
-    if keeps and not options.return_lse and plan_of_graph(name, q).keeps_lse:
+    if not of_call.keeps:
+        return out, lse, place, []
+    plan = plan_of_graph(of_call.name, q)
+    options = OBJECT_CALLS.find(of_call.name).options.for_lse(of_call.return_lse, sinks)
+    if not options.return_lse and plan.keeps_lse:
         lse = lse.new_empty((batch, heads, 0))
-    return out, lse, place, _kept(name, q) if keeps and needs_grad else []
+    if not of_call.needs_grad:
+        return out, lse, place, []
+    problem, shape = plan.plan.problem, CallShape(1, q.dtype, q.device)
+    rows = [
+        q.new_empty(
+            (b.num_rows, batch, b.num_heads, b.kind.width(problem)), dtype=shape.dtype_of(b)
+        )
+        for b in plan.recalled
+    ]
+    return out, lse, place, rows
 
 
 def fake_attention_backward(

@@ -61,14 +61,14 @@ class AroundAttention:
 
     def __enter__(self) -> None:
         self._begin()
-        self._outer, _THREAD.innermost = _THREAD.innermost, self
-        _KEEPING.depth += 1
-        _KEEPING.on = True
+        self._outer, THREAD.innermost = THREAD.innermost, self
+        KEEPING.depth += 1
+        KEEPING.on = True
 
     def __exit__(self, *_: object) -> None:
-        _THREAD.innermost, self._outer = self._outer, None
-        _KEEPING.depth -= 1
-        _KEEPING.on = _KEEPING.depth > 0
+        THREAD.innermost, self._outer = self._outer, None
+        KEEPING.depth -= 1
+        KEEPING.on = KEEPING.depth > 0
 
 
 class _Thread(local):
@@ -76,38 +76,19 @@ class _Thread(local):
 
 
 class _Keeping:
-    """Of all threads, since compiled code can depend on no other: at worst another thread's code is
-    compiled for shards, which is right too."""
+    """Whether calls are to keep nothing but shards: also asked by code that is being compiled. Of
+    all threads, since such code can depend on no other: at worst another thread's code is compiled
+    for shards, which is right too."""
 
     depth, on = 0, False
 
 
-_THREAD, _KEEPING = _Thread(), _Keeping()
-
-
-def keeps_shards() -> bool:
-    """Whether calls are to keep nothing but shards: also asked by code that is being compiled."""
-    return _KEEPING.on
-
-
-def backward_follows() -> bool:
-    """Whether results are recorded for a backward pass, although gradients may be off: reentrant
-    checkpoints have none in their forward pass."""
-    return isinstance(_THREAD.innermost, Recording)
-
-
-def fault_of_place() -> MeshAttentionError | None:
-    return None if _THREAD.innermost is None else _THREAD.innermost.fault()
-
-
-def attend_once(make: Make, inputs: tuple[Any, ...]) -> Results:
-    """What `make` makes of the inputs of the operator, or has made of them before."""
-    around = _THREAD.innermost
-    return make(*inputs) if around is None else around.attend(make, inputs)
+THREAD, KEEPING = _Thread(), _Keeping()
 
 
 class Recording(AroundAttention):
-    """The forward pass of a block. `hold`: how a result waits for the backward pass."""
+    """The forward pass of a block: results are recorded for a backward pass, although gradients may
+    be off, as in reentrant checkpoints. `hold`: how a result waits for the backward pass."""
 
     def __init__(
         self, hold: Callable[[Tensor], Held] = Held, begin: Callable[[], None] = lambda: None

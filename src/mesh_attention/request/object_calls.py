@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,19 +41,40 @@ from mesh_attention.request.sizes import (
     with_lengths,
 )
 from mesh_attention.request.tensor_checks import fault_of_causal, fault_of_sinks, fault_of_tensors
+from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.prepared_call import PreparedCall
-from mesh_attention.runtime.session.rank_plan import RankPlan
-from mesh_attention.runtime.session.session import process_group, session_of
+from mesh_attention.runtime.session.session import Session, User, process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.runtime.session.user_call import UserCall
+
+
+class UserCall:
+    """A prepared call of a user, as operators name it: by a number, since they take tensors and
+    constants only. Whoever may need it later, as an autograd graph does, holds it. `name`: of the
+    object in `OBJECT_CALLS`; `latest` and `batch`: what that says of its latest call when it is
+    this one."""
+
+    def __init__(
+        self,
+        user: User,
+        call: PreparedCall,
+        name: str,
+        latest: PlanSource | None,
+        batch: tuple[Plan, Pack, Layer] | None,
+    ) -> None:
+        self.user, self.call, self.name = user, call, name
+        self.latest, self.batch = latest, batch
+        self.number = USER_CALLS.add(self)
+
+
+USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this number is gone")
 
 
 class ObjectCalls:
     """
-    arguments   of the object, by name
+    arguments   of the object, or of the function, by name
     fixed       plans where the sizes are known from the start
     latest      plans of the latest call, where calls say the sizes, without documents
     batch       plan, pack and layer of the latest call, if it has documents
@@ -63,13 +84,10 @@ class ObjectCalls:
     modules     numbers for those that are made on the object
     """
 
-    def __init__(
-        self, group_or_mesh: dist.ProcessGroup | DeviceMesh | None, arguments: Mapping[str, Any]
-    ) -> None:
-        group = process_group(group_or_mesh)
-        self.session = session_of(group)
-        self.user = self.session.join()
-        self.name = str(OBJECT_CALLS.add(self))  # in compiled code
+    def __init__(self, session: Session, user: User, arguments: Mapping[str, Any]) -> None:
+        self.session, self.user, self.arguments = session, user, dict(arguments)
+        # In compiled code; the function has none, and is told from no other of its calls.
+        self.name = "0" if self.is_function else str(OBJECT_CALLS.add(self))
         self.options = CallOptions()
         self.fixed: PlanSource | None = None
         self.latest: PlanSource | None = None
@@ -79,16 +97,25 @@ class ObjectCalls:
         self.companions: list[ObjectCalls] = []
         self.modules = count()
         self._layers: dict[tuple[Any, ...], Layer] = {}
-        try:
-            self._agree_on_plan(group, arguments)
-        except BaseException:
-            self.user.close()
-            raise
 
-    def _agree_on_plan(self, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
-        calls, error, choice, plan = self.session.calls, None, None, None
+    @staticmethod
+    def of_object(
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None, arguments: Mapping[str, Any]
+    ) -> ObjectCalls:
+        """Of a new object: ranks agree on its plan, if that is known already."""
+        session = session_of(process_group(group_or_mesh))
+        calls = ObjectCalls(session, session.join(), arguments)
         try:
-            self.arguments = with_lengths(arguments)
+            calls._agree_on_plan()
+        except BaseException:
+            calls.user.close()
+            raise
+        return calls
+
+    def _agree_on_plan(self) -> None:
+        group, error, choice, plan = self.session.groups.parent, None, None, None
+        try:
+            self.arguments = with_lengths(self.arguments)
             known = has_sizes(self.arguments)
             sizes = self.arguments if known else usual_sizes(self.arguments)
             asked, self.options = read_arguments(group, sizes)
@@ -105,15 +132,15 @@ class ObjectCalls:
         except BaseException as ended:  # nor for what is no mistake: Ctrl-C, say
             self.session.tell_of(ended, self.options)
             raise
-        by = None if choice is None else choice.text
-        followed = calls.agree_on_plan(plan, self.options, error, by)
+        agree = self.session.calls.agree_on_plan
+        followed = agree(plan, self.options, error, None if choice is None else choice.text)
         if followed is not None and choice is not None and isinstance(asked, AskedPlan):
             try:
                 self._fix(asked, choice.follow(followed))
                 plan = self.source.first
             except Exception as raised:
                 error = raised
-            calls.agree_on_plan(plan, self.options, error)
+            agree(plan, self.options, error)
 
     def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
         """One plan for all calls."""
@@ -157,27 +184,33 @@ class ObjectCalls:
         stay for the backward pass, unless a plan that was given keeps some. `return_lse` False:
         nobody looks at lse. `in_backward`: the tensors are stand-ins, and were looked at in the
         forward pass."""
-        source, options, sample = None, self.options, None
+        options, sample, arguments = self.options, None, self.arguments
+        looks = documents is None and not in_backward
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
             plan = source.first.plan
-            if documents is None and not in_backward:
+            # Who calls the function with a length means it.
+            if looks and not (self.is_function and arguments["seq_len"] is not None):
                 refuse_forgotten_documents(self.session, plan, q, k)
-            fault = (
-                fault
-                or fault_of_tensors(plan, q, k, v)
-                or fault_of_sinks(plan, q, sinks)
-                or fault_of_causal(plan, is_causal)
-            )
-            if fault is None and documents is None and not in_backward:
-                sample = refuse_other_shards(self.session, self.arguments, plan, k)
+            fault = fault or fault_of_tensors(plan, q, k, v)
+            if sinks is not None:
+                fault = fault or fault_of_sinks(plan, q, sinks)
+            if is_causal is not None:
+                fault = fault or fault_of_causal(plan, is_causal)
+            if fault is None and looks:
+                sample = refuse_other_shards(self.session, arguments, plan, k)
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing
                 options = options.for_lse(return_lse, sinks)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
-        return self.user.prepare(source, options, q, needs_grad, fault, sample)
+        self.user.refuse_if_closed()
+        options = options.now()
+        if fault is not None:
+            self.session.calls.agree({}, options, fault)  # raises it
+        shape = CallShape(q.shape[0], q.dtype, q.device)
+        return self.session.calls.prepare(source, options, shape, needs_grad, sample)
 
     def _source_for(
         self,
@@ -189,31 +222,34 @@ class ObjectCalls:
     ) -> tuple[PlanSource, CallOptions]:
         """Plans for a call, and its options."""
         session, arguments = self.session, self.arguments
+        sizes = {} if self.fixed is not None else sizes_of(session, arguments, q, k, v)
         if documents is None:
             if self.fixed is None:
-                sizes = sizes_of(session, arguments, q, k, v)
                 refuse_heads_first(session, arguments, q, k)
-                self.latest = kept_source(session, arguments | sizes)[0]
+                self.latest, options = kept_source(session, arguments | sizes)
+                if self.is_function:
+                    self.options = options
             self.batch = None
             return self.source if keeps else self.source.of_shards, self.options
-        layer = self.layer()
-        if self.fixed is None:
-            sizes = sizes_of(session, arguments, q, k, v) | {
-                "seq_len": USUAL_TOKENS,
-                "kv_seq_len": USUAL_TOKENS,
-            }
-            layer = self.layer(sizes)
+        if sizes:
+            sizes |= {"seq_len": USUAL_TOKENS, "kv_seq_len": USUAL_TOKENS}
+        layer = self.layer(sizes)
         plans = documents if isinstance(documents, BatchPlans) else checked(documents).plans
         source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
-        return source, self.options.of_batch()
+        return source, self.options.of_batch
+
+    @property
+    def is_function(self) -> bool:
+        """`mesh_attention()`, whose arguments are read when it is called."""
+        return self.user is self.session.function
 
     # Batches and shards.
 
     def layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
         """What is asked for in batches that bring their own documents and length."""
         arguments = self.arguments | dict(sizes or {})
-        if not has_sizes(arguments):
+        if self.fixed is None and not has_sizes(arguments):
             # Not those of the last call: a batch may be made ready before it, on some ranks.
             arguments = usual_sizes(arguments)
         key = tuple(arguments.get(name) for name in SIZES)
@@ -256,7 +292,13 @@ class ObjectCalls:
         """How the tensors of a batch, or of every batch, lie on the ranks."""
         if documents is not None:
             return checked(documents).shards
-        rank_plan = self._plan_of_length() if self.fixed is None else self.fixed.first
+        source = self.fixed
+        if source is None:
+            if self.arguments.get("seq_len") is None:
+                raise fault_of_length(self.arguments)
+            # For heads of the usual size: it lays out tokens as any other of this length.
+            source, _ = kept_source(self.session, usual_sizes(self.arguments), chosen=False)
+        rank_plan = source.first
         plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
         starts = mask.documents or (0, plan.problem.q_tokens)
         kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
@@ -279,12 +321,6 @@ class ObjectCalls:
             cut.latest = layout.num_tokens
         return shards
 
-    def _plan_of_length(self) -> RankPlan:
-        """A plan for heads of the usual size: it lays out tokens as any other of this length."""
-        if self.arguments.get("seq_len") is None:
-            raise fault_of_length(self.arguments)
-        return kept_source(self.session, usual_sizes(self.arguments), chosen=False)[0].first
-
 
 OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
     "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
@@ -292,15 +328,8 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
 )
 
 
-class ReplacingBlock(Protocol):
-    """A block in which PyTorch's attention is replaced."""
-
-    def count_checkpoints(self, depth: int) -> None: ...
-
-
-BLOCKS: WeakRegistry[ReplacingBlock] = WeakRegistry(
-    "the block of context_parallel around this call is over"
-)
+# In which PyTorch's attention is replaced (`train/replaced_attention.py`).
+BLOCKS: WeakRegistry[Any] = WeakRegistry("the block of context_parallel around this call is over")
 
 
 def checked(documents: Any) -> Documents:

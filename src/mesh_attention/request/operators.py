@@ -20,13 +20,14 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    OfCall,
     fake_attention,
     fake_attention_backward,
     prepared_in_graph,
     stand_ins,
 )
-from mesh_attention.request.kept_calls import Results, attend_once
-from mesh_attention.request.object_calls import BLOCKS
+from mesh_attention.request.kept_calls import THREAD, Results
+from mesh_attention.request.object_calls import BLOCKS, USER_CALLS
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, add_sinks_to_kept, gradient_of_sinks
@@ -34,27 +35,26 @@ from mesh_attention.runtime.session.documents import BATCH_PLANS
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
-from mesh_attention.runtime.session.user_call import USER_CALLS
 
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
 _TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_OF_CALL = (  # see `OfCall`
+    "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
+    "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal"
+)
 # `place`: of the call among all of them, which its backward pass states. `kept`: rows that the
-# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse. `keeps`: in a
-# graph, whether there may be some.
+# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse.
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, Tensor? block, "
-    "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
-    "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal) "
-    "-> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
+    f"{_OF_CALL}) -> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
     tags=_TAGS,
 )
 # The gradients of q, k, v and the sinks that are `needed`.
 LIBRARY.define(
     "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? q, Tensor? k, Tensor? v, "
     "Tensor out, Tensor? lse, Tensor? sinks, Tensor[] kept, Tensor place, Tensor? documents, "
-    "SymInt[] k_shape, bool[] needed, str name, int? call, bool keeps, bool return_lse, "
-    "str? label_text, SymInt? label_number, float? softmax_scale) -> Tensor[]",
+    f"SymInt[] k_shape, bool[] needed, {_OF_CALL}) -> Tensor[]",
     tags=_TAGS,
 )
 attention_op = torch.ops.mesh_attention.attention.default
@@ -62,7 +62,11 @@ attention_backward_op = torch.ops.mesh_attention.attention_backward.default
 
 
 def _attention(*inputs: Any) -> Results:
-    return attend_once(_attention_over_ranks, inputs)
+    """Made now, or in a context that answers itself."""
+    around = THREAD.innermost
+    if around is None:
+        return _attention_over_ranks(*inputs)
+    return around.attend(_attention_over_ranks, inputs)
 
 
 def _attention_over_ranks(
@@ -72,41 +76,27 @@ def _attention_over_ranks(
     sinks: Tensor | None,
     documents: Tensor | None,
     block: Tensor | None,
-    name: str,
-    call: int | None,
-    keeps: bool,
-    return_lse: bool,
-    needs_grad: bool,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
-    is_causal: bool | None,
-    refusal: str | None,
+    *constants: Any,
 ) -> Results:
-    label = label_number if label_text is None else label_text
+    of_call = OfCall(*constants)
+    label = of_call.label_number if of_call.label_text is None else of_call.label_text
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
         batch = plans.batch
-    how = (needs_grad, label, (q, k, v), sinks, batch)
-    prepared = None if call is None else USER_CALLS.get(call)
-    if prepared is not None and prepared.call.is_warm(needs_grad):
+    how = (of_call.needs_grad, label, (q, k, v), sinks, batch)
+    prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
+    if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
         return forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
         BLOCKS.find(int(block)).count_checkpoints(2)
     return prepared_in_graph(
-        name,
+        of_call,
         lambda user, call: forward_pass(user, call, *how),
-        q,
-        k,
-        v,
-        documents=documents,
-        keeps=keeps,
-        return_lse=return_lse,
-        refusal=refusal,
-        needs_grad=needs_grad,
+        (q, k, v),
+        documents,
         sinks=sinks,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
+        needs_grad=of_call.needs_grad,
+        is_causal=of_call.is_causal,
     )
 
 
@@ -124,36 +114,24 @@ def _attention_backward(
     documents: Tensor | None,
     k_shape: list[int],
     needed: list[bool],
-    name: str,
-    call: int | None,
-    keeps: bool,
-    return_lse: bool,
-    label_text: str | None,
-    label_number: int | None,
-    softmax_scale: float | None,
+    *constants: Any,
 ) -> list[Tensor]:
     if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
         raise second_derivative()
-    label = label_number if label_text is None else label_text
-
-    def gradients(user: User, call: PreparedCall) -> list[Tensor]:
-        saved = (q, k, v, out, lse, sinks, kept)
-        return backward_pass(user, call, label, int(place), saved, grad_out, grad_lse, needed)
-
-    prepared = None if call is None else USER_CALLS.get(call)
+    of_call = OfCall(*constants)
+    label = of_call.label_number if of_call.label_text is None else of_call.label_text
+    how = (label, int(place), (q, k, v, out, lse, sinks, kept), grad_out, grad_lse, needed)
+    prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return gradients(prepared.user, prepared.call)
+        return backward_pass(prepared.user, prepared.call, *how)
     return prepared_in_graph(
-        name,
-        gradients,
-        *stand_ins(out, k_shape),
-        documents=documents,
-        keeps=keeps,
-        return_lse=return_lse,
-        in_backward=True,
-        needs_grad=True,
+        of_call._replace(refusal=None),
+        lambda user, call: backward_pass(user, call, *how),
+        stand_ins(out, k_shape),
+        documents,
         sinks=sinks,
-        softmax_scale=softmax_scale,
+        needs_grad=True,
+        in_backward=True,
     )
 
 
@@ -186,7 +164,9 @@ def forward_pass(
         kind, Direction.FORWARD, options, device, label, sinks=sinks is not None, batch=batch
     )
     with guard.whole_or_broken():
-        result = user.run(call, Direction.FORWARD, inputs)
+        user.reports |= call.reports
+        result = call.run(Direction.FORWARD, inputs, user.counters[Direction.FORWARD])
+        guard.settle(result.values())
         # Results of their own, which may be changed in place, and not views of others.
         with torch._C._ExcludeDispatchKeyGuard(_TRACKS_VIEWS):
             out = result["out"].transpose(0, 1).contiguous()
@@ -239,8 +219,11 @@ def backward_pass(
     user.begin(
         kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
     )
-    with user.session.guard.whole_or_broken(), outside_autocast():
-        result = user.run(call, Direction.BACKWARD, inputs)
+    guard = user.session.guard
+    with guard.whole_or_broken(), outside_autocast():
+        user.reports |= call.reports
+        result = call.run(Direction.BACKWARD, inputs, user.counters[Direction.BACKWARD])
+        guard.settle(result.values())
         grads = [
             result[name].transpose(0, 1).contiguous()
             for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)

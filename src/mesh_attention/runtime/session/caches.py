@@ -1,4 +1,5 @@
-"""What a session keeps: values by last use, prepared calls by kind, plans by size of element.
+"""What a session keeps: values by last use, prepared calls by kind, plans by size of element, what
+was cut.
 
 What ranks have agreed on must be the same on each of them, also after one of them met an error. So
 `AgreedCache` drops by the last call that all ranks made together, not by what one rank looked up.
@@ -9,16 +10,19 @@ nvtx) tell apart a rank's own calls of one kind.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.question import Question
+from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepared_call import AgreedPasses, PreparedCall
@@ -27,7 +31,10 @@ from mesh_attention.runtime.session.rank_plan import RankPlan
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound="AgreedKind | CallsOfKind")
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
+NUM_CALLS = 64  # kinds of call, with their executors
+_NUM_CUT = 64  # layouts, of each kind
 NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each kind
 
 
@@ -52,15 +59,7 @@ class LruCache(OrderedDict[Key, Value]):
         return value
 
 
-class Agreed(Protocol):
-    @property
-    def last_call(self) -> int: ...
-
-
-AgreedValue = TypeVar("AgreedValue", bound=Agreed)
-
-
-class AgreedCache(dict[Key, AgreedValue]):
+class AgreedCache(dict[Hashable, Kind]):
     """At most `limit` values that all ranks have agreed on. The value whose last call is the oldest
     goes first; among values without a call, the first that was kept."""
 
@@ -68,7 +67,7 @@ class AgreedCache(dict[Key, AgreedValue]):
         super().__init__()
         self._limit = limit
 
-    def keep(self, key: Key, value: AgreedValue) -> AgreedValue | None:
+    def keep(self, key: Hashable, value: Kind) -> Kind | None:
         """Returns the value that had to go."""
         self[key] = value
         if len(self) <= self._limit:
@@ -102,80 +101,58 @@ class WeakRegistry(WeakValueDictionary[int, T]):
         return entry
 
 
-class _CallsOfKind:
-    def __init__(self, kind: AgreedPasses) -> None:
-        self.kind = kind
-        self.calls: LruCache[CallKey, PreparedCall] = LruCache(NUM_CHOICES)
+@dataclass(eq=False)
+class CallsOfKind:
+    """`compared`: what of a key is the same on all ranks."""
+
+    compared: Hashable
+    kind: AgreedPasses = field(default_factory=AgreedPasses)
+    calls: LruCache[CallKey, PreparedCall] = field(default_factory=lambda: LruCache(NUM_CHOICES))
 
     @property
     def last_call(self) -> int:
         return max((agreed.last_call for agreed in self.kind.agreed.values()), default=0)
 
 
-class CallCache:
-    """At most `limit` kinds."""
+class CallCache(AgreedCache[CallsOfKind]):
+    """Prepared calls by kind."""
 
-    def __init__(self, limit: int) -> None:
-        self._kept: AgreedCache[Hashable, _CallsOfKind] = AgreedCache(limit)
+    def of_kind(self, key: CallKey) -> CallsOfKind:
+        """Those that are kept, or none yet."""
+        plan, options, shape = key
+        compared = plan, options.compared, shape.batch, shape.dtype, shape.device.type
+        return self.get(compared) or CallsOfKind(compared)
 
-    def find(self, key: CallKey) -> PreparedCall | None:
-        entry = self._kept.get(_compared(key))
-        return None if entry is None else entry.calls.find(key)
-
-    def is_known(self, key: CallKey, needs_grad: bool) -> bool:
-        entry = self._kept.get(_compared(key))
-        return entry is not None and needs_grad in entry.kind.agreed
-
-    def keep(self, key: CallKey, call: PreparedCall) -> None:
-        compared = _compared(key)
-        entry = self._kept.get(compared) or _CallsOfKind(call.kind)
-        entry.kind.agreed.update(call.kind.agreed)
-        entry.kind.is_kept, call.kind = True, entry.kind
-        entry.calls.keep(key, call)
-        dropped = self._kept.keep(compared, entry)
+    def keep_call(self, of_kind: CallsOfKind, key: CallKey, call: PreparedCall) -> None:
+        of_kind.calls.keep(key, call)
+        of_kind.kind.is_kept = True
+        dropped = self.keep(of_kind.compared, of_kind)
         if dropped is not None:
             dropped.kind.is_kept = False
 
-    def values(self) -> list[PreparedCall]:
-        return [call for entry in self._kept.values() for call in entry.calls.values()]
-
-    def latest_of_each_kind(self) -> list[PreparedCall]:
-        """As many, and in the same order, on all ranks."""
-        return [[*entry.calls.values()][-1] for entry in self._kept.values()]
-
     def clear(self) -> None:
-        for entry in self._kept.values():
-            entry.kind.is_kept = False
-        self._kept.clear()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
-def _compared(key: CallKey) -> Hashable:
-    plan, options, call_shape = key
-    return plan, options.compared, call_shape.batch, call_shape.dtype, call_shape.device.type
+        for of_kind in self.values():
+            of_kind.kind.is_kept = False
+        super().clear()
 
 
 class PlanSource:
     """Plans for calls: of one question, for any size of element, or the plan that a caller brings.
 
-    `find` gives the plan of a question on this rank. A source with `calls` of its own belongs to a
-    batch: ranks do not stop to agree on its calls, and compare them when they are made.
+    `find` gives the plan of a question on this rank. A source of a batch keeps its `calls` itself:
+    ranks do not stop to agree on them, and compare them when they are made.
     """
 
     def __init__(
         self,
         asked: Question | RankPlan,
         find: Callable[[Question], RankPlan],
-        calls: CallCache | None = None,
+        *,
+        of_batch: bool = False,
     ) -> None:
-        self.calls = calls
-        # Options, shape and need of gradients, of the calls made.
-        self.kinds: set[tuple[CallOptions, CallShape, bool]] = set()
+        self.calls = CallCache(NUM_CALLS) if of_batch else None
         self._asked = asked
         self._find = find
-        self._by_element_bytes: dict[int, RankPlan] = {}
         self.first = asked if isinstance(asked, RankPlan) else find(asked)
 
     @property
@@ -188,14 +165,45 @@ class PlanSource:
         """The same plans, whose forward passes leave no rows to backward passes."""
         if isinstance(self._asked, RankPlan):
             return self
-        return PlanSource(self._asked.of_shards, self._find, self.calls)
+        return PlanSource(self._asked.of_shards, self._find)
 
     def of(self, element_bytes: int) -> RankPlan:
         """A plan that the caller brings is for one size of element; the executor refuses others."""
         asked = self._asked
         if isinstance(asked, RankPlan) or asked.problem.element_bytes == element_bytes:
             return self.first
-        if element_bytes not in self._by_element_bytes:
-            problem = replace(asked.problem, element_bytes=element_bytes)
-            self._by_element_bytes[element_bytes] = self._find(asked.with_problem(problem))
-        return self._by_element_bytes[element_bytes]
+        problem = replace(asked.problem, element_bytes=element_bytes)
+        return self._find(asked.with_problem(problem))
+
+
+class Shardings(threading.local):
+    """What a thread has cut on a process group: calls are held against it (`port_checks.py`). Other
+    threads, as those of loaders, may be batches ahead.
+
+    plain    layouts of what was cut as one document, and whether a batch said its length
+    packed   tokens of what was cut by several documents, by the slots of a rank; a batch of so
+             many slots takes the place of the one before
+    """
+
+    def __init__(self) -> None:
+        self.plain: LruCache[Layout, bool] = LruCache(_NUM_CUT)
+        self.packed: LruCache[int, int] = LruCache(_NUM_CUT)
+        self.latest = 0  # tokens of what was cut last
+
+    def keep_plain(self, layout: Layout, of_batch: bool) -> None:
+        # Whoever says a length of its own means it, whatever batches bring.
+        self.plain.keep(layout, of_batch and self.plain.get(layout, True))
+        self.packed.pop(layout.slots, None)
+
+    def keep_packed(self, layout: Layout) -> None:
+        for other in [x for x, of_batch in self.plain.items() if of_batch]:
+            if other.slots == layout.slots:
+                del self.plain[other]
+        self.packed.keep(layout.slots, layout.num_tokens)
+
+    def is_packed(self, slots: int) -> bool:
+        """Whether what has so many slots on a rank is known to have several documents."""
+        return slots in self.packed and not any(x.slots == slots for x in self.plain)
+
+    def has_slots(self, slots: int) -> bool:
+        return slots in self.packed or any(layout.slots == slots for layout in self.plain)

@@ -44,6 +44,7 @@ class CallOptions:
             return self
         return replace(self, return_lse=False)
 
+    @cached_property
     def statement(self) -> Statement:
         """What must be the same on all ranks; kernels may differ, as devices may."""
         statement = {
@@ -73,6 +74,7 @@ class CallOptions:
             return self
         return replace(self, kernel=None, nvtx=False, kernels=0, links=usual_links())
 
+    @cached_property
     def of_batch(self) -> CallOptions:
         """For calls whose plan comes with a batch: memory is not shared anew for each of them."""
         return replace(self, transport=TransportName.DISTRIBUTED)

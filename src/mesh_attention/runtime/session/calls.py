@@ -24,6 +24,7 @@ from mesh_attention.runtime.agreement.handshake import (
 from mesh_attention.runtime.agreement.identity import AgreedKind, Statement
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.caches import (
+    NUM_CALLS,
     AgreedCache,
     CallCache,
     CallKey,
@@ -31,12 +32,15 @@ from mesh_attention.runtime.session.caches import (
     PlanSource,
 )
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.prepared_call import PrefetchStreams, PreparedCall
+from mesh_attention.runtime.session.prepared_call import (
+    AgreedPasses,
+    PrefetchStreams,
+    PreparedCall,
+)
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import TransportName, Transports
 from mesh_attention.runtime.transport.groups import Groups
 
-NUM_CALLS = 64  # kinds of call, with their executors
 NUM_BASES = 8  # calls that serve any mask; each holds the mask it was made with
 NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
@@ -55,41 +59,37 @@ class Calls:
         self._bases: LruCache[CallKey, PreparedCall] = LruCache(NUM_BASES)
         self._living: WeakSet[PreparedCall] = WeakSet()  # also calls that only autograd holds
         # Kinds of call that are no attention.
-        self._agreed: AgreedCache[str, AgreedKind] = AgreedCache(NUM_CALLS)
+        self._agreed: AgreedCache[AgreedKind] = AgreedCache(NUM_CALLS)
         self._prefetch = PrefetchStreams()
         self._making = RLock()  # batches are made ready by another thread
         self.num_begun = 0  # calls that all ranks were at together
 
     def prepare(
         self,
-        source: PlanSource | None,
+        source: PlanSource,
         options: CallOptions,
         call_shape: CallShape,
         needs_grad: bool,
-        error: Exception | None = None,
-        *,
         sample: Callable[[], str | None] | None = None,
     ) -> PreparedCall:
         """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
-
-        `error` is what is wrong with this rank's arguments; `source` may then be missing.
-        """
-        self._guard.refuse_if_broken()
+        `sample`: of tensors that must not be the same on all ranks."""
+        error: Exception | None = None
         statement: Statement = {}
-        ahead = known = False  # `ahead`: of the others, without agreement
         meetings: Statement = {}
+        known = ahead = False  # `ahead`: of the others, without agreement
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         try:
-            if error is not None or source is None:
-                raise error or AssertionError("neither a plan nor an error")
             kept = self._kept[options.cuda_graph] if source.calls is None else source.calls
-            source.kinds.add((options, call_shape, needs_grad))
             rank_plan = source.of(call_shape.dtype.itemsize)
             key = (rank_plan.key, options, call_shape)
-            call = kept.find(key) or self._new_call(rank_plan, options, call_shape)
+            of_kind = kept.of_kind(key)
+            call = of_kind.calls.find(key) or self._new_call(
+                options, call_shape, rank_plan, of_kind.kind
+            )
             if call.is_warm(needs_grad):
                 return call
-            known = kept.is_known(key, needs_grad)
+            known = needs_grad in call.kind.agreed
             kind = self._stated(rank_plan.words, options) | {
                 "batch": call_shape.batch,
                 "dtype": str(call_shape.dtype),
@@ -119,35 +119,39 @@ class Calls:
             self._connect(call, directions)
         if not known:
             call.kind.agreed[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
-        kept.keep(key, call)
+        kept.keep_call(of_kind, key, call)
         self._living.add(call)
         return call
 
-    def make_ready(
-        self, source: PlanSource, options: CallOptions, call_shape: CallShape, needs_grad: bool
-    ) -> None:
+    def make_ready(self, source: PlanSource, like: CallKey, needs_grad: bool) -> None:
         """Ahead of the call, in a thread of its own: other ranks learn nothing of it."""
         assert source.calls is not None
+        _, options, call_shape = like
         rank_plan = source.of(call_shape.dtype.itemsize)
-        call = self._new_call(rank_plan, options, call_shape)
-        directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
+        key = (rank_plan.key, options, call_shape)
+        of_kind = source.calls.of_kind(key)
+        call = self._new_call(options, call_shape, rank_plan, of_kind.kind)
         with self._prefetch.making(call, call_shape.device):
-            call.make_ready(directions)
+            call.make_ready(tuple(Direction) if needs_grad else (Direction.FORWARD,))
             call.make_kernels_ready()
-        source.calls.keep((rank_plan.key, options, call_shape), call)
+        source.calls.keep_call(of_kind, key, call)
         self._living.add(call)
 
     def _new_call(
-        self, rank_plan: RankPlan, options: CallOptions, call_shape: CallShape
+        self,
+        options: CallOptions,
+        call_shape: CallShape,
+        rank_plan: RankPlan,
+        kind: AgreedPasses | None = None,
     ) -> PreparedCall:
         base = None
         if rank_plan.base is not None:
             key = (rank_plan.base.key, options, call_shape)
             with self._making:
-                base = self._bases.find(key) or self._new_call(rank_plan.base, options, call_shape)
+                base = self._bases.find(key) or self._new_call(options, call_shape, rank_plan.base)
                 self._bases.keep(key, base)
                 self._living.add(base)
-        return PreparedCall(self._transports, rank_plan, options, call_shape, base)
+        return PreparedCall(self._transports, rank_plan, options, call_shape, base, kind)
 
     # Agreement.
 
@@ -217,7 +221,7 @@ class Calls:
 
     def _stated(self, words: str, options: CallOptions) -> Statement:
         releases = {"number of releases of this group": self._groups.releases}
-        return {"plan": words} | options.statement() | releases
+        return {"plan": words} | options.statement | releases
 
     def _connect(self, call: PreparedCall, directions: tuple[Direction, ...]) -> None:
         """Shared memory and process groups for a kind of call that all ranks have agreed on."""
@@ -229,9 +233,10 @@ class Calls:
         with self._guard.whole_or_broken():
             self._groups.everybody()
             # Where memory is shared no longer, older calls need groups as well.
-            for kept in self._kept.values():
-                for older in kept.latest_of_each_kind():
-                    older.transport.make_groups(older.directions)
+            kinds = [of_kind for kept in self._kept.values() for of_kind in kept.values()]
+            for of_kind in kinds:  # as many, and in the same order, on all ranks
+                older = [*of_kind.calls.values()][-1]
+                older.transport.make_groups(older.directions)
             call.transport.make_groups(directions)
 
     def clear(self) -> None:

@@ -25,7 +25,6 @@ from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.modes import outside_inference_mode
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.runtime.session.user_call import UserCall
 
 Batch = TypeVar("Batch")
 
@@ -46,7 +45,7 @@ class BatchPlans:
         self._sources: dict[tuple[Layer, bool], PlanSource] = {} if like is None else like._sources
         self._releases: int = session.groups.releases if like is None else like._releases
         # Prepared calls by what their checks depend on.
-        self.warm: dict[Any, UserCall] = {} if like is None else like.warm
+        self.warm: dict[Any, Any] = {} if like is None else like.warm
 
     def source(self, session: Session, layer: Layer, keeps: bool) -> PlanSource:
         """Plans for the calls of a layer. Not `keeps`: of shards alone."""
@@ -62,15 +61,17 @@ class BatchPlans:
         if (layer, keeps) not in self._sources:
             question = self.pack.question(layer)
             question = question if keeps else question.of_shards
-            self._sources[layer, keeps] = session.source_of_batch(question)
+            self._sources[layer, keeps] = PlanSource(question, session.planned, of_batch=True)
         return self._sources[layer, keeps]
 
     def make_ready_like(self, other: BatchPlans) -> None:
         """For the kinds of call that another batch was used for."""
         for kind_of_layer, source in list(other._sources.items()):
             source_here = self.source(self.session, *kind_of_layer)
-            for kind in list(source.kinds):
-                self.session.calls.make_ready(source_here, *kind)
+            for of_kind in list((source.calls or {}).values()):
+                for like in list(of_kind.calls):
+                    needs_grad = True in of_kind.kind.agreed
+                    self.session.calls.make_ready(source_here, like, needs_grad)
 
 
 BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(

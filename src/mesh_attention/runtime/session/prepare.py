@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -24,6 +24,7 @@ from mesh_attention.kernels import (
     RowKernels,
     choose,
     choose_rows,
+    table_version,
 )
 from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.machine.cluster import Gpu, Links
@@ -77,6 +78,7 @@ def target_here(
     )
 
 
+@cache
 def _gpu(device: torch.device) -> Gpu:
     """Rates are those of an H200, of which the proportions matter; SMs are counted."""
     usual = usual_cluster().gpu
@@ -86,52 +88,26 @@ def _gpu(device: torch.device) -> Gpu:
     return replace(usual, name=there.name, sms=there.multi_processor_count)
 
 
-def _request(
-    plan: Plan,
-    direction: Direction,
-    call_shape: CallShape,
-    *,
-    softcap: bool,
-    deterministic: Determinism,
-    lse_gradient: bool,
-) -> Request:
-    """For calls without a mask."""
-    problem, device = plan.problem, call_shape.device
-    cuda = device.type == "cuda"
-    return Request(
-        direction=direction,
-        device_type=device.type,
-        capability=torch.cuda.get_device_capability(device) if cuda else None,
-        dtype=call_shape.dtype,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_dim,
-        num_heads=problem.num_heads,
-        num_kv_heads=problem.kv_heads,
-        mask=MaskKind.FULL,
-        softcap=softcap,
-        padded=any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout)),
-        scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
-        intervals=problem.rows.most_intervals,
-        deterministic=deterministic is not Determinism.ANY,
-        any_heads=deterministic is Determinism.ANY_RANKS,
-        lse_gradient=lse_gradient,
-    )
+@lru_cache(maxsize=64)
+def _offered(
+    request: Request, force: str | None, deterministic: Determinism, _table: int
+) -> dict[MaskKind, Choice | str]:
+    """For each kind of mask the choice, or why there is none: no call of the program may be of such
+    a kind. `_table`: the version of the table of kernels."""
+    return {k: _choose(replace(request, mask=k), force, deterministic) for k in MaskKind}
 
 
-def _choose(
-    request: Request, force: str | None, deterministic: Determinism
-) -> Choice | KernelRefusedError:
-    """The choice, or why there is none: no call of the program may be such a one."""
+def _choose(request: Request, force: str | None, deterministic: Determinism) -> Choice | str:
     try:
         return choose(request, force=force)
     except KernelRefusedError as refused:
-        if deterministic is not Determinism.PREFERRED:
-            return refused
         why = str(refused)
+    if deterministic is not Determinism.PREFERRED:
+        return why
     try:
         choice = choose(replace(request, deterministic=False), force=force)
     except KernelRefusedError as refused:
-        return refused
+        return str(refused)
     warned = f"not deterministic, though warn_only asks for it where there is a way: {why}"
     return replace(choice, warning=warned)
 
@@ -159,16 +135,27 @@ def make_executor(
     `links`: by which calls make room for transfers."""
     _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
-    request = _request(
-        plan,
-        pass_.direction,
-        call_shape,
+    problem, device = plan.problem, call_shape.device
+    request = Request(
+        direction=pass_.direction,
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=call_shape.dtype,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_dim,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.kv_heads,
+        mask=MaskKind.FULL,
         softcap=bool(softcap),
-        deterministic=deterministic,
+        padded=any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout)),
+        scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
+        intervals=problem.rows.most_intervals,
+        deterministic=deterministic is not Determinism.ANY,
+        any_heads=deterministic is Determinism.ANY_RANKS,
         lse_gradient=lse_gradient,
     )
+    offered = _offered(request, kernel, deterministic, table_version())
     # Also for kinds of mask that no call of the program has.
-    offered = {k: _choose(replace(request, mask=k), kernel, deterministic) for k in MaskKind}
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
     target = target_here(
         request, kernels, call_shape, transport, links or usual_links(), two_streams
@@ -181,10 +168,10 @@ def make_executor(
     choices: dict[MaskKind, Choice] = {}
     for kind in sorted({call.kind for call in calls}):
         choice = offered[kind]
-        if isinstance(choice, KernelRefusedError):
-            raise choice
+        if isinstance(choice, str):
+            raise KernelRefusedError(choice)
         choices[kind] = choice
-        _log_once(pass_.direction.value, str(kind), choice.kernel.name, call_shape.device.type)
+        _log_once(pass_.direction.value, str(kind), choice.kernel.name, device.type)
     by_name = {kernel.name: kernel for kernel in kernels.values()}
     for call in calls:
         if call.kernel not in by_name:  # a compiled plan may bring any
@@ -194,7 +181,7 @@ def make_executor(
             )
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
-    row_choice = choose_rows(call_shape.device.type, call_shape.dtype)
+    row_choice = choose_rows(device.type, call_shape.dtype)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
@@ -210,7 +197,7 @@ def make_executor(
         rows=rows or row_choice.rows,
         deterministic=deterministic is not Determinism.ANY,
         two_streams=target.takes_turns and runs_beside(program),
-        mask_device=call_shape.device if on_device else torch.device("cpu"),
+        mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
         trace=trace,
     )

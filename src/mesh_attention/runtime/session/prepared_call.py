@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import finalize, ref
 
 import torch
@@ -28,13 +28,13 @@ from mesh_attention.runtime.session.transports import CallTransport, TransportNa
 from mesh_attention.runtime.transport.interface import Counters
 
 
+@dataclass(eq=False)
 class AgreedPasses:
     """What ranks compare as one kind of call. `agreed`: by whether gradients are needed, once ranks
     have agreed; `is_kept`: whether ranks take it for known."""
 
-    def __init__(self) -> None:
-        self.agreed: dict[bool, AgreedKind] = {}
-        self.is_kept = False
+    agreed: dict[bool, AgreedKind] = field(default_factory=dict)
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,16 @@ class PreparedCall:
         options: CallOptions,
         call_shape: CallShape,
         base: PreparedCall | None = None,
+        kind: AgreedPasses | None = None,
     ) -> None:
-        """`base`: of a plan with the same programs, for any mask."""
+        """`base`: of a plan with the same programs, for any mask; `kind`: that of other calls which
+        ranks take for alike."""
         if not options.return_lse:
             rank_plan = rank_plan.without_lse
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
         self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
-        self.kind = AgreedPasses()
+        self.kind = kind or AgreedPasses()
         self.options = options
         self.rank_plan = rank_plan
         self.reports: dict[Direction, PassReport] = {}

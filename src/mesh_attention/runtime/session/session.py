@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from functools import cache
 from threading import RLock
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
@@ -27,21 +26,17 @@ from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIde
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
-from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.session.caches import CallCache, LruCache, PlanSource
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource, Shardings
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.calls import NUM_CALLS, Calls
-from mesh_attention.runtime.session.prepared_call import PassReport, PreparedCall
+from mesh_attention.runtime.session.calls import Calls
+from mesh_attention.runtime.session.prepared_call import PassReport
 from mesh_attention.runtime.session.rank_plan import RankPlan
-from mesh_attention.runtime.session.shardings import Shardings
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport.groups import Groups, is_registered
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 NUM_PLANS = 64  # kept, of each session
-
-_NO_TENSORS = CallShape(0, torch.float32, torch.device("cpu"))
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
@@ -55,6 +50,7 @@ class Session:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.process = os.getpid()
         self.groups = Groups(parent)
+        self._place = dist.get_rank(parent), len(self.groups.ranks)
         self.handshake = Handshake(self.groups)
         self.transports = Transports(self.groups)
         self.guard = Guard(self.groups, self.handshake, self._drop)
@@ -65,7 +61,7 @@ class Session:
         self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
-        self._function: User | None = None
+        self.function: User | None = None  # that stands for `mesh_attention()`
         self.num_users = 0  # that are open
         self._num_objects = 0  # that ever were
 
@@ -73,26 +69,19 @@ class Session:
 
     def source(self, asked: Question | Plan) -> PlanSource:
         """Plans for calls, as this rank sees them."""
-        rank_plan = self._on_rank(asked) if isinstance(asked, Plan) else asked
-        return PlanSource(rank_plan, self._planned)
+        on_rank = RankPlan.on(asked, *self._place) if isinstance(asked, Plan) else asked
+        return PlanSource(on_rank, self.planned)
 
-    def source_of_batch(self, asked: Question) -> PlanSource:
-        """The same for one batch: its calls go when the source does."""
-        return PlanSource(asked, self._planned, CallCache(NUM_CALLS))
-
-    def _planned(self, question: Question) -> RankPlan:
+    def planned(self, question: Question) -> RankPlan:
         with self._planning:
             made = self.plans.find(question)
             if made is None:
                 base = question.of_any_mask
                 if base is None or base == question:
-                    made = self._on_rank(question.plan())
+                    made = RankPlan.on(question.plan(), *self._place)
                 else:
-                    made = self._planned(base).for_mask(question.problem)
+                    made = self.planned(base).for_mask(question.problem)
             return self.plans.keep(question, made)
-
-    def _on_rank(self, plan: Plan) -> RankPlan:
-        return RankPlan.on(plan, dist.get_rank(self.groups.parent), len(self.groups.ranks))
 
     # Faults.
 
@@ -139,15 +128,14 @@ class Session:
         return User(self, self._num_objects)
 
     def user_of_function(self) -> User:
-        """The user that stands for `mesh_attention()`."""
-        if self._function is None:
-            self._function = User(self, 0)
-        return self._function
+        if self.function is None:
+            self.function = User(self, 0)
+        return self.function
 
     def release_function(self) -> None:
-        if self._function is not None:
-            self._function.close()
-            self._function = None
+        if self.function is not None:
+            self.function.close()
+            self.function = None
             self.asked.clear()
 
     def release(self) -> None:
@@ -172,31 +160,11 @@ class User:
 
     def __init__(self, session: Session, number: int) -> None:
         self.session = session
-        self.counters: defaultdict[Direction, Counters] = defaultdict(
-            Counters
-        )  # bytes of its calls
+        self.counters = defaultdict[Direction, Counters](Counters)  # bytes of its calls
         self.reports: dict[Direction, PassReport] = {}  # of its latest call with such a pass
         self._number = number
         self._closed = False
         session.num_users += 1
-
-    def prepare(
-        self,
-        source: PlanSource | None,
-        options: CallOptions,
-        q: Tensor,
-        needs_grad: bool,
-        error: Exception | None,
-        sample: Callable[[], str | None] | None = None,
-    ) -> PreparedCall:
-        """The call that all ranks are about to make; `error` is for all of them to raise.
-        `sample`: of tensors that must not be the same on all ranks."""
-        self.refuse_if_closed()
-        options, calls = options.now(), self.session.calls
-        if error is not None:
-            calls.prepare(source, options, _NO_TENSORS, False, error)
-        call_shape = CallShape(q.shape[0], q.dtype, q.device)
-        return calls.prepare(source, options, call_shape, needs_grad, sample=sample)
 
     def begin(
         self,
@@ -220,14 +188,6 @@ class User:
         session.guard.begin(identity, options.timeout, stream)
         session.calls.num_begun += 1
         kind.last_call = session.calls.num_begun
-
-    def run(
-        self, call: PreparedCall, direction: Direction, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        self.reports |= call.reports
-        results = call.run(direction, inputs, self.counters[direction])
-        self.session.guard.settle(results.values())
-        return results
 
     def refuse_if_closed(self, *, sends: bool = True) -> None:
         """Raises also if the session is broken, or belongs to the process that this one was forked
