@@ -68,13 +68,15 @@ def _pool_of(file: str) -> str | None:
     return next((pool for pool, files in RANKS_ON_A_GPU.items() if name in files), None)
 
 
+# Plans, like modules and tests, are many small objects without cycles: what searches all of memory
+# for cycles, again and again, takes a tenth of the time. It does so rarely here.
+gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_collection_finish() -> None:
-    """Plans are many small objects without cycles: what searches all of memory for cycles, again
-    and again, takes a tenth of the time. It does so rarely here, and leaves out what is imported.
-    """
+    """What is imported is left out of that search."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

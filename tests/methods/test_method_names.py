@@ -6,7 +6,6 @@ A question is about a method, and stands beside the builders.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import mesh_attention
@@ -17,27 +16,31 @@ BUILDERS = SOURCE / "plan" / "methods"
 OUTSIDE = sorted(path for path in SOURCE.rglob("*.py") if BUILDERS not in path.parents)
 
 
+# Tuples: a union is made anew wherever it is asked about, which is millions of times here.
+OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+CHOICES = (ast.Compare, ast.MatchValue)
+DECISIONS = (ast.IfExp, ast.Compare, ast.Subscript, ast.Call)
+WRITTEN = (ast.JoinedStr, ast.Dict, ast.List, ast.ListComp)
+
 # A method may share its name with an option; such a word counts only where it can mean the method.
 ALSO_OPTIONS = {option for method in METHODS.values() for option in method.options()}
 
 
 def documentation(tree: ast.Module) -> set[int]:
     """Ids of the constants that are docstrings."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         id(node.body[0].value)
         for node in ast.walk(tree)
-        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
+        if isinstance(node, OWNERS) and node.body and isinstance(node.body[0], ast.Expr)
     }
 
 
-def named_methods(source: str) -> list[str]:
+def named_methods(tree: ast.Module) -> list[str]:
     """Method names that stand in the code as whole literals."""
-    tree = ast.parse(source)
     passed_over = documentation(tree)
     found = []
     for parent in ast.walk(tree):
-        chooses = isinstance(parent, ast.Compare | ast.MatchValue) or (
+        chooses = isinstance(parent, CHOICES) or (
             (isinstance(parent, ast.keyword) and parent.arg == "method")
             or (isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Load))
         )
@@ -49,47 +52,51 @@ def named_methods(source: str) -> list[str]:
     return found
 
 
-def methods_read(tree: ast.AST, written_out: bool = False) -> Iterator[int]:
+def methods_read(tree: ast.AST) -> list[int]:
     """Lines where `.method` of something is read for more than to be written out.
 
     Written out means: inside an f-string, or in a dict or list (text, JSON, rows of a table), or
     passed on as `method=`. What the caller asked for (`args.method`) is no plan's.
     """
-    written_out = written_out or isinstance(
-        tree, ast.JoinedStr | ast.Dict | ast.List | ast.ListComp
-    )
-    written_out = written_out or (isinstance(tree, ast.keyword) and tree.arg == "method")
-    if isinstance(tree, ast.Attribute) and tree.attr == "method":
-        asked = isinstance(tree.value, ast.Name) and tree.value.id == "args"
-        if not written_out and not asked:
-            yield tree.lineno
-    decides = isinstance(tree, ast.IfExp | ast.Compare | ast.Subscript | ast.Call)
-    for child in ast.iter_child_nodes(tree):
-        yield from methods_read(child, written_out and not decides)
+    lines, to_come = list[int](), [(tree, False)]
+    while to_come:
+        node, written_out = to_come.pop()
+        written_out |= isinstance(node, WRITTEN)
+        written_out |= isinstance(node, ast.keyword) and node.arg == "method"
+        if isinstance(node, ast.Attribute) and node.attr == "method":
+            asked = isinstance(node.value, ast.Name) and node.value.id == "args"
+            if not written_out and not asked:
+                lines.append(node.lineno)
+        decides = isinstance(node, DECISIONS)
+        to_come += [(child, written_out and not decides) for child in ast.iter_child_nodes(node)]
+    return lines
 
 
 def test_no_file_outside_the_builders_names_a_method_or_asks_for_it() -> None:
     for path in OUTSIDE:
-        source = path.read_text()
-        assert named_methods(source) == [], path
-        assert list(methods_read(ast.parse(source))) == [], path
+        tree = ast.parse(path.read_text())
+        assert named_methods(tree) == [], path
+        assert methods_read(tree) == [], path
 
 
 def test_the_check_sees_what_it_should_see() -> None:
-    assert named_methods("if name == 'ring': pass") == ["line 1: 'ring'"]
-    assert named_methods('"""ring"""\nprog = "mesh-attention"') == []
-    assert named_methods("options = ('tile', 'ulysses')\ngiven['ulysses'] = 4") == []
-    assert named_methods("build = builders['ulysses']") == ["line 1: 'ulysses'"]
-    assert len(named_methods("x == 'ulysses' or make_plan(p, 4, method='ulysses')")) == 2
+    def names_in(source: str) -> list[str]:
+        return named_methods(ast.parse(source))
+
+    assert names_in("if name == 'ring': pass") == ["line 1: 'ring'"]
+    assert names_in('"""ring"""\nprog = "mesh-attention"') == []
+    assert names_in("options = ('tile', 'ulysses')\ngiven['ulysses'] = 4") == []
+    assert names_in("build = builders['ulysses']") == ["line 1: 'ulysses'"]
+    assert len(names_in("x == 'ulysses' or make_plan(p, 4, method='ulysses')")) == 2
     for wrong in ("if plan.method: x = 1", "f'{a if plan.method else b}'", "d = {1: t[p.method]}"):
-        assert list(methods_read(ast.parse(wrong))) == [1]
+        assert methods_read(ast.parse(wrong)) == [1]
     for right in (
         "print(f'{plan.method} on 4')",
         "d = {'method': plan.method}",
         "f(args.method)",
         "ask(method=answer.method)",
     ):
-        assert list(methods_read(ast.parse(right))) == []
+        assert methods_read(ast.parse(right)) == []
 
 
 def test_the_builders_are_where_the_check_expects_them() -> None:

@@ -41,19 +41,13 @@ def tricks(tree: ast.AST) -> Iterator[str]:
                 yield "locals()"
 
 
-def test_no_name_is_an_empty_word() -> None:
-    names = {
-        (file.relative_to(ROOT).as_posix(), name)
-        for file in ROOT.rglob("*.py")
-        for name in empty_words(ast.parse(file.read_text()))
-    }
-    assert names == set()
-
-
-def test_no_call_spreads_a_tuple_to_save_lines() -> None:
-    # Triton compiles its kernels from their source, in which tuples stand for groups of strides.
-    files = [file for file in ROOT.rglob("*.py") if file.parent.name != "fused"]
-    assert [file for file in files if list(tricks(ast.parse(file.read_text())))] == []
+def test_no_name_is_an_empty_word_and_no_call_spreads_a_tuple_to_save_lines() -> None:
+    for file in ROOT.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        assert list(empty_words(tree)) == [], file
+        # Triton compiles its kernels from their source, in which tuples are groups of strides.
+        if file.parent.name != "fused":
+            assert list(tricks(tree)) == [], file
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Pages are short, are on the site, and link to what exists. `make docs` also checks anchors."""
+"""Pages are short, are on the site, link to what exists, and have headings that answer what a new
+user asks. `make docs` also checks anchors."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,16 @@ def test_every_public_name_is_in_the_reference() -> None:
     page = (DOCS / "api.md").read_text()
     names = set(mesh_attention.__all__) - {"__version__"}
     assert sorted(name for name in names if f"[`{name}`](#mesh_attention." not in page) == []
+
+
+QUESTIONS = tomllib.loads((DOCS / "questions.toml").read_text())
+
+
+def test_every_page_has_three_questions_and_the_headings_that_answer_them() -> None:
+    assert QUESTIONS.keys() == {page.stem for page in PAGES} | {"README"}
+    for name, questions in QUESTIONS.items():
+        page = ROOT / "README.md" if name == "README" else DOCS / f"{name}.md"
+        headings = re.findall(r"^#{2,} (.*)$", page.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", x).strip().lower().replace(" ", "-") for x in headings}
+        assert len(questions) == 3, name
+        assert {*questions.values()} <= anchors | {""}, name

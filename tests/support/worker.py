@@ -97,6 +97,7 @@ def _import(modules: tuple[str, ...]) -> None:
     for name in modules:
         import_module(name)
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)  # as conftest.py; after every job all is collected
     gc.collect()
     gc.freeze()  # and so the children share what was imported
 

@@ -326,8 +326,9 @@ class Training:
 
         Calls have (batch, heads, local_seq, head_dim) and may say `scale`, `enable_gqa` and an
         `is_causal` that is the object's; attn_mask and dropout are refused on all ranks. It holds
-        for this thread, and the innermost block counts. Backward may come after the block; with
-        activation checkpointing, which attends again, it belongs inside, or is refused.
+        for this thread, and the innermost block counts. In eager code the name of the module that
+        calls is the label of the call. Backward may come after the block; with activation
+        checkpointing, which attends again, it belongs inside, or is refused.
         """
         return replaced_attention(
             self._calls,

@@ -28,6 +28,7 @@ from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_unsuppo
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.train.running_module import running_module
 from mesh_attention.train.sharded_buffers import check_buffers, sharded_buffers
 
 
@@ -79,9 +80,11 @@ class _OverRanks(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
+            label = None
             if not is_dynamo_compiling():  # otherwise when the graph runs
                 self.count_checkpoints(2)
-            return _attend(self._calls, self._documents, self.number, *args, **kwargs)
+                label = running_module(sys._getframe(1))
+            return _attend(self._calls, self._documents, self.number, label, *args, **kwargs)
         if func is Tensor.backward:
             func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
         if func in _PASSES:
@@ -168,6 +171,7 @@ def _attend(
     calls: ObjectCalls,
     documents: Documents | None,
     block: Tensor,
+    label: str | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -201,6 +205,7 @@ def _attend(
         v,
         fault,
         documents=documents,
+        label=label,
         softmax_scale=scale,
         is_causal=bool(is_causal),
         block=block,
