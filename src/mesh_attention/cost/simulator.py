@@ -81,9 +81,8 @@ def seconds_of_few(
     with collector_paused():
         compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
         costs = ClusterCosts(cluster, compiled)
-        return _Simulation(
-            plan, compiled.pass_, cluster, costs, overlap, ranks, compiled.waits
-        ).seconds()
+        simulation = _Simulation(plan, compiled.pass_, cluster, costs, overlap, ranks, compiled)
+        return simulation.seconds()
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
