@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from mesh_attention.choose.busiest import busiest_ranks
+from mesh_attention.choose.busiest import busiest_ranks, corner_ranks
 from mesh_attention.choose.shapes import default_layout, shapes_of
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
@@ -69,3 +70,17 @@ def test_an_estimate_looks_at_the_rank_that_ends_last(mask: str) -> None:
             some = estimate(plan, NODES_OF_4, direction, ranks=sorted(ranks)).seconds
             every = estimate(plan, NODES_OF_4, direction, ranks=range(RANKS)).seconds
             assert some >= 0.93 * every, (method, options, direction, ranks, some / every)
+
+
+@pytest.mark.parametrize("tile", [(2, 4), (4, 2), (1, 8)])
+def test_ranks_in_the_corners_of_the_grid_show_how_long_all_wait(tile: tuple[int, int]) -> None:
+    """Chunks of a zigzag: one rank by itself sees up to a fifth too little."""
+    problem = Problem(64 * K, 8, 128, mask=MASKS["causal"])
+    setting = {"tile": tile, "chunks": (2, 2)}
+    for direction in Direction:
+        plan = plan_on(PAPER, problem, 8, method="mesh", directions=(direction,), **setting)
+        corners = corner_ranks(plan, "mesh", setting)
+        seconds = simulate(plan, PAPER, direction).runtime_seconds
+        seen = seconds_of_few(plan, PAPER, direction, corners)
+        assert len(corners) < plan.num_ranks
+        assert 0.97 * seconds <= seen <= 1.0001 * seconds, (direction, seen, seconds)
