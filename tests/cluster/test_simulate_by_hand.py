@@ -88,18 +88,20 @@ def test_programs_that_find_no_place_beside_a_transfer_begin_late(
 
 
 @pytest.mark.parametrize(
-    ("direction", "rank", "replayed"), [("forward", 63, 33.0), ("backward", 7, 57.8)]
+    ("direction", "rank", "replayed"),
+    [("forward", 63, 27.36), ("forward", 0, 27.33), ("backward", 7, 57.8)],
 )
 def test_a_ring_of_many_small_calls_is_predicted_as_it_was_replayed(
     direction: str, rank: int, replayed: float
 ) -> None:
-    """2026-11-17-replay-ring-and-window-h200.json. Forward, half of its transfers begin while the
-    rank waits for keys, and so on an idle GPU: 27.2 ms would be enough otherwise."""
+    """Forward 2026-11-18-ring-with-room-for-pairs-h200.txt, backward
+    2026-11-17-replay-ring-and-window-h200.json. Forward, transfers begin while the rank waits for keys, and so on an idle GPU: without room for
+    pairs of programs half of the calls would take twice as long, and the ring 33.0 ms."""
     problem = Problem(256 * 1024, 32, 128, num_kv_heads=8, mask=Mask(causal=True))
     cluster, passes = load_cluster("hgx-h200"), (Direction(direction),)
     plan = plan_on(cluster, problem, 64, method="ring", directions=passes)
     found = estimate(plan, cluster, *passes, ranks=[rank])
-    assert found.seconds * 1e3 == pytest.approx(replayed, rel=0.1)
+    assert found.seconds * 1e3 == pytest.approx(replayed, rel=0.03)
     assert found.least_seconds <= found.seconds
 
 

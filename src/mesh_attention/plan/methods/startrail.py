@@ -28,7 +28,7 @@ from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
 from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.reduce import Partial, Reduction
+from mesh_attention.plan.methods.parts.reduce import PartialBuffers, Reduction
 from mesh_attention.plan.methods.parts.rotate import (
     GradientRoute,
     deliveries,
@@ -196,7 +196,7 @@ class _StarTrail:
                 back = (giver, first_sums, taker, near_sums)
                 operations.append(SendRecv(Task("PB", (0,)), f"P{j}", *back))
             names = [(f"{grad}.team", group.local(grad)) for _, grad in _SIDES]
-            sums = [(Partial(total, total, result),) for total, result in names]
+            sums = [(PartialBuffers(total, total, result),) for total, result in names]
             operations += reduction.operations(Task("RS-dKV", (0,)), MergeRule.SUM, sums)
         made = mesh.q.buffers(team) | mesh.q.stack_buffers(unit) | keys.buffers
         return Unit(operations, made | self._buffers(unit, reduction))

@@ -61,7 +61,7 @@ class ReduceBy(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
 
 
-class Partial(NamedTuple):
+class PartialBuffers(NamedTuple):
     """Buffers of one tensor of a chunk: the accumulator, what is sent of it (the accumulator itself
     where precisions are equal), and the result. Partials arrive in `<sent>.in`."""
 
@@ -70,7 +70,9 @@ class Partial(NamedTuple):
     result: str
 
 
-Together = tuple[Partial, ...]  # what one merge combines: an output with its LSE, or one gradient
+Together = tuple[
+    PartialBuffers, ...
+]  # what one merge combines: an output with its LSE, or one gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,9 @@ class Reduction:
             operations.append(Merge(last, rule, parts, end))
         return operations
 
-    def _scatter_outputs(self, task: Task, out: Partial, lse: Partial) -> list[Operation]:
+    def _scatter_outputs(
+        self, task: Task, out: PartialBuffers, lse: PartialBuffers
+    ) -> list[Operation]:
         end_out, end_lse = self.chunk.local(out.result), self.chunk.local(lse.result)
         everywhere, sent = self._whole(f"{lse.total}.all"), self._whole(out.sent)
         parts = (self._whole(out.total), self._whole(lse.total), everywhere)

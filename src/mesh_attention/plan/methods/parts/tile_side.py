@@ -33,7 +33,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import in_whole, whole_rows
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import GATHERED
-from mesh_attention.plan.methods.parts.reduce import Partial, ReduceBy, Reduction, by_member
+from mesh_attention.plan.methods.parts.reduce import PartialBuffers, ReduceBy, Reduction, by_member
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
 
@@ -216,9 +216,9 @@ class TileSide:
         return total if same else f"{total}.wire"
 
     def reduce(self, unit: int, index: int) -> list[Operation]:
-        def partial_of(kind: Kind) -> Partial:
+        def partial_of(kind: Kind) -> PartialBuffers:
             total = f"{kind}.{index}"
-            return Partial(total, self.wire(kind, total), self.head_group.local(kind))
+            return PartialBuffers(total, self.wire(kind, total), self.head_group.local(kind))
 
         tensors = [tuple(map(partial_of, group)) for group in self.together]
         task = Task(self.reduce_kind, (index,))
