@@ -95,8 +95,9 @@ def test_a_ring_of_many_small_calls_is_predicted_as_it_was_replayed(
     direction: str, rank: int, replayed: float
 ) -> None:
     """Forward 2026-11-18-ring-with-room-for-pairs-h200.txt, backward
-    2026-11-17-replay-ring-and-window-h200.json. Forward, transfers begin while the rank waits for keys, and so on an idle GPU: without room for
-    pairs of programs half of the calls would take twice as long, and the ring 33.0 ms."""
+    2026-11-17-replay-ring-and-window-h200.json. Forward, transfers begin while the rank waits for
+    keys, and so on an idle GPU: without room for pairs of programs half of the calls would take
+    twice as long, and the ring 33.0 ms."""
     problem = Problem(256 * 1024, 32, 128, num_kv_heads=8, mask=Mask(causal=True))
     cluster, passes = load_cluster("hgx-h200"), (Direction(direction),)
     plan = plan_on(cluster, problem, 64, method="ring", directions=passes)
