@@ -101,7 +101,7 @@ class WeakRegistry(WeakValueDictionary[int, T]):
         return entry
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class CallsOfKind:
     """`compared`: what of a key is the same on all ranks."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import finalize, ref
 
 import torch
@@ -28,13 +28,13 @@ from mesh_attention.runtime.session.transports import CallTransport, TransportNa
 from mesh_attention.runtime.transport.interface import Counters
 
 
-@dataclass(eq=False)
 class AgreedPasses:
     """What ranks compare as one kind of call. `agreed`: by whether gradients are needed, once ranks
     have agreed; `is_kept`: whether ranks take it for known."""
 
-    agreed: dict[bool, AgreedKind] = field(default_factory=dict)
-    is_kept: bool = False
+    def __init__(self) -> None:
+        self.agreed: dict[bool, AgreedKind] = {}
+        self.is_kept = False
 
 
 @dataclass(frozen=True)
