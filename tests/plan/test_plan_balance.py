@@ -90,7 +90,7 @@ def test_zigzag_work_is_exactly_equal_when_chunked_too(n: int, direction: Direct
             assert sums == {tokens * (tokens + 1) // (2 * n)}
 
 
-@pytest.mark.parametrize("n", [4, 16, 64])
+@pytest.mark.parametrize("n", [4, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_striped_causal_work_is_within_5_percent_of_the_mean_on_every_rank(n: int) -> None:
     for tile in factorisations(n):
         plan = causal_plan(n, tile, tokens=64 * n, layout=LayoutKind.STRIPED)
