@@ -252,18 +252,23 @@ def other_replica(rank: int, world_size: int) -> list[str]:
     with ContextParallel(mesh["cp"], causal=True) as cp:
         batch = sharded(cp, PLAIN)
         hidden = torch.zeros(*batch.position_ids.shape, 4)
+        few = torch.zeros(VOCABULARY, 2)
         loss = partial(
             cp.linear_cross_entropy, hidden, torch.zeros(VOCABULARY, 4), batch.labels, reduce="sum"
         )
         told = [
             refusal(partial(loss, data_parallel=mesh["dp"], z_loss=0.1 * (rank // 2))),
             refusal(partial(loss, softcap=1.0 + rank % 2)),
+            refusal(partial(loss, bias=torch.zeros(VOCABULARY) if rank % 2 else None)),
+            refusal(partial(loss, low_rank=(hidden[..., :2], few) if rank % 2 else None)),
         ]
         loss()
         return told
 
 
 def test_ranks_and_replicas_with_another_loss_are_told(pool: WorkerPool) -> None:
-    for replica, rank in pool.run(other_replica, 4):
+    for replica, rank, bias, low_rank in pool.run(other_replica, 4):
         assert "another reduce, ignore_index, label_smoothing, z_loss or softcap" in replica
         assert "softcap is" in rank
+        assert "shape of the bias" in bias
+        assert "shape of the second matrix of low_rank" in low_rank

@@ -108,7 +108,7 @@ def test_log_probs_and_entropies_have_values_and_gradients_of_whole_logits(
     pool: WorkerPool,
 ) -> None:
     [seen] = pool.run(policy_tokens, 1)
-    words = ["temperature=0: must be finite", "bias without", "['is_top2']: must be among is_top1"]
+    words = ["temperature=0: must be finite", "bias without", "['is_top2']: give a list of is_top1"]
     words += ["targets hold", "(vocabulary, 5)"]
     for told, word in zip(seen.pop("refused"), words, strict=True):
         assert word in told

@@ -117,10 +117,14 @@ def names(rank: int, world_size: int) -> dict[str, Labels]:
 
         x = torch.ones(1, 2, TOKENS, 4, requires_grad=True)
         caller = Caller(Caller(nn.Identity()))
+        whole = nn.Sequential(Caller(nn.Identity()))  # of which a rank has run a part before
         with cp.context_parallel(documents=cp.documents([0, world_size * TOKENS])):
             for kind in ("method", "hidden", "checkpointed"):
                 found[kind] = labels_of(lambda: caller(x, kind).sum().backward())  # noqa: B023
             found["no module"] = labels_of(lambda: caller.attend(x))
+            found["a part"] = labels_of(lambda: whole[0](x, "method"))
+            whole.forward = lambda x: whole[0](x, "method")  # type: ignore[method-assign]
+            found["the whole"] = labels_of(lambda: whole(x))
     return found
 
 
@@ -137,6 +141,8 @@ def test_a_call_has_the_name_of_its_module_and_so_has_what_a_checkpoint_runs_aga
             "hidden": ["Caller: Caller"],
             "checkpointed": [None, None],
             "no module": [None],
+            "a part": ["Caller"],
+            "the whole": ["Sequential.0"],
         }
 
 

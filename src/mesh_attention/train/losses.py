@@ -28,6 +28,7 @@ _LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some doze
 
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
+_COMPARED = {"weight": "weight", "bias": "bias", "few_weight": "second matrix of low_rank"}
 
 
 def cross_entropy(
@@ -52,8 +53,9 @@ def cross_entropy(
         "shape": [*tokens.shape, factors.x.shape[1]],
         "dtype": str(factors.x.dtype),
     }
-    if factors.weight is not None:
-        statement["shape of the weight"] = list(factors.weight.shape)
+    for name, factor in factors._asdict().items():
+        if factor is not None and name in _COMPARED:
+            statement[f"shape of the {_COMPARED[name]}"] = list(factor.shape)
     return means.mean(
         total,
         (~targets.ignored).sum(dtype=torch.float64),

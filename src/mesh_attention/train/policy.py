@@ -41,9 +41,9 @@ def log_probs(
         raise MeshAttentionError("bias without a weight: logits have it already")
     if reduce is not None:
         refuse_reduce(reduce)
-    unknown = [name for name in statistics if name not in STATISTICS]
-    if unknown:
-        raise MeshAttentionError(f"statistics={unknown}: must be among {', '.join(STATISTICS)}")
+    names = [*STATISTICS]
+    if not isinstance(statistics, list | tuple) or any(name not in names for name in statistics):
+        raise MeshAttentionError(f"statistics={statistics!r}: give a list of {', '.join(names)}")
     head, name = None if weight is None else (weight, bias, None), "hidden_or_logits"
     factors, tokens = whole_inputs(ranks, name, x, tokens, head, reduce)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)

@@ -20,8 +20,10 @@ _BACKWARD = _engine_run_backward.__code__
 # A checkpointed function runs again without what was around it, and must have the same label.
 _ENDS = (unwrap(checkpoint).__code__, _BACKWARD)
 
-# Kept: a layer that is checkpointed runs again without the model that it is a part of.
-_NAMES: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+# By model and part. A layer that is checkpointed runs again in a backward pass, without the model
+# that it is a part of: then its name is that of its latest forward pass.
+_PARTS: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
+_LATEST: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
 
 def running_module(frame: FrameType | None) -> str | None:
@@ -29,20 +31,26 @@ def running_module(frame: FrameType | None) -> str | None:
     come to `frame`; None in a function that is checkpointed or called outside any module."""
     while frame is not None and frame.f_code not in _ENDS:
         if frame.f_code is _CALL:
-            module = frame.f_locals["self"]
-            return _NAMES.get(module) or _named(module, frame)
+            return _named(frame.f_locals["self"], frame)
         frame = frame.f_back
     return None
 
 
-def _named(module: Module, frame: FrameType | None) -> str:
-    model = module
-    while frame is not None and frame.f_code is not _BACKWARD:
+def _named(module: Module, inner: FrameType) -> str:
+    outermost, frame = inner, inner.f_back
+    while frame is not None:
+        if frame.f_code is _BACKWARD and module in _LATEST:
+            return _LATEST[module]
         if frame.f_code is _CALL:
-            model = frame.f_locals["self"]
+            outermost = frame
         frame = frame.f_back
-    kind = type(model).__name__
-    for name, part in model.named_modules():
-        _NAMES[part] = f"{kind}.{name}" if name else kind
-    # A module that the model does not have among its own.
-    return _NAMES.setdefault(module, f"{kind}: {type(module).__name__}")
+    model: Module = outermost.f_locals["self"]
+    kind, parts = type(model).__name__, _PARTS.get(model)
+    if parts is None or module not in parts:
+        parts = _PARTS[model] = WeakKeyDictionary()
+        for name, part in model.named_modules():
+            parts[part] = f"{kind}.{name}" if name else kind
+        # A module that the model does not have among its own.
+        parts.setdefault(module, f"{kind}: {type(module).__name__}")
+    _LATEST[module] = parts[module]
+    return parts[module]
