@@ -47,9 +47,16 @@ result is not timed. ring-flash-attention and yunchang use PyTorch's flash kerne
 (`benchmarks/flash_attn_shim.py`), because flash-attn could not be installed; with flash-attn 3 they
 would be faster. TransformerEngine, Megatron and MagiAttention were not run.
 
-Repeat it with `make compare`: in minutes on a GPU, otherwise over gloo in float32. There flash
-kernels are missing, and the rings of the two libraries give wrong results (they add up in views of
-buffers that bfloat16 would copy).
+Repeat it with `make compare`: in minutes on a GPU, otherwise over gloo in float32; as root over
+shaped links with `make compare MBIT=200`.
+"""
+
+SHAPED = """## Over links of {links}
+
+Processes on one computer, each in a network namespace of its own, float32. The network is the
+bottleneck here, as on a slow cluster, so times follow bytes and how well they are hidden. Flash
+kernels are missing on CPUs. The rings of the two libraries give wrong results in float32, because
+they add up in views of buffers that bfloat16 would copy.
 """
 
 
@@ -58,24 +65,32 @@ def main() -> None:
 
 
 def page() -> str:
-    files = sorted(RESULTS.glob("*-peer-libraries-h200*.json"))
+    parts = [INTRODUCTION, *_tables("h200*", "##")]
+    parts.append(SHAPED.format(links="200 Mbit/s a rank"))
+    parts += _tables("shaped-links", "###")
+    parts.append(
+        "A dash: not run. Window: an eighth of the tokens. Packed: four documents. The files hold "
+        "each round, forward and backward apart, bytes, errors and settings. "
+        "Written by `python docs/make_peers.py`.\n"
+    )
+    return "\n".join(parts)
+
+
+def _tables(which: str, heading: str) -> Iterator[str]:
+    """A table for each size in the results of this name, then their files and machines."""
+    files = sorted(RESULTS.glob(f"*-peer-libraries-{which}.json"))
     results = [json.loads(file.read_text()) for file in files]
     results.sort(key=lambda result: str(result["date"]))  # of a cell that ran twice the newest
     cells = {_key(cell): cell for result in results for cell in result["cells"]}
     timed = [cell for cell in cells.values() if "contestants" in cell]
-    parts = [INTRODUCTION]
+    dtype = "float32" if which == "shaped-links" else "bfloat16"
     for sizes in dict.fromkeys(_sizes(cell) for cell in timed):
-        parts.append(f"## {sizes}\n\n" + "\n".join(_table(timed, sizes)) + "\n")
+        yield f"{heading} {sizes}, {dtype}\n\n" + "\n".join(_table(timed, sizes)) + "\n"
     machines = dict.fromkeys(
         f"{result['device']}, {result['machine']}, {result['date'][:10]}" for result in results
     )
-    parts.append(
-        "A dash: not run. Window: an eighth of the tokens. Packed: four documents. Medians "
-        "of rounds; each round, bytes, errors and settings are in "
-        f"{', '.join(f'`benchmarks/results/{file.name}`' for file in files)}.\n\n"
-        f"Machine: {'; '.join(machines)}. Written by `python docs/make_peers.py`.\n"
-    )
-    return "\n".join(parts)
+    names = ", ".join(f"`benchmarks/results/{file.name}`" for file in files)
+    yield f"Machine: {'; '.join(machines)}. Results: {names}.\n"
 
 
 def _key(cell: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -84,7 +99,7 @@ def _key(cell: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _sizes(cell: Mapping[str, Any]) -> str:
     heads = f"{cell['heads']} heads of {cell['dim']}, {cell['kv_heads']} KV heads"
-    return f"{cell['tokens'] // 1024}K tokens, {heads}, bfloat16"
+    return f"{cell['tokens'] // 1024}K tokens, {heads}"
 
 
 def _table(cells: list[dict[str, Any]], sizes: str) -> Iterator[str]:
