@@ -83,13 +83,9 @@ def parts() -> dict[str, str]:
             ["method", "volume forward", "volume backward"],
             [[f"`{m.name}`", *map(formula, VOLUMES[m.name])] for m in methods],
         ),
-        (
-            ["method", "causal", "GQA", "uneven lengths", "layouts"],
-            [[f"`{m.name}`", *supported(m)] for m in methods],
-        ),
     )
     return {
-        "methods.md": "\n\n".join(table(head, rows) for head, rows in of_methods),
+        "methods.md": "\n\n".join((*(table(*rows) for rows in of_methods), supported_by_all())),
         "options.md": table(["option", "what it says", "methods"], option_rows()),
     }
 
@@ -143,15 +139,23 @@ def moved_by(method: Method) -> str:
     return ", ".join(word for kind, word in words.items() if kind in kinds)
 
 
-def supported(method: Method) -> list[str]:
-    causal = Mask(causal=True)
-    layouts = [kind for kind in LayoutKind if proven(method, problem(), causal, **_layout(kind))]
-    return [
-        _yes(proven(method, problem(), causal)),
-        _yes(proven(method, problem(gqa=True), Mask())),
-        _yes(proven(method, problem(uneven=True), Mask())),
-        ", ".join(layouts),
+def supported_by_all() -> str:
+    causal, methods = Mask(causal=True), METHODS.values()
+    cases = {
+        "causal masks": (problem(), causal),
+        "GQA": (problem(gqa=True), Mask()),
+        "uneven lengths": (problem(uneven=True), Mask()),
+    }
+    words = [word for word, case in cases.items() if all(proven(m, *case) for m in methods)]
+    layouts = [
+        kind
+        for kind in LayoutKind
+        if all(proven(m, problem(), causal, **_layout(kind)) for m in methods)
     ]
+    return (
+        f"Every method has {', '.join(words)} and the layouts {', '.join(layouts)}: `verify` proves "
+        "such plans, forward and backward."
+    )
 
 
 def proven(method: Method, sized: Problem, mask: Mask, **options: Any) -> bool:
@@ -169,10 +173,6 @@ def _layout(kind: LayoutKind) -> dict[str, Any]:
     pieces = list(pairwise(cuts))
     owned = tuple((pieces[g + PROBE_RANKS], pieces[g]) for g in range(PROBE_RANKS))
     return {"layout": kind, "stretches": owned}
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def option_rows() -> list[list[str]]:
