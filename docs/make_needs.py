@@ -14,10 +14,9 @@ PAGE, DATA = FOLDER / "needs.md", FOLDER / "needs.toml"
 
 INTRODUCTION = """# Needs and their tests
 
-This page answers: which problems users of such libraries report, which test shows that each does
-not happen here, and what is not met. The statements come from about 120 public issue threads, most
-painful first; tests refer to their numbers. Tests are in `tests/`; those in `gpu/` need a GPU
-(`make test-gpu`). For faults of ranks see [guarantees](guarantees.md).
+What users of such libraries suffer from, in about 120 public issue threads, most painful first, and
+the test that shows that it does not happen here. Tests are in `tests/`; those in `gpu/` need a GPU
+(`make test-gpu`). Faults of ranks: [guarantees](guarantees.md).
 
 Written by `python docs/make_needs.py` from `docs/needs.toml`.
 """
