@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     (folder,) = arguments
     told = faults(Path(folder))
     pages = len(list(Path(folder).rglob("*.html")))
-    print("\n".join(told) or f"{pages} pages, all links are there")
+    print("\n".join(told) or f"{pages} pages, all links are there: {folder}/index.html")
     return int(bool(told))
 
 

@@ -153,8 +153,8 @@ def supported_by_all() -> str:
         if all(proven(m, problem(), causal, **_layout(kind)) for m in methods)
     ]
     return (
-        f"Every method has {', '.join(words)} and the layouts {', '.join(layouts)}: `verify` proves "
-        "such plans, forward and backward."
+        f"Every method has {', '.join(words)} and the layouts {', '.join(layouts)}: `verify` "
+        "proves such plans, forward and backward."
     )
 
 

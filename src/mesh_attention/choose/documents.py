@@ -176,8 +176,8 @@ def _score(method: str, cost: Cost) -> float:
 
 
 def _reason(best: _LayoutBoard, boards: Sequence[_LayoutBoard], asked: Sequence[Problem]) -> str:
-    """Such as: ulysses: 3.1 ms forward and backward of 2 layers (others: mesh ... 4.2 ms); work
-    max/mean 1.00, a rank receives up to 12.0 MiB."""
+    """Such as: ulysses: 3.1 ms modelled for 2 layers, forward and backward (others: mesh 4.2 ms);
+    work max/mean 1.00, a rank receives up to 12.0 MiB."""
     chosen = list(dict.fromkeys(best.words(best.best_method(problem)) for problem in asked))
     costs = [best.cost(problem) for problem in asked]
     total = sum(cost.seconds for cost in costs)
@@ -187,7 +187,8 @@ def _reason(best: _LayoutBoard, boards: Sequence[_LayoutBoard], asked: Sequence[
     against = f" (others: {', '.join(others)})" if others else ""
     received = max(cost.received_bytes for cost in costs) / 2**20
     return (
-        f"{' and '.join(chosen)}: {total * 1e3:.3g} ms forward and backward of {layers}{against}; "
+        f"{' and '.join(chosen)}: {total * 1e3:.3g} ms modelled for {layers}, "
+        f"forward and backward{against}; "
         f"work max/mean {max(cost.unevenness for cost in costs):.3f}, a rank receives up to "
         f"{received:.3g} MiB a layer forward"
     )

@@ -76,8 +76,8 @@ class Outcome(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    pictures = _draw(args.output)
     with local_ranks(NUM_RANKS, len(CASES)) as run_on_ranks:
+        pictures = _draw(args.output)
         outcomes = [
             _outcome(case, run_on_ranks(case.title, _run_case, case.options)) for case in CASES
         ]

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "--help-all", "--all", "help"):
         print(_help())
         return 0
     name, *rest = words

@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "accelerate"):
+        if error.name not in ("torch", "transformers", "accelerate"):
             raise
         raise MissingPackageError(
             f"{error.name} is not installed: pip install 'transformers>=5.3,<6' 'accelerate>=1.13'"
