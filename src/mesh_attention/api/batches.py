@@ -118,10 +118,11 @@ class Batches:
 
         If a loss depends on the result, `grad` must say which gradient each rank's part gets:
 
-        "sum"   of all ranks' losses, added up. For a loss that every rank computes alike, under DDP
-                or FSDP2 over the group, which divide by its size
-        "mean"  that sum divided by the number of ranks. For such a loss, if you add up gradients
-        "own"   of this rank's loss; nothing is sent. Likewise
+        "sum"   those of all ranks' losses, added up. For a loss that every rank computes alike,
+                under DDP or FSDP2 over the group, which divide by its size
+        "mean"  that sum divided by the number of ranks. For such a loss, if you add up gradients of
+                parameters
+        "own"   that of this rank's loss; nothing is sent. For the same case as "mean"
         """
         calls = self._calls
         shards = calls.shards(documents)
@@ -151,7 +152,7 @@ class Batches:
         self, position_ids: Tensor, *, side: Side = "q", documents: Documents | None = None
     ) -> None:
         """Raises on all ranks unless `position_ids`, (..., local tokens), are those of this rank's
-        tokens. The error names the layout that they belong to. Give it what RoPE is given, once,
+        tokens. The error names the layout that they belong to. Pass what you pass to RoPE, once,
         after a port. Ranks wait for each other, and for the device."""
         calls = self._calls
         calls.user.refuse_if_closed()

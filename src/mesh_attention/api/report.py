@@ -1,4 +1,4 @@
-"""What a `ContextParallel` tells of itself: bytes, kernels and transports, planned and real."""
+"""What a `ContextParallel` reports: bytes, kernels and transports, planned and real."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Reports:
 
     @property
     def choice(self) -> str:
-        """In a line: method and setting of the latest call, and how they were chosen. Before the
-        first call those of `plan`, if sizes were given."""
+        """A line: method and setting of the latest call, and how they were chosen. Before the first
+        call those of `plan`, if the object has sizes."""
         calls = self._calls
         why = calls.chosen_by or "as asked for"
         if calls.batch is not None:
@@ -59,8 +59,8 @@ class Reports:
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For the latest call of each pass and each kind of block: which kernels were asked, and
-        why one was chosen. Experimental."""
+        """For the latest call of each pass and each kind of block: which kernels were considered,
+        and why one was chosen. Experimental."""
         return {
             f"{direction} {kind}": reasons
             for direction, report in self._calls.user.reports.items()
@@ -69,8 +69,7 @@ class Reports:
 
     def memory(self, *, layers: int = 1) -> dict[str, PassMemory]:
         """For the latest call of each pass: bytes that it takes on this rank's device besides your
-        tensors. `layers`: how many layers keep rows for the backward pass at the same time. Tables
-        of masks count as far as they have been made."""
+        tensors. `layers`: how many layers keep rows for the backward pass at the same time."""
         number("layers", layers)
         memory = {str(d): report.memory for d, report in self._calls.user.reports.items()}
         return {name: replace(x, kept_bytes=layers * x.kept_bytes) for name, x in memory.items()}

@@ -198,10 +198,10 @@ class Training:
         """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
         `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
 
-        From logits, or with a `weight` from hidden states, whose logits are then there in chunks,
-        and made again in the backward pass. Logits are divided by `temperature`, after `softcap`.
-        Nothing is sent, unless FSDP2 holds the weight in parts, which are gathered: `reduce` then
-        says what becomes of its gradient, as it does in `token_mean`.
+        Takes logits, or hidden states and a `weight`: then logits are made in chunks, and again in
+        the backward pass. Logits are divided by `temperature`, after `softcap`. Nothing is sent,
+        unless FSDP2 holds the weight in parts, which are gathered: `reduce` then says what becomes
+        of its gradient, as it does in `token_mean`.
 
         statistics  what is returned besides, for each token and without gradients: "is_top1",
                     whether it is the most likely one; "mean_logits", over the vocabulary;
@@ -235,13 +235,13 @@ class Training:
         documents: Documents | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
-        """The mean of this and all other ranks' values (batch, local tokens) where `mask` is true,
-        as policy losses need it: `reduce`, `data_parallel` and the result as in `cross_entropy`.
-        Padding counts nowhere, if `documents` or the sizes of this object say what it is.
+        """The mean of all ranks' values (batch, local tokens) where `mask` is true, for policy losses;
+        `reduce`, `data_parallel` and the result as in `cross_entropy`. Padding does not count if
+        `documents` or the sizes of this object say where it is.
 
-        per="sequence": the mean over documents, those of `documents` (of a batch) in each row, of
-        the means over their tokens, wherever these lie; documents in which the mask is false do
-        not count. `num_targets` then counts sequences, of all accumulated batches.
+        per="sequence": the mean over documents of the mean over each document's tokens. `documents`
+        says where they lie; those in which the mask is false do not count. `num_targets` then
+        counts sequences, of all accumulated batches.
         """
         shards = None
         if per == "sequence" or documents is not None or self._calls.fixed is not None:
@@ -281,9 +281,9 @@ class Training:
             self.tiled_mlp = cp.tiled(self.mlp)  # in a model, or from outside:
             layer.mlp.forward = cp.tiled(layer.mlp.forward)  # also if fully_shard has it
 
-        The backward pass computes each tile again. Results are those of the whole up to what
-        matrix products make of fewer rows; gradients of parameters are sums over tiles, in float32
-        or wider. What mixes tokens is refused where it can be seen.
+        The backward pass computes each tile again. Results equal those of the whole block up to
+        rounding; gradients of parameters are sums over tiles, in float32 or wider. Modules that mix
+        tokens are refused; functions that do are not detected.
         """
         return Tiled(block, tokens)
 
