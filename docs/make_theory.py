@@ -16,7 +16,7 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import least_bytes, unit_bytes
 
 PAGE = Path(__file__).with_name("theory.md")
-RANKS = (8, 16, 64, 128, 256, 1024, 4096)
+RANKS = (8, 64, 128, 256, 4096)
 BEGIN, END = "<!-- Made by docs/make_theory.py: begin -->\n", "<!-- end -->\n"
 TOKENS = 2048  # a rank; units do not depend on it
 KEEPS = ("gathered", "exchanged", "shards")

@@ -235,9 +235,9 @@ class Training:
         documents: Documents | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
-        """The mean of all ranks' values (batch, local tokens) where `mask` is true, for policy losses;
-        `reduce`, `data_parallel` and the result as in `cross_entropy`. Padding does not count if
-        `documents` or the sizes of this object say where it is.
+        """The mean of all ranks' values (batch, local tokens) where `mask` is true, for policy
+        losses: `reduce`, `data_parallel` and the result as in `cross_entropy`. Padding does not
+        count if `documents` or the sizes of this object say where it is.
 
         per="sequence": the mean over documents of the mean over each document's tokens. `documents`
         says where they lie; those in which the mask is false do not count. `num_targets` then
