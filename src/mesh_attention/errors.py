@@ -31,5 +31,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("zigzg", ["zigzag", "striped"]), did_you_mean("?", ["zigzag"])
     (' (did you mean zigzag?)', '')
     """
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
