@@ -59,8 +59,8 @@ class Reports:
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For the latest call of each pass and each kind of block: which kernels were considered,
-        and why one was chosen. Experimental."""
+        """For the latest call of each pass and each kind of block: which kernels were asked, and
+        why one was chosen. Experimental."""
         return {
             f"{direction} {kind}": reasons
             for direction, report in self._calls.user.reports.items()
