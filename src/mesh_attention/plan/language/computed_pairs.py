@@ -19,10 +19,11 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
+from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_blocks, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
+_FEW_BLOCKS = 4  # are counted faster as runs
 
 
 class OwnedRows:
@@ -156,22 +157,29 @@ class CallPairs:
 def _visible_pairs(
     q_layout: Layout, kv_layout: Layout, queries: Spans, keys: Spans, mask: RowRanges
 ) -> int:
-    return num_visible(_runs_of(q_layout, queries), _runs_of(kv_layout, keys), mask)
+    q, k = _runs_of(q_layout, queries), _runs_of(kv_layout, keys)
+    if isinstance(q, list) or isinstance(k, list):
+        return num_visible(_as_runs(q), _as_runs(k), mask)
+    return pairs_of_blocks(q, k, mask)
 
 
 @lru_cache(maxsize=512)
-def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
-    """The positions of intervals of places, as few runs as join simply, in any order."""
+def _runs_of(layout: Layout, spans: Spans) -> list[Run] | Array:
+    """The positions of intervals of places, as few runs as join simply, in any order; many blocks
+    as an array of their starts and stops, in order."""
     blocks = layout.blocks_of(spans)
     if blocks is None:
         return _join([run for span in spans for run in layout.runs(*span)])
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(blocks):
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return [Run(start, stop - start) for start, stop in joined]
+    starts, stops = np.array(sorted(blocks), dtype=np.int64).T
+    new = np.append(True, starts[1:] != stops[:-1])
+    joined = np.stack([starts[new], stops[np.append(new[1:], True)]], 1)
+    return joined if len(joined) > _FEW_BLOCKS else _as_runs(joined)
+
+
+def _as_runs(side: list[Run] | Array) -> list[Run]:
+    if isinstance(side, list):
+        return side
+    return [Run(start, stop - start) for start, stop in side.tolist()]
 
 
 def _join(runs: list[Run]) -> list[Run]:

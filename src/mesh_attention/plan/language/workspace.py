@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -104,27 +104,50 @@ _MANY = 8  # fewer pieces of one operation are looked at one by one
 
 Heads = tuple[int, int] | None
 Area = tuple[str, Heads, int, int]  # a piece as plain values: buffer, heads, first row and last
-Uses = dict[Heads, list[tuple[int, int, int]]]  # by heads: rows, and the operation that used them
+Rows = list[tuple[int, int, int]]  # first and last, and the operation that used them
+
+
+class _Uses(dict[Heads, Rows]):
+    """By heads. `wide`: those that are more than a single head."""
+
+    def __init__(self) -> None:
+        self.wide: list[Heads] = []
+
+    def __missing__(self, heads: Heads) -> Rows:
+        if not is_single(heads):
+            self.wide.append(heads)
+        rows = self[heads] = Rows()
+        return rows
+
+    def that_may_overlap(self, heads: Heads) -> Iterable[Heads]:
+        """Many slices of single heads are not looked through one by one."""
+        if not is_single(heads):
+            return self
+        return (heads, *self.wide) if heads in self else self.wide
+
+
+def is_single(heads: Heads) -> bool:
+    return heads is not None and heads[1] - heads[0] == 1
 
 
 @dataclass(slots=True)
 class _History:
     """The uses of one buffer. Most share a few slices of heads, which are compared once."""
 
-    reads: Uses = field(default_factory=dict)
-    writes: Uses = field(default_factory=dict)
+    reads: _Uses = field(default_factory=_Uses)
+    writes: _Uses = field(default_factory=_Uses)
 
     def write(self, heads: Heads, start: int, stop: int, at: int) -> None:
         """Remember this write, and forget earlier uses inside the same piece: whatever overlaps
         them overlaps this write, which waited for them. Otherwise long programs would take
         quadratic time."""
-        single = heads is not None and heads[1] - heads[0] == 1  # no other heads lie inside
+        single = is_single(heads)  # no other heads lie inside
         for uses in (self.reads, self.writes):
             for others in (heads,) if single else uses:
                 rows = uses.get(others)
                 if rows and (single or _inside(others, heads)):
                     rows[:] = [row for row in rows if row[0] < start or stop < row[1]]
-        self.writes.setdefault(heads, []).append((start, stop, at))
+        self.writes[heads].append((start, stop, at))
 
 
 def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +186,7 @@ class _Waits:
             _find(waits, history[area[0]].writes, area)
             _find(waits, history[area[0]].reads, area)
         for buffer, heads, start, stop in taken:
-            history[buffer].reads.setdefault(heads, []).append((start, stop, at))
+            history[buffer].reads[heads].append((start, stop, at))
         for buffer, heads, start, stop in written:
             history[buffer].write(heads, start, stop, at)
         if not waits:
@@ -187,12 +210,12 @@ class _Waits:
         self._places.append((start, stop, self._history[name]))
 
 
-def _find(waits: set[int], uses: Uses, area: Area) -> None:
+def _find(waits: set[int], uses: _Uses, area: Area) -> None:
     """Add the operations whose uses overlap this area."""
     _, heads, start, stop = area
-    for others, rows in uses.items():
+    for others in uses.that_may_overlap(heads):
         if heads is None or others is None or (others[0] < heads[1] and heads[0] < others[1]):
-            for a, b, at in rows:
+            for a, b, at in uses[others]:
                 if a < stop and start < b:
                     waits.add(at)
 
@@ -211,7 +234,7 @@ def together(pieces: Sequence[Piece]) -> list[Area]:
     by_rows: dict[tuple[str, int, int], list[tuple[int, int]]] = defaultdict(list)
     made: list[Area] = []
     for (buffer, heads), rows in by_heads.items():
-        for start, stop in _merged(rows):
+        for start, stop in rows if len(rows) == 1 else _merged(rows):
             if heads is None:
                 made.append((buffer, None, start, stop))
             else:

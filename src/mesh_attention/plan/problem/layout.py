@@ -32,6 +32,7 @@ from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.runs import Run, clip_run
 from mesh_attention.plan.problem.spans import Spans, joined
 
+_MANY_SPANS = 16  # fewer are looked at faster one by one
 MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow
 Stretches = tuple[tuple[tuple[int, int], ...], ...]  # intervals of positions, of each rank
 
@@ -202,16 +203,24 @@ class Layout:
         if self.kind is not LayoutKind.ZIGZAG:
             return None
         half, last = self.slots // 2, 2 * self.num_ranks - 1
-        blocks = []
-        for start, stop in spans:
-            while start < stop:
-                index, within = divmod(start, half)
-                end = min(stop, start - within + half)
-                rank, high = divmod(index, 2)
-                position = (last - rank if high else rank) * half + within
-                blocks.append((position, position + end - start))
-                start = end
-        return blocks
+        if len(spans) < _MANY_SPANS:
+            cut = [
+                (index, max(start - index * half, 0), min(stop - index * half, half))
+                for start, stop in spans
+                for index in range(start // half, -(-stop // half))
+            ]
+            firsts = [(last - x // 2 if x % 2 else x // 2) * half for x, _, _ in cut]
+            return [(at + a, at + b) for at, (_, a, b) in zip(firsts, cut, strict=True)]
+        starts, stops = np.array(spans, dtype=np.int64).T
+        first = starts // half
+        count = -(-stops // half) - first
+        of = np.repeat(np.arange(len(count)), count)
+        index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
+        rank, high = np.divmod(index, 2)
+        shift = (np.where(high, last - rank, rank) - index) * half
+        starts = np.maximum(starts[of], index * half) + shift
+        stops = np.minimum(stops[of], (index + 1) * half) + shift
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:

@@ -84,6 +84,15 @@ class RowRanges:
         first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
+    def segments_of(self, blocks: Sequence[tuple[int, int]]) -> list[Segment]:
+        """Those that may hold queries of these stretches."""
+        starts, stops = np.array(blocks, dtype=np.int64).T
+        first = np.maximum(np.searchsorted(self._starts, starts, side="right") - 1, 0)
+        edges = np.zeros(len(self.segments) + 1, dtype=np.int64)
+        np.add.at(edges, first, 1)
+        np.subtract.at(edges, np.searchsorted(self._starts, stops), 1)
+        return [self.segments[at] for at in np.flatnonzero(np.cumsum(edges) > 0)]
+
     def lines(self, at: Array) -> tuple[tuple[Array, ...], ...]:
         """lo, its slope, hi and its slope of these segments, interval by interval; an interval that
         a segment does not have is empty."""

@@ -158,8 +158,13 @@ def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) ->
         return int(visible_pairs(queries, keys, rows).sum())
     if not queries or not keys:
         return 0
-    k = np.array(sorted(block for run in keys for block in run.blocks()), dtype=np.int64)
-    q = np.array([block for run in queries for block in run.blocks()], dtype=np.int64)
+    q, k = (sorted(x for run in side for x in run.blocks()) for side in (queries, keys))
+    return pairs_of_blocks(np.array(q, dtype=np.int64), np.array(k, dtype=np.int64), rows)
+
+
+def pairs_of_blocks(q: Array, k: Array, rows: RowRanges) -> int:
+    """All visible pairs of blocks of queries and of keys: arrays of starts and stops, those of keys
+    in order."""
     below = _KeysBelow(k)
     starts, stops = rows.edges
     first = np.maximum(np.searchsorted(starts, q[:, 0], side="right") - 1, 0)

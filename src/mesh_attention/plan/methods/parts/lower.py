@@ -18,7 +18,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -55,6 +54,7 @@ class Queries:
     list: RowList
     rows: RowRanges
     some: tuple[int, int] = (0, 0)  # no query sees a key outside
+    every: tuple[int, int] = (0, 0)  # every query sees all keys inside
     pieces: SegmentPieces | None = None
 
     @staticmethod
@@ -62,11 +62,12 @@ class Queries:
         if not q.blocks:
             return Queries(q, rows, (0, rows.kv_tokens))
         pieces = SegmentPieces.of(q.blocks, rows)
+        every = int(pieces.lo_last[0].max()), int(pieces.hi_first[0].min())
         sees = pieces.lo_first < pieces.hi_last
         if not sees.any():
             return Queries(q, rows)
         some = int(pieces.lo_first[sees].min()), int(pieces.hi_last[sees].max())
-        return Queries(q, rows, some, pieces)
+        return Queries(q, rows, some, every, pieces)
 
 
 def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
@@ -74,6 +75,8 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     if k.first >= q.some[1] or k.last < q.some[0]:
         return ()
     rows, calls = (0, q.list.num_rows, 0, k.num_rows), None
+    if q.every[0] <= k.first and k.last < q.every[1]:
+        return (Call(CallKind.FULL, *rows),)
     if q.pieces is not None and k.blocks and len(q.list.blocks) * len(k.blocks) <= MAX_PAIRS:
         calls = _calls(q.pieces, k, q.rows)
     if calls is None:
@@ -101,8 +104,7 @@ class SegmentPieces:
 
     @staticmethod
     def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
-        indices = {at for block in blocks for at in rows.segments_between(*block)}
-        return _pieces([rows.segments[at] for at in sorted(indices)], blocks, (), rows)
+        return _pieces(rows.segments_of(blocks), blocks, (), rows)
 
     def picture(self, keys: BlockList) -> bytes | None:
         """For each (piece, key block) 1 if all is visible and 0 if nothing is, row by row; None
@@ -122,13 +124,35 @@ class SegmentPieces:
                 cells.append(seen)
         return bytes(cells)
 
-    def see(self, keys: BlockList) -> bool:
+    def see(self, starts: Array, stops: Array) -> bool:
         """Whether any of these queries sees any of these keys."""
-        starts, stops = np.array(keys, dtype=np.int64).T
         return any(
             bool(((starts < hi[:, None]) & (stops > lo[:, None])).any())
             for lo, hi in zip(self.lo_first, self.hi_last, strict=True)
         )
+
+    def shatter(self, starts: Array, stops: Array) -> bool:
+        """Whether the cells would be more calls than are wanted, known without them: rows of which
+        the last key that all see is another, or that some see, are in other rectangles. Cells are
+        cut where pieces begin and keys end. Only for rows that see keys from one place on."""
+        if len(self.lo_first) > 1 or (self.lo_first != self.lo_last).any():
+            return False
+        order = np.argsort(starts)
+        starts, stops = starts[order], stops[order]
+        before = np.concatenate([[0], np.cumsum(stops - starts)])
+
+        def number(ends: Array) -> Array:
+            """Of keys before each of these positions."""
+            at = np.searchsorted(starts, ends)
+            keys: Array = before[at] - (at > 0) * np.maximum(stops[at - 1] - ends, 0)
+            return keys
+
+        low, high = np.sort(self.hi_first[0]), np.sort(self.hi_last[0])
+        at = np.searchsorted(low, stops, "right") > np.searchsorted(high, stops, "right")
+        by_all, by_some = number(np.append(low - 1, stops[at])), np.append(high, stops[at])
+        by_some = number(by_some)[number(by_some) > number(by_some - 1)]
+        # One of the first may be no key.
+        return len(np.unique(by_all)) - 1 + len(np.unique(by_some)) > MAX_CALLS
 
 
 def _pieces(
@@ -146,8 +170,11 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
     picture = q.picture(keys)
     if picture is not None:
         return full_calls(picture, q.first_rows, k.first_rows)
-    if not q.see(keys):
+    starts, stops = np.array(keys, dtype=np.int64).T
+    if not q.see(starts, stops):
         return ()
+    if q.shatter(starts, stops):
+        return (Call(CallKind.RANGE, 0, q.first_rows[-1], 0, k.num_rows),)
     if len(q.near) > _MOST_SEGMENTS:
         return None
     q_cuts, k_cuts = _cuts(q, keys, rows)
@@ -171,15 +198,17 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
 
 def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
     """Starts and stops of the pieces, and the first row of each and one past the last."""
-    pieces = [
-        piece
-        for start, stop in blocks
-        for piece in pairwise(
-            (start, *cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop)
-        )
-    ]
-    starts, stops = np.array(pieces, dtype=np.int64).T
-    return starts, stops, tuple(accumulate((b - a for a, b in pieces), initial=0))
+    (starts, stops), at = np.array(blocks, dtype=np.int64).T, np.array(cuts, dtype=np.int64)
+    first = np.searchsorted(at, starts, "right")
+    count = np.searchsorted(at, stops) - first + 1
+    of = np.repeat(np.arange(len(count)), count)
+    index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)  # of a piece in a block
+    edges = np.append(at, 0)[first[of] + index]  # its end, but for the last of a block
+    is_last = index + 1 == count[of]
+    ends = np.where(is_last, stops[of], edges)
+    begins = np.where(index == 0, starts[of], np.roll(ends, 1))
+    rows = np.append(0, np.cumsum(ends - begins))
+    return begins, ends, tuple(rows.tolist())
 
 
 def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int], list[int]]:
