@@ -58,7 +58,8 @@ def test_gradients_are_read_only_where_they_are_added_to(fresh_q: bool, fresh_kv
 
 def left_after_a_write(before: Piece, written: Piece) -> bool:
     """Whether an earlier read is still remembered."""
-    history = _History(reads={before.heads: [(before.start, before.stop, 0)]})
+    history = _History()
+    history.reads[before.heads].append((before.start, before.stop, 0))
     history.write(written.heads, written.start, written.stop, 1)
     assert history.writes == {written.heads: [(written.start, written.stop, 1)]}
     return any(history.reads.values())

@@ -97,17 +97,20 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
             yield cut
 
 
-def finer_and_coarser(chunks: tuple[int, int]) -> list[tuple[int, int]]:
-    """With twice and half as many chunks of what is cut.
+Chunks = tuple[int, int]
 
-    >>> finer_and_coarser((1, 2)), finer_and_coarser((1, 1))
-    ([(1, 4), (1, 1)], [(2, 1), (1, 2)])
+
+def coarser_and_finer(chunks: Chunks) -> list[tuple[Chunks | None, Chunks]]:
+    """With half and twice as many chunks, of each side that is cut.
+
+    >>> coarser_and_finer((1, 2)), coarser_and_finer((1, 1))
+    ([((1, 1), (1, 4))], [(None, (2, 1)), (None, (1, 2))])
     """
     q, kv = chunks
     if q == kv == 1:
-        return [(2, 1), (1, 2)]
-    finer = [(2 * q, kv)] * (q > 1) + [(q, 2 * kv)] * (kv > 1)
-    return finer + [(q // 2, kv)] * (q > 1) + [(q, kv // 2)] * (kv > 1)
+        return [(None, (2, 1)), (None, (1, 2))]
+    by_queries: list[tuple[Chunks | None, Chunks]] = [((q // 2, kv), (2 * q, kv))]
+    return by_queries * (q > 1) + [((q, kv // 2), (q, 2 * kv))] * (kv > 1)
 
 
 def variants_of(

@@ -24,11 +24,11 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, shows_little
-from mesh_attention.choose.cuts import cuts_of, finer_and_coarser, variants_of
+from mesh_attention.choose.cuts import coarser_and_finer, cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.planning import PLACES, tokens_stay
+from mesh_attention.cost.planning import PLACES, Compiled, compiled_for, tokens_stay
 from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -155,13 +155,17 @@ class PassSearch:
         return min(taken, key=lambda scored: scored.score, default=None)
 
     def _refine(self, shape: Shape) -> None:
-        """The best cut of a shape with more and with fewer chunks."""
+        """The best cut of a shape with fewer and with more chunks. More hide less and less: where
+        half as many are as good, but for the tolerance, twice as many gain nothing."""
         key = _shape_key(shape.name, shape.options)
         best = next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
         if best is None or "chunks" not in best.options or "chunks" in self._asked.options:
             return
-        for chunks in finer_and_coarser(best.options["chunks"]):
-            self.attempt(shape.name, {**best.options, "chunks": chunks})
+        enough = best.seconds * (1 + self._asked.effort.tolerance)
+        for fewer, more in coarser_and_finer(best.options["chunks"]):
+            coarser = fewer and self.attempt(shape.name, {**best.options, "chunks": fewer})
+            if coarser is None or enough < coarser.seconds:
+                self.attempt(shape.name, {**best.options, "chunks": more})
 
     def _reduces_far(self, shape: Shape) -> bool:
         """Whether gradients of keys leave nodes, and may be added inside nodes first."""
@@ -217,12 +221,13 @@ class PassSearch:
         waits, sees_corners = self._may_wait(METHODS[method], setting), _meets(METHODS[method])
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
-        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
-        seen = estimate(plan, asked.cluster, self._direction, ranks=sorted(ranks), **how)
+        compiled = compiled_for(plan, self._direction, asked.cluster, asked.kernel)
+        how: Any = {"overlap": asked.overlap}
+        seen = estimate(compiled, asked.cluster, self._direction, ranks=sorted(ranks), **how)
         seconds = seen.seconds
         # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
         if waits and sees_corners and (self._best is None or (False, seconds) < self._best):
-            seconds, waits = max(seconds, self._of_corners(plan, method, setting)), False
+            seconds, waits = max(seconds, self._of_corners(compiled, method, setting)), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -246,18 +251,20 @@ class PassSearch:
             others_bytes=others_bytes,
         )
 
-    def _of_corners(self, plan: Plan, method: str, setting: Mapping[str, Any]) -> float:
+    def _of_corners(self, compiled: Compiled, method: str, setting: Mapping[str, Any]) -> float:
         """Seconds of the ranks in the corners of the grid."""
-        asked, corners = self._asked, corner_ranks(plan, method, setting)
-        how: Any = {"overlap": asked.overlap, "kernel": asked.kernel}
-        return seconds_of_few(plan, asked.cluster, self._direction, corners, **how)
+        asked, corners = self._asked, corner_ranks(compiled.plan, method, setting)
+        return seconds_of_few(
+            compiled, asked.cluster, self._direction, corners, overlap=asked.overlap
+        )
 
     def _met(self, setting: Scored) -> Scored:
         """With the waits of ranks for each other, if they can be known without a simulation."""
         if not setting.may_wait or not _meets(METHODS[setting.name]):
             return setting
         plan = self._asked.plan(self._direction, setting.name, setting.options)
-        few = self._of_corners(plan, setting.name, setting.options)
+        compiled = compiled_for(plan, self._direction, self._asked.cluster, self._asked.kernel)
+        few = self._of_corners(compiled, setting.name, setting.options)
         setting = replace(setting, seconds=max(setting.seconds, few), may_wait=False)
         self._known[setting_key(setting.name, setting.options)] = setting
         return setting

@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
-from mesh_attention.cost.planning import Compiled, collector_paused, compiled_on
+from mesh_attention.cost.planning import Compiled, collector_paused, compiled_for
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Role
@@ -40,7 +40,7 @@ class Estimate:
 
 
 def estimate(
-    plan: Plan,
+    plan: Plan | Compiled,
     cluster: Cluster,
     direction: Direction,
     *,
@@ -50,7 +50,7 @@ def estimate(
 ) -> Estimate:
     """`ranks`: those to look at."""
     with collector_paused():
-        compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
+        compiled = compiled_for(plan, direction, cluster, kernel)
         costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
         timed = [_Rank(compiled, cluster, costs, sharing, overlap, rank) for rank in ranks]
         least = max(rank.least_seconds() for rank in timed)
@@ -59,7 +59,7 @@ def estimate(
             least * _ROUNDING,
             max(rank.moving_seconds for rank in timed),
             max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
-            plan.num_ranks * max(rank.num_operations for rank in timed),
+            compiled.plan.num_ranks * max(rank.num_operations for rank in timed),
         )
 
 

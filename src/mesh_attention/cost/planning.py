@@ -133,6 +133,15 @@ def compiled_on(plan: Plan, pass_: Pass, cluster: Cluster, kernel: str | None = 
     )
 
 
+def compiled_for(
+    plan: Plan | Compiled, direction: Direction, cluster: Cluster, kernel: str | None = None
+) -> Compiled:
+    """Compiled now, or just now by whoever asks again."""
+    if isinstance(plan, Compiled):
+        return plan
+    return compiled_on(plan, plan.direction(direction), cluster, kernel)
+
+
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:
     """The kernels that ranks of a cluster would use. `kernel`: does all calls that it can do; other
     kernels do the rest."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mesh_attention.cost.operation_costs import ClusterCosts, OperationCosts
-from mesh_attention.cost.planning import Compiled, collector_paused, compiled_on
+from mesh_attention.cost.planning import Compiled, collector_paused, compiled_for, compiled_on
 from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
 from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState, Transfer
 from mesh_attention.cost.timeline import Timeline
@@ -68,7 +68,7 @@ def simulate(
 
 
 def seconds_of_few(
-    plan: Plan,
+    plan: Plan | Compiled,
     cluster: Cluster,
     direction: Direction,
     ranks: Sequence[int],
@@ -79,9 +79,9 @@ def seconds_of_few(
     """Until the last of these ranks ends if nobody waits for other ranks than these: no more than
     all ranks take. For programs without flows, whose other end may not be there."""
     with collector_paused():
-        compiled = compiled_on(plan, plan.direction(direction), cluster, kernel)
-        costs = ClusterCosts(cluster, compiled)
-        simulation = _Simulation(plan, compiled.pass_, cluster, costs, overlap, ranks, compiled)
+        compiled = compiled_for(plan, direction, cluster, kernel)
+        costs, all_of = ClusterCosts(cluster, compiled), (compiled.plan, compiled.pass_)
+        simulation = _Simulation(*all_of, cluster, costs, overlap, ranks, compiled)
         return simulation.seconds()
 
 

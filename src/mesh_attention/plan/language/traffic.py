@@ -56,32 +56,35 @@ class TrafficMeter:
     def flows(self, op: Communication) -> Flows:
         match op:
             case SendRecv():
-                sent, _ = self._size(op.sends)
-                return Flows({op.to_member: sent}, {op.from_member: self._size(op.receives)})
+                ((sent, _),), received = self._sizes([op.sends]), self._sizes([op.receives])
+                return Flows({op.to_member: sent}, {op.from_member: received[0]})
             case AllToAll():
+                sizes = enumerate(self._sizes(op.sends)), enumerate(self._sizes(op.receives))
                 return Flows(
-                    {m: self._size(pieces)[0] for m, pieces in enumerate(op.sends) if pieces},
-                    {m: self._size(pieces) for m, pieces in enumerate(op.receives) if pieces},
+                    {m: size for m, (size, _) in sizes[0] if op.sends[m]},
+                    {m: size for m, size in sizes[1] if op.receives[m]},
                 )
             case _:
-                return Flows({}, {0: self._size(move.part for move in op.moves)})
+                return Flows({}, {0: self._sizes([[move.part for move in op.moves]])[0]})
 
     def traffic(self, op: Communication, member: int, num_members: int) -> Traffic:
         return traffic_of(op, self.flows(op), member, num_members)
 
-    def _size(self, pieces: Iterable[Piece]) -> tuple[int, int]:
-        """Bytes, and the part of them that is not statistics."""
-        everything = tokens = 0
-        known = self._known
-        for piece in pieces:
-            heads, row_bytes, counts = known.get(piece.buffer) or self._rows_of(piece.buffer)
-            if piece.heads is not None:
-                heads = piece.heads[1] - piece.heads[0]
-            num_bytes = (piece.stop - piece.start) * heads * row_bytes
-            everything += num_bytes
-            if counts:
-                tokens += num_bytes
-        return everything, tokens
+    def _sizes(self, members: Iterable[Sequence[Piece]]) -> list[tuple[int, int]]:
+        """Of the pieces of each member the bytes, and the part of them that is not statistics."""
+        sizes, known = [], self._known
+        for pieces in members:
+            everything = tokens = 0
+            for piece in pieces:
+                name, of = piece.buffer, piece.heads
+                heads, row_bytes, counts = known[name] if name in known else self._rows_of(name)
+                rows = piece.stop - piece.start
+                num_bytes = rows * row_bytes * (heads if of is None else of[1] - of[0])
+                everything += num_bytes
+                if counts:
+                    tokens += num_bytes
+            sizes.append((everything, tokens))
+        return sizes
 
     def _rows_of(self, name: str) -> tuple[int, int, bool]:
         """Heads of a buffer, bytes of a row and head, and whether it holds tokens; remembered,

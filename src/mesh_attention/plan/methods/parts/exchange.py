@@ -22,7 +22,7 @@ from functools import lru_cache, partial
 from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.plan import Direction, OnDemand
 from mesh_attention.plan.language.program import AllToAll, Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.exchanged_rows import (
@@ -32,7 +32,7 @@ from mesh_attention.plan.methods.parts.exchanged_rows import (
     RelayoutRows,
     UnitRows,
 )
-from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut, heads_of_groups
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.spans import Spans, clip_spans
 
@@ -73,17 +73,16 @@ def exchange_of(
 
 @lru_cache(maxsize=8)
 def _exchange_of(group: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> HeadExchange:
-    return HeadExchange([replace(group, index=i) for i in range(group.degree)], direction, needs)
+    return HeadExchange(group, direction, needs)
 
 
 class HeadExchange:
     """What stands around a method: the caller's tensors, delta, and the rows that are exchanged."""
 
-    def __init__(
-        self, head_groups: list[HeadGroup], direction: Direction, needs: tuple[Kind, ...]
-    ) -> None:
-        first = self._first = head_groups[0]
-        self._head_groups = head_groups
+    def __init__(self, first: HeadGroup, direction: Direction, needs: tuple[Kind, ...]) -> None:
+        """`first`: the first of the head groups."""
+        self._first = first
+        self._head_groups = OnDemand(first.degree, lambda index: replace(first, index=index))
         self._outputs = _OUTPUTS[direction]
         self._inputs: tuple[Kind, ...] = _INPUTS
         kept, role = first.kept if first.is_exchanged else (), Role.KEPT
@@ -98,14 +97,15 @@ class HeadExchange:
         self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
         self._shards = first.shards or (first.q_layout, first.kv_layout)
         self.groups = self._rows.groups
-        self._replicas = replicas = KvReplicas(head_groups)
+        self._replicas = replicas = KvReplicas(first)
         self._kinds = {TO_HEADS.kind: needs, TO_TOKENS.kind: self._outputs}
         for names, kinds in ((_IN_CHUNKS, needs), (_OUT_CHUNKS[direction], self._outputs)):
             for side, name in enumerate(names):
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
         # By head group and side. Only results of KV heads that several head groups hold have parts.
         whole = [
-            tuple([Part("", side.heads, None)] for side in group.sides) for group in head_groups
+            tuple([Part("", heads, None)] for heads in of_group)
+            for of_group in heads_of_groups(first.problem, first.degree)
         ]
         self._parts = dict.fromkeys(self._kinds, replicas.parts) | dict.fromkeys(_INCOMING, whole)
         self._at_once = first.is_exchanged and first.cut is None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.methods.parts.head_group import HeadGroup, unit_rows
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_groups, unit_rows
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
 from mesh_attention.plan.problem.layout import Layout
@@ -198,12 +198,13 @@ class KvReplicas:
     arrive in copies, copy c from the c-th holder, and the owner adds them.
     """
 
-    def __init__(self, head_groups: list[HeadGroup]) -> None:
+    def __init__(self, head_group: HeadGroup) -> None:
+        groups = heads_of_groups(head_group.problem, head_group.degree)
         self._first: dict[int, int] = {}  # holder of each head
-        times = self._times = [0] * head_groups[0].problem.kv_heads
-        for group in head_groups:
-            for head in range(*group.sides[1].heads):
-                self._first.setdefault(head, group.index)
+        times = self._times = [0] * head_group.problem.kv_heads
+        for index, (_, kv_heads) in enumerate(groups):
+            for head in range(*kv_heads):
+                self._first.setdefault(head, index)
                 times[head] += 1
         # A copy has room from the first head that comes to it to the last.
         self.copies: list[tuple[int, int]] = []
@@ -220,17 +221,17 @@ class KvReplicas:
             if times[first] > 1
         ]
         self.parts = [  # of each head group: of its query heads, and of its KV heads
-            ([Part("", group.sides[False].heads, None)], self._key_parts(group))
-            for group in head_groups
+            ([Part("", heads, None)], self._key_parts(index, kv_heads))
+            for index, (heads, kv_heads) in enumerate(groups)
         ]
 
-    def _key_parts(self, group: HeadGroup) -> list[Part]:
-        low, high = held = group.sides[1].heads
+    def _key_parts(self, index: int, held: tuple[int, int]) -> list[Part]:
+        low, high = held
         if not self.copies:
             return [Part("", held, None)]
         alone = -1
         copies = [
-            group.index - self._first[head] if self._times[head] > 1 else alone
+            index - self._first[head] if self._times[head] > 1 else alone
             for head in range(low, high)
         ]
         parts = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -102,13 +102,21 @@ def unit_rows(
     unit_places: list[tuple[int, int]] = []
     member_rows: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
+    ranks = range(first, first + degree)
+    own: list[list[tuple[int, Spans]]] = [[(rank, ((0, slots),))] for rank in ranks]
+    if by_position:  # from a slot to its position, for each part
+        own = [
+            [(layout.runs(r * slots + a, r * slots + b)[0].start - a, ((a, b),)) for a, b in parts]
+            for r, parts in ((rank, layout.parts(rank)) for rank in ranks)
+        ]
     for chunk in chunks or (((0, slots),),):
-        parts = []  # (first position, places), member by member
-        for rank in range(first, first + degree):
-            place, own = rank * slots, layout.parts(rank) if by_position else ((0, slots),)
-            for a, b in chain.from_iterable(clip_spans(own, *span) for span in chunk):
-                position = layout.runs(place + a, place + a + 1)[0].start if by_position else rank
-                parts.append((position, place + a, place + b))
+        parts = [  # (first position, places), member by member
+            (shift + a, rank * slots + a, rank * slots + b)
+            for rank, of_rank in zip(ranks, own, strict=True)
+            for span in chunk
+            for shift, part in of_rank
+            for a, b in clip_spans(part, *span)
+        ]
         rows: dict[int, tuple[int, int]] = {}  # by the first place of each part
         for _, start, stop in sorted(parts):
             unit_places.append((start, stop))
@@ -118,6 +126,16 @@ def unit_rows(
             member_rows[start // slots - first].append(rows[start])
     places = tuple(unit_places) if by_position else joined(unit_places)
     return places, tuple(map(tuple, member_rows))
+
+
+@lru_cache(maxsize=64)
+def heads_of_groups(
+    problem: Problem, degree: int
+) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+    """The query heads and the KV heads of each head group."""
+    group = problem.heads_per_kv_head
+    shares = head_shares(problem.num_heads, problem.kv_heads, degree)
+    return tuple([((a, b), (a // group, -(-b // group))) for a, b in shares])
 
 
 class PassCut(NamedTuple):
@@ -146,12 +164,11 @@ class GroupSide:
     """
 
     def __init__(self, group: HeadGroup, *, keys: bool) -> None:
-        problem, cut = group.problem, group.cut or PassCut((1, 1), (1,))
-        shares = head_shares(problem.num_heads, problem.kv_heads, group.degree)
-        first, last = shares[group.index]
-        per_kv_head = problem.heads_per_kv_head
-        kv_heads = (first // per_kv_head, -(-last // per_kv_head))
-        self.heads = kv_heads if keys else (first, last)
+        cut = group.cut or PassCut((1, 1), (1,))
+        (first, last), kv_heads = of_group = heads_of_groups(group.problem, group.degree)[
+            group.index
+        ]
+        self.heads = of_group[keys]
         self.layout = group.kv_layout if keys else group.q_layout
         self.size = group.degree * self.layout.slots
         count, self.parts = cut.chunks[keys], 1
