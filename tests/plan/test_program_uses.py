@@ -8,7 +8,7 @@ import pytest
 
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.program import Attend, AttendBackward, Task, reads, writes
-from mesh_attention.plan.language.workspace import _History
+from mesh_attention.plan.language.workspace import _History, heads_as_bits
 
 TASK = Task("C", (0, 0))
 
@@ -58,10 +58,10 @@ def test_gradients_are_read_only_where_they_are_added_to(fresh_q: bool, fresh_kv
 
 def left_after_a_write(before: Piece, written: Piece) -> bool:
     """Whether an earlier read is still remembered."""
-    history = _History()
-    history.reads[before.heads].append((before.start, before.stop, 0))
-    history.write(written.heads, written.start, written.stop, 1)
-    assert history.writes == {written.heads: [(written.start, written.stop, 1)]}
+    earlier, heads = heads_as_bits(before.heads), heads_as_bits(written.heads)
+    history = _History(reads={earlier: [(before.start, before.stop, 0)]})
+    history.write(heads, written.start, written.stop, 1)
+    assert history.writes == {heads: [(written.start, written.stop, 1)]}
     return any(history.reads.values())
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
@@ -100,54 +101,26 @@ def peak_buffer_bytes(program: Program, problem: Problem) -> int:
     return max(accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
-_MANY = 8  # fewer pieces of one operation are looked at one by one
-
-Heads = tuple[int, int] | None
-Area = tuple[str, Heads, int, int]  # a piece as plain values: buffer, heads, first row and last
-Rows = list[tuple[int, int, int]]  # first and last, and the operation that used them
-
-
-class _Uses(dict[Heads, Rows]):
-    """By heads. `wide`: those that are more than a single head."""
-
-    def __init__(self) -> None:
-        self.wide: list[Heads] = []
-
-    def __missing__(self, heads: Heads) -> Rows:
-        if not is_single(heads):
-            self.wide.append(heads)
-        rows = self[heads] = Rows()
-        return rows
-
-    def that_may_overlap(self, heads: Heads) -> Iterable[Heads]:
-        """Many slices of single heads are not looked through one by one."""
-        if not is_single(heads):
-            return self
-        return (heads, *self.wide) if heads in self else self.wide
-
-
-def is_single(heads: Heads) -> bool:
-    return heads is not None and heads[1] - heads[0] == 1
+Area = tuple[str, int, int, int]  # of a buffer: heads as bits, first row and last
+Uses = dict[int, list[tuple[int, int, int]]]  # by heads: rows, and the operation that used them
 
 
 @dataclass(slots=True)
 class _History:
-    """The uses of one buffer. Most share a few slices of heads, which are compared once."""
+    """The uses of one buffer. Most share a few sets of heads, which are compared once."""
 
-    reads: _Uses = field(default_factory=_Uses)
-    writes: _Uses = field(default_factory=_Uses)
+    reads: Uses = field(default_factory=dict)
+    writes: Uses = field(default_factory=dict)
 
-    def write(self, heads: Heads, start: int, stop: int, at: int) -> None:
-        """Remember this write, and forget earlier uses inside the same piece: whatever overlaps
+    def write(self, heads: int, start: int, stop: int, at: int) -> None:
+        """Remember this write, and forget earlier uses inside the same area: whatever overlaps
         them overlaps this write, which waited for them. Otherwise long programs would take
         quadratic time."""
-        single = is_single(heads)  # no other heads lie inside
         for uses in (self.reads, self.writes):
-            for others in (heads,) if single else uses:
-                rows = uses.get(others)
-                if rows and (single or _inside(others, heads)):
+            for others, rows in uses.items():
+                if rows and not others & ~heads:
                     rows[:] = [row for row in rows if row[0] < start or stop < row[1]]
-        self.writes[heads].append((start, stop, at))
+        self.writes.setdefault(heads, []).append((start, stop, at))
 
 
 def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...], ...]:
@@ -186,7 +159,7 @@ class _Waits:
             _find(waits, history[area[0]].writes, area)
             _find(waits, history[area[0]].reads, area)
         for buffer, heads, start, stop in taken:
-            history[buffer].reads[heads].append((start, stop, at))
+            history[buffer].reads.setdefault(heads, []).append((start, stop, at))
         for buffer, heads, start, stop in written:
             history[buffer].write(heads, start, stop, at)
         if not waits:
@@ -210,38 +183,39 @@ class _Waits:
         self._places.append((start, stop, self._history[name]))
 
 
-def _find(waits: set[int], uses: _Uses, area: Area) -> None:
+def _find(waits: set[int], uses: Uses, area: Area) -> None:
     """Add the operations whose uses overlap this area."""
     _, heads, start, stop = area
-    for others in uses.that_may_overlap(heads):
-        if heads is None or others is None or (others[0] < heads[1] and heads[0] < others[1]):
-            for a, b, at in uses[others]:
+    for others, rows in uses.items():
+        if heads & others:
+            for a, b, at in rows:
                 if a < stop and start < b:
                     waits.add(at)
+
+
+@lru_cache(maxsize=4096)
+def heads_as_bits(heads: tuple[int, int] | None) -> int:
+    """
+    >>> bin(heads_as_bits((1, 3))), heads_as_bits(None)
+    ('0b110', -1)
+    """
+    return -1 if heads is None else (1 << heads[1]) - (1 << heads[0])
 
 
 def together(pieces: Sequence[Piece]) -> list[Area]:
     """Pieces as areas, joined where they touch: an exchange among many ranks has many pieces.
 
-    >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6, 8) for h in (0, 1)])
-    [('q', (0, 2), 0, 10)]
+    >>> together([Piece("q", a, a + 2, (h, h + 1)) for a in (0, 2, 4, 6, 8) for h in (0, 2)])
+    [('q', 5, 0, 10)]
     """
-    if len(pieces) < _MANY:
-        return [(piece.buffer, piece.heads, piece.start, piece.stop) for piece in pieces]
-    by_heads: dict[tuple[str, Heads], list[tuple[int, int]]] = defaultdict(list)
+    heads_of: dict[tuple[str, int, int], int] = {}
     for piece in pieces:
-        by_heads[piece.buffer, piece.heads].append((piece.start, piece.stop))
-    by_rows: dict[tuple[str, int, int], list[tuple[int, int]]] = defaultdict(list)
-    made: list[Area] = []
-    for (buffer, heads), rows in by_heads.items():
-        for start, stop in rows if len(rows) == 1 else _merged(rows):
-            if heads is None:
-                made.append((buffer, None, start, stop))
-            else:
-                by_rows[buffer, start, stop].append(heads)
-    for (buffer, start, stop), heads_of_rows in by_rows.items():
-        made += [(buffer, heads, start, stop) for heads in _merged(heads_of_rows)]
-    return made
+        rows, heads = (piece.buffer, piece.start, piece.stop), heads_as_bits(piece.heads)
+        heads_of[rows] = heads_of[rows] | heads if rows in heads_of else heads
+    areas: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for (buffer, start, stop), heads in heads_of.items():
+        areas[buffer, heads].append((start, stop))
+    return [(*area, a, b) for area, rows_of in areas.items() for a, b in _merged(rows_of)]
 
 
 def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -256,13 +230,6 @@ def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
         elif stop > high:
             high = stop
     return [*merged[1:], (low, high)]
-
-
-def _inside(heads: Heads, others: Heads) -> bool:
-    """Whether `heads` lie among `others`; None means all heads."""
-    if others is None or heads == others:
-        return True
-    return heads is not None and others[0] <= heads[0] and heads[1] <= others[1]
 
 
 class Alike:

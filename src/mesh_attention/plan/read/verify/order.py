@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.program import Free, Program, reads, writes
-from mesh_attention.plan.language.workspace import Area, Heads, together
+from mesh_attention.plan.language.workspace import Area, heads_as_bits, together
 
-_Written = dict[Heads, list[tuple[int, int]]]  # rows by heads
+_Written = dict[int, list[tuple[int, int]]]  # rows by heads
 
 
 def order_fault(program: Program) -> str | None:
@@ -52,33 +52,30 @@ def _inside(pieces: Sequence[Piece], table: dict[str, Buffer]) -> list[Area]:
 
 def _covered(written: _Written, area: Area, buffer: Buffer) -> bool:
     _, heads, start, stop = area
-    for others in (heads, None):
-        if any(a <= start and stop <= b for a, b in written.get(others, ())):
-            return True
+    if any(a <= start and stop <= b for a, b in written.get(heads, ())):
+        return True
     # By several pieces: each takes away its part, and nothing may be left.
-    left = [(start, stop, *(heads or (0, buffer.num_heads)))]
+    left = [(start, stop, heads_as_bits((0, buffer.num_heads)) if heads < 0 else heads)]
     for others, rows in written.items():
-        first, last = others or (0, buffer.num_heads)
         for a, b in rows:
-            left = [rest for part in left for rest in _without(part, (a, b, first, last))]
+            left = [rest for part in left for rest in _without(part, (a, b, others))]
             if not left:
                 return True
     return False
 
 
-_Rectangle = tuple[int, int, int, int]  # rows, then heads
+_Part = tuple[int, int, int]  # first row and last, and heads as bits
 
 
-def _without(rectangle: _Rectangle, other: _Rectangle) -> list[_Rectangle]:
-    """What is left of a rectangle without the other: up to four rectangles.
+def _without(part: _Part, other: _Part) -> list[_Part]:
+    """What is left of a part without the other.
 
-    >>> _without((0, 9, 0, 4), (2, 5, 1, 4))
-    [(0, 2, 0, 4), (5, 9, 0, 4), (2, 5, 0, 1)]
+    >>> _without((0, 9, 0b1111), (2, 5, 0b1110))
+    [(0, 2, 15), (5, 9, 15), (2, 5, 1)]
     """
-    top, bottom, left, right = rectangle
-    a, b = max(top, other[0]), min(bottom, other[1])
-    c, d = max(left, other[2]), min(right, other[3])
-    if a >= b or c >= d:
-        return [rectangle]
-    parts = [(top, a, left, right), (b, bottom, left, right), (a, b, left, c), (a, b, d, right)]
-    return [part for part in parts if part[0] < part[1] and part[2] < part[3]]
+    start, stop, heads = part
+    a, b = max(start, other[0]), min(stop, other[1])
+    if a >= b or not heads & other[2]:
+        return [part]
+    parts = [(start, a, heads), (b, stop, heads), (a, b, heads & ~other[2])]
+    return [part for part in parts if part[0] < part[1] and part[2]]
