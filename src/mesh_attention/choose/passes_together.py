@@ -91,10 +91,12 @@ def _of_one_setting(
     if are_of_one_setting(forward, backward):
         return pair
     apart = {**backward.options, "keep": Keep.SHARDS.value}
+    search, other = (searches[direction] for direction in Direction)
+    same = other.best_sums(other.attempt(forward.name, dict(forward.options)))
     tries = [
-        (searches[Direction.FORWARD].attempt(backward.name, dict(backward.options)), backward),
-        (forward, searches[Direction.BACKWARD].attempt(forward.name, dict(forward.options))),
-        (forward, searches[Direction.BACKWARD].attempt(backward.name, apart)),
+        (search.attempt(backward.name, dict(backward.options)), backward),
+        (search.attempt(same.name, dict(same.options)) if same and same.recalls else forward, same),
+        (forward, other.attempt(backward.name, apart)),
     ]
     pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
     best: list[Scored] = []

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, shows_little
+from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, degree_and_tile, shows_little
 from mesh_attention.choose.cuts import coarser_and_finer, cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
@@ -134,14 +134,20 @@ class PassSearch:
 
     def _first_cut(self, shape: Shape) -> tuple[Shape, Scored | None]:
         """The shape too: with gradients of keys added inside nodes first, if that is faster."""
-        best_cut = self._try_cuts(shape, slice(0, 1))
-        if best_cut is None or not self._reduces_far(shape):
+        first = self._try_cuts(shape, slice(0, 1))
+        best_cut = self.best_sums(first)
+        if best_cut is first or best_cut is None:
             return shape, best_cut
-        inside = {"combine": Combine.NODES.value}
-        other = self.attempt(shape.name, {**best_cut.options, **inside})
-        if other is None or best_cut.score <= other.score:
-            return shape, best_cut
-        return replace(shape, options={**shape.options, **inside}), other
+        options = {**shape.options, "combine": best_cut.options["combine"]}
+        return replace(shape, options=options), best_cut
+
+    def best_sums(self, setting: Scored | None) -> Scored | None:
+        """The same with gradients of keys added inside nodes first, if that is faster."""
+        if setting is None or not self._reduces_far(setting):
+            return setting
+        inside = {**setting.options, "combine": Combine.NODES.value}
+        other = self.attempt(setting.name, inside)
+        return setting if other is None or setting.score <= other.score else other
 
     def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
         """The best of these cuts of a shape, with even chunks where they are better."""
@@ -167,13 +173,14 @@ class PassSearch:
             if coarser is None or enough < coarser.seconds:
                 self.attempt(shape.name, {**best.options, "chunks": more})
 
-    def _reduces_far(self, shape: Shape) -> bool:
+    def _reduces_far(self, setting: Scored) -> bool:
         """Whether gradients of keys leave nodes, and may be added inside nodes first."""
         ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
-        if not self._is_backward or not ranks > per_node > shape.degree * shape.tile[0]:
+        name, options = setting.name, setting.options
+        degree, (a, b) = degree_and_tile(name, options, self._asked.problem, ranks)
+        if not self._is_backward or not ranks > per_node > degree * a:
             return False
-        known = METHODS[shape.name].options()
-        return "combine" in known and "combine" not in shape.options and shape.tile[1] > 1
+        return "combine" in METHODS[name].options() and "combine" not in options and b > 1
 
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
         """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""

@@ -152,7 +152,7 @@ class SegmentPieces:
         by_all, by_some = number(np.append(low - 1, stops[at])), np.append(high, stops[at])
         by_some = number(by_some)[number(by_some) > number(by_some - 1)]
         kinds = [np.count_nonzero(np.diff(np.sort(seen))) for seen in (by_all, by_some)]
-        return sum(kinds) > MAX_CALLS  # of the first, one may be no key
+        return int(sum(kinds)) > MAX_CALLS  # of the first, one may be no key
 
 
 def _pieces(
