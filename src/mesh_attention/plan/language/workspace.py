@@ -24,6 +24,7 @@ from itertools import accumulate
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
+    AllToAll,
     Attention,
     Communication,
     Free,
@@ -242,6 +243,7 @@ class Alike:
         self._by_op: dict[int, tuple[Operation, int]] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._tables: dict[tuple[int, ...], int] = {}
+        self._by_pieces: dict[int, tuple[tuple[object, ...], int]] = {}
         self._uses: dict[object, int] = {}
 
     def table(self, program: Program) -> int:
@@ -264,10 +266,21 @@ class Alike:
     def _use(self, op: Operation) -> int:
         known = self._by_op.get(id(op))
         if known is None:
-            pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
+            if isinstance(op, AllToAll):
+                pieces: tuple[object, ...] = self._number(op.sends), self._number(op.receives)
+            else:
+                pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
             whole = isinstance(op, Attention) and is_one_call(op)
             key = (op.task, type(op), whole, *pieces)
             known = self._by_op[id(op)] = op, self._uses.setdefault(key, len(self._uses))
+        return known[1]
+
+    def _number(self, pieces: tuple[object, ...]) -> int:
+        """Equal for equal pieces; exchanges among many ranks have many, and share them."""
+        known = self._by_pieces.get(id(pieces))
+        if known is None:
+            number = self._uses.setdefault(pieces, len(self._uses))
+            known = self._by_pieces[id(pieces)] = pieces, number
         return known[1]
 
 

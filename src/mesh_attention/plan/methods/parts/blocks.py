@@ -47,8 +47,8 @@ class RowList:
     @staticmethod
     def of(layout: Layout, spans: Spans) -> RowList:
         num_rows = sum([stop - start for start, stop in spans])
-        pairs = layout.blocks_of(spans) if len(spans) < MAX_BLOCKS // 2 else None
-        if pairs is None:
+        pairs = layout.blocks_of(spans)
+        if pairs is None or len(pairs) > MAX_BLOCKS:
             runs = _runs_of(layout, spans)
             if sum(run.count for run in runs) > MAX_BLOCKS:
                 first = min(run.start for run in runs)

@@ -178,7 +178,8 @@ class HeadExchange:
             return []  # all that it would bring was kept
         caller = self._caller_pieces(task, self._rows.sent(unit, index))
         # Head groups with equally many heads name their rows alike.
-        held = self._unit_pieces(task, unit, 0 if self._first.cut is not None else index)
+        index = 0 if self._first.cut is not None else index
+        held = self._unit_pieces(task, self._rows.like(unit), index)
         sends, receives = (caller, held) if task.kind in _INCOMING else (held, caller)
         return [AllToAll(task, self._rows.group(unit), sends, receives)]
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_groups, unit_rows
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
-from mesh_attention.plan.problem.layout import Layout
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined
 
 Array = NDArray[np.int64]
@@ -58,6 +58,11 @@ class UnitRows:
         """Of each member of the group: where its rows are among those of a unit, in that order."""
         return self._group.sides[keys].member_rows(unit)
 
+    def like(self, unit: int) -> int:
+        """The first unit of which the rows lie as in this one, counted in the unit."""
+        layouts = self._group.q_layout, self._group.kv_layout
+        return unit if any(x.kind is LayoutKind.LISTED for x in layouts) else 0
+
     def unfilled(self, unit: int) -> Cuts:
         """Rows of a unit that no shard has: padding of the layout that the method works in."""
         return (), ()
@@ -92,6 +97,9 @@ class RelayoutRows:
     def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
         rows = self._sides[keys].of_unit(unit)
         return tuple(rows.get(rank, ()) for rank in range(self._ranks))
+
+    def like(self, unit: int) -> int:
+        return unit
 
     def unfilled(self, unit: int) -> Cuts:
         q, kv = (side.unfilled(unit) for side in self._sides)

@@ -242,6 +242,7 @@ def needed_keys(q_layout: Layout, kv_layout: Layout, rows: RowRanges, columns: i
     return NeededRows(kv_layout, (row, column), (row[owners], lo, hi))
 
 
+@lru_cache(maxsize=4)  # both passes and the bounds of a search ask for the same
 def needed_queries(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, columns: int
 ) -> NeededRows:
