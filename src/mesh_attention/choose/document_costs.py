@@ -2,7 +2,8 @@
 
 Only enough to choose between them, for a new batch at every step: pairs and rows are counted by
 intervals, exactly, and become seconds by the rates of one kind of machine. Of these only the
-proportions matter.
+proportions matter. The estimate of `cost/` needs the programs of every candidate, which takes fifty
+times as long as all of this: too long for every batch.
 
 A pass lasts as long as the attention of the rank with the most work, or as its transfers where they
 take longer; and what no attention can hide comes on top: the first of about eight slices of heads

@@ -2,8 +2,8 @@
 
 1. Shapes (`shapes.py`), the most promising first, each in its first cut. A shape is left out when
    its bound exceeds the best so far.
-2. The best of them in more cuts of their list (`cuts.py`), the best of these in finer and coarser
-   ones, with a short start and with even chunks.
+2. The best of them in more cuts of their list (`cuts.py`), the best of these in coarser ones, in
+   finer ones where coarser ones lose, with a short start and with even chunks.
 3. The best settings simulated with all ranks, in the order of their estimates, until no other
    estimate is shorter than the best simulation.
 
