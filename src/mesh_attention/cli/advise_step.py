@@ -184,7 +184,7 @@ def step_of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
 
 def _python(step: PlannedStep) -> list[str]:
     """The settings to type."""
-    keeps, tile_tokens, chunk_tokens = step.policy
+    keeps, tile_tokens = step.policy
     lines = [
         f'mesh = init_device_mesh("cuda", ({step.data}, {step.context}), '
         'mesh_dim_names=("dp", "cp"))',
@@ -197,7 +197,7 @@ def _python(step: PlannedStep) -> list[str]:
     if keeps is not Keeps.EVERYTHING:
         kept = ", context_fn=keep" if step.policy.keeps_attention else ""
         lines.append(f"x = checkpoint(block, x, use_reentrant=False{kept})")
-    means = f'reduce="fsdp", data_parallel=mesh["dp"], chunk_tokens={chunk_tokens}'
+    means = 'reduce="fsdp", data_parallel=mesh["dp"]'
     return [*lines, f"cp.linear_cross_entropy(hidden, head.weight, batch.labels, {means})"]
 
 

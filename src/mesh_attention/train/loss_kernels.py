@@ -25,19 +25,25 @@ from mesh_attention.train.token_losses import Loss
 LossKernel = Literal["liger", "plain"]
 Reasons = tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
 
+_IGNORED = -1
+# Sums are divided by nothing, and only losses are returned.
+_ALWAYS = {
+    "ce_weight": None,
+    "ignore_index": _IGNORED,
+    "reduction": "sum",
+    "n_non_ignore": 1,
+    "sum_non_ignore_weight": 1.0,
+    "weight_sum": 0.0,
+    "return_z_loss": False,
+    "return_token_accuracy": False,
+    "return_predicted_tokens": False,
+}
+_OF_CHUNK = ("logits_chunk", "target_chunk", "lse_square_scale", "label_smoothing", "softcap")
 _LIGER = PackageFunction(
     "liger_kernel.ops.backends._triton.cross_entropy",
     "cross_entropy_loss_and_grad_triton",
-    (
-        *("logits_chunk", "target_chunk", "ce_weight", "ignore_index", "lse_square_scale"),
-        *("label_smoothing", "reduction", "softcap", "n_non_ignore", "sum_non_ignore_weight"),
-        *("weight_sum", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"),
-        "has_gradients",
-    ),
+    (*_OF_CHUNK, "has_gradients", *_ALWAYS),
 )
-_IGNORED = -1
-_OF_MEANS = (1, 1.0, 0.0)  # numbers and weights of targets, by which no sum is divided
-_NOTHING_ELSE = (False, False, False)  # besides losses
 
 
 def choose_loss(
@@ -49,7 +55,9 @@ def choose_loss(
         raise MeshAttentionError(f"kernel={kernel!r}: must be {' or '.join(names)}, or None")
     if kernel == "plain":
         return Loss(label_smoothing, z_loss), (("plain", "chosen"),)
-    why_not = _why_not_liger(head, factors)
+    device, low_rank = factors.x.device, factors.few is not None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    why_not = why_not_liger(device.type, capability, head.dtype, low_rank)
     if why_not is None:
         return LigerLoss(label_smoothing, z_loss), (("liger", "chosen"),)
     if kernel is not None:
@@ -70,23 +78,23 @@ class LigerLoss(Loss):
         logits.gather(-1, tokens[:, None])  # refuses what is no token: the kernel would write there
         targets = tokens.masked_fill(ignored, _IGNORED)
         with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-            losses, *_, of_logits = _LIGER(
-                *(logits, targets, None, _IGNORED, self.z_loss, self.label_smoothing, "sum"),
-                *(head.softcap, *_OF_MEANS, *_NOTHING_ELSE, needs_grad),
-            )
-        return losses, of_logits if needs_grad else None
+            settings = self.z_loss, self.label_smoothing, head.softcap
+            results = _LIGER(logits, targets, *settings, needs_grad, *_ALWAYS.values())
+        return results[0], results[-1] if needs_grad else None
 
 
-def _why_not_liger(head: Head, factors: Factors) -> str | None:
-    device, dtype = factors.x.device, head.dtype
-    if device.type != "cuda":
-        return f"runs on cuda, not on {device.type}"
+def why_not_liger(
+    device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, low_rank: bool
+) -> str | None:
+    """None if it can; `capability` of a CUDA device, `dtype` of products."""
+    if device_type != "cuda" or capability is None:
+        return f"runs on cuda, not on {device_type}"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, found {capability}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"takes float32, bfloat16 and float16, not {dtype}"
-    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"needs compute capability 8.0, found {capability}"
-    if factors.few is not None and dtype != torch.float32:
-        return f"has logits in {dtype}, where those of low_rank are added in float32"
+    if low_rank and dtype != torch.float32:
+        return f"takes logits in {dtype}, where the product of low_rank is added in float32"
     return _why_not_installed()
 
 
