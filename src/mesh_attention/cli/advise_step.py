@@ -107,7 +107,8 @@ def _table(plan: StepPlan) -> str:
         rows.append([f"{step.data} x {step.context}", str(step.sequences), f"{step.seconds:.2f}"])
         rows[-1] += [f"{step.tokens_per_second_per_gpu:.0f}", f"{step.mfu_percent:.1f} %"]
         rows[-1] += [gpu + _gb_text(step.memory.peak[1]), host + _gb_text(step.node_host_bytes)]
-        rows[-1] += [step.policy.text, name_of(step.attention.choice.chosen)]
+        attention = name_of(step.attention.choice.chosen) if step.context > 1 else "on one rank"
+        rows[-1] += [step.policy.text, attention]
     return table(rows)
 
 
