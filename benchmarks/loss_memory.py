@@ -3,12 +3,12 @@
     python benchmarks/loss_memory.py --json results.json
 
 Forward and backward of `F.cross_entropy(hidden @ weight.T)`, of `cp.cross_entropy` on the same
-logits, of `cp.linear_cross_entropy` with several sizes of chunks and, where liger-kernel is
-installed, of its fused loss, in bfloat16. Peaks leave out hidden states and weight; `share` is the
-peak by what a loss may take: 2.5 times the logits for `cross_entropy`, and for the linear one the
-gradient of the hidden states, that of the weight in float32 and two chunks of float32 logits. All
-losses and gradients are compared before anything is timed; `ideal_ms` is that of the products at
-the highest rate that a product of this size reaches here.
+logits and of `cp.linear_cross_entropy` with several sizes of chunks, by PyTorch's operators and,
+where liger-kernel is installed, by its kernel, and of its own fused loss, in bfloat16. Peaks leave
+out hidden states and weight; `share` is the peak by what a loss may take: 2.5 times the logits for
+`cross_entropy`, and for the linear one the gradient of the hidden states, that of the weight in
+float32 and two chunks of float32 logits. All losses and gradients are compared before anything is
+timed; `ideal_ms` is that of the products at the highest rate that a product of this size reaches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mesh_attention import ContextParallel
 from mesh_attention.cli.values import size
 
 TOLERANCE = 0.02  # of gradients in bfloat16, by their largest element
-CHUNKS = (None, 512, 2048, 4096)
+CHUNKS = {"plain": (None, 4096), "liger": (None, 1024)}
+DEFAULT_BYTES = 2**30  # of two chunks of float32 logits
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -39,15 +40,23 @@ def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(hidden @ weight.T, labels)
 
 
-def of_logits(cp: ContextParallel, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return cp.cross_entropy((hidden @ weight.T)[None], labels[None], reduce="sum").loss
+def of_logits(
+    cp: ContextParallel, kernel: Any, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> Tensor:
+    logits = (hidden @ weight.T)[None]
+    return cp.cross_entropy(logits, labels[None], reduce="sum", kernel=kernel).loss
 
 
 def linear(
-    cp: ContextParallel, chunk: int | None, hidden: Tensor, weight: Tensor, labels: Tensor
+    cp: ContextParallel,
+    kernel: Any,
+    chunk: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
 ) -> Tensor:
     return cp.linear_cross_entropy(
-        hidden[None], weight, labels[None], reduce="sum", chunk_tokens=chunk
+        hidden[None], weight, labels[None], reduce="sum", chunk_tokens=chunk, kernel=kernel
     ).loss
 
 
@@ -142,10 +151,14 @@ def main() -> None:
 
 
 def run(cp: ContextParallel, args: Any) -> dict[str, Any]:
-    losses: dict[str, Loss] = {"whole logits": whole_logits, "logits": partial(of_logits, cp)}
-    losses |= {f"linear {chunk or 'default'}": partial(linear, cp, chunk) for chunk in CHUNKS}
-    if find_spec("liger_kernel") is not None:
-        losses["liger"] = liger
+    losses: dict[str, Loss] = {"whole logits": whole_logits}
+    has_liger = find_spec("liger_kernel") is not None
+    for kernel in CHUNKS if has_liger else ["plain"]:
+        losses[f"{kernel} logits"] = partial(of_logits, cp, kernel)
+        for chunk in CHUNKS[kernel]:
+            losses[f"{kernel} {chunk or 'default'}"] = partial(linear, cp, kernel, chunk)
+    if has_liger:
+        losses["liger's own"] = liger
     errors = compare(losses, 4096, min(args.vocabulary, 16384), min(args.width, 1024))
     hidden, weight, labels = tensors(args.tokens, args.vocabulary, args.width, torch.bfloat16)
     logits_bytes = 2 * args.tokens * args.vocabulary
@@ -159,8 +172,9 @@ def run(cp: ContextParallel, args: Any) -> dict[str, Any]:
             row["share"] = row["logits"] / 2.5
         else:
             chosen = name.split()[-1]
-            tokens = int(chosen) if chosen.isdigit() else 2**27 // args.vocabulary
-            chunks = 8 * min(tokens, args.tokens) * args.vocabulary
+            chunks = DEFAULT_BYTES
+            if chosen.isdigit():
+                chunks = 8 * min(int(chosen), args.tokens) * args.vocabulary
             row["share"] = row["peak_bytes"] / (hidden.nbytes + 2 * weight.nbytes + chunks)
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -312,11 +312,7 @@ class ReplayedStep:
         x.register_hook(lambda _: mark(("backward", count)))
         y = functional.rms_norm(x, (x.shape[-1],), self.norm, 1e-6)
         del x
-        chunk = self.step.policy.chunk_tokens
-        head = self.head.weight
-        loss = self._cp.linear_cross_entropy(
-            y, head, self.labels, reduce="sum", chunk_tokens=chunk
-        ).loss
+        loss = self._cp.linear_cross_entropy(y, self.head.weight, self.labels, reduce="sum").loss
         del y
         self.sharding.goes_back = True
         loss.backward()  # type: ignore[no-untyped-call]

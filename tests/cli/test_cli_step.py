@@ -30,8 +30,7 @@ def test_it_answers_with_splits_a_verdict_and_lines_to_paste(
     assert "block.mlp.forward = cp.tiled(block.mlp.forward, tokens=8192)" in lines
     assert "keep = cp.keep_attention(offload=True)" in lines
     assert "x = checkpoint(block, x, use_reentrant=False, context_fn=keep)" in lines
-    assert "cp.linear_cross_entropy(hidden, head.weight, batch.labels, " in out
-    assert "chunk_tokens=1024)" in out
+    assert "cp.linear_cross_entropy(hidden, head.weight, batch.labels, reduce=" in out
     assert "16 bytes a parameter" in out
 
 

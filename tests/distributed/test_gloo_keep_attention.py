@@ -259,6 +259,10 @@ def in_other_uses(rank: int, world_size: int) -> list[bool]:
             found.append((keep.host.num_bytes > 0) == more)  # although the loss is still there
         assert x.grad is not None
         found.append(torch.equal(x.grad, 2 * grad))
+        again = keep.reentrant(blocks[0])
+        again(x, angles)
+        with pytest.raises(MeshAttentionError, match="make it anew for each"):
+            again(x, angles)
     return found
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional
 
 from mesh_attention import ContextParallel
-from support.head_case import error, head
+from support.head_case import error, head, true_loss
 from support.live_memory import LiveMemory
 from support.pool import WorkerPool
 from support.tiny_gpt import VOCABULARY, WholeCase
@@ -25,21 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 1.5, "chunk_tokens": 3},
     "one token at a time": {"z_loss": 1e-3, "chunk_tokens": 1},
 }
-
-
-def true_loss(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
-    """The sum over all targets, from whole logits."""
-    cap = how.get("softcap")
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    losses = functional.cross_entropy(
-        logits.flatten(0, -2),
-        targets.flatten(),
-        reduction="none",
-        label_smoothing=how.get("label_smoothing", 0.0),
-    )
-    squares = logits.flatten(0, -2).logsumexp(-1).square() * how.get("z_loss", 0.0)
-    total: Tensor = losses.sum() + squares[targets.flatten() != -100].sum()
-    return total
 
 
 def one_case(cp: ContextParallel, case: WholeCase, how: dict[str, Any]) -> float:

@@ -7,17 +7,13 @@ Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 20 (e
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
 
+from support.interpreted_liger import interpreted_liger
 from support.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -127,31 +123,10 @@ def test_data_parallel_by_context_parallel_ranks_train_as_one_process(
     check(model_pool.run(on_ranks, 4, folder, names, 2), wanted)
 
 
-@contextmanager
-def interpreted_liger() -> Iterator[None]:
-    """Its kernels on the CPU, as Triton interprets them; and transformers as they were, after."""
-    from transformers.models.llama import modeling_llama
-
-    def loaded() -> dict[str, ModuleType]:
-        return {name: x for name, x in sys.modules.items() if name.startswith("liger_kernel")}
-
-    before, functions = loaded(), dict(vars(modeling_llama))
-    for name in before:
-        del sys.modules[name]
-    try:
-        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-            yield
-    finally:
-        for name in loaded():
-            del sys.modules[name]
-        sys.modules.update(before)
-        vars(modeling_llama).update(functions)
-
-
 def with_liger(rank: int, world_size: int, folder: str, name: str) -> list[Trained]:
     from transformers.models.llama import modeling_llama
 
-    with interpreted_liger():
+    with patch.dict(vars(modeling_llama)), interpreted_liger():
         results = on_ranks(rank, world_size, folder, [name], 2)
         assert modeling_llama.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
     return results

@@ -11,6 +11,7 @@ import pytest
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.load import load_cluster
+from mesh_attention.step import costs
 from mesh_attention.step.costs import (
     Keeps,
     LayerAttention,
@@ -21,6 +22,7 @@ from mesh_attention.step.costs import (
 )
 from mesh_attention.step.model_shapes import MODELS, ModelShape, model_shape
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
+from mesh_attention.train import chunked_logits
 
 H100 = load_cluster("hgx-h100")
 TINY = ModelShape("tiny", 4, 2, 8, layers=3, hidden=32, intermediate=64, vocabulary=100)
@@ -60,7 +62,7 @@ def test_memory_of_a_small_model_is_that_by_hand() -> None:
     assert (TINY.block_parameters, TINY.parameters) == (9216, 34048)
     hidden, q, kv, out = 1024, 1024, 512, 1024 + 256
     in_flight = 6 * 9216 + 2 * 3200
-    memory = step_memory(TINY, LAYER, Policy(Keeps.ATTENTION, 0, 256), 2)
+    memory = step_memory(TINY, LAYER, Policy(Keeps.ATTENTION, 0), 2)
     assert memory._asdict() == {
         "weights": 4 * 17024,
         "gradients": 4 * 17024,
@@ -73,36 +75,35 @@ def test_memory_of_a_small_model_is_that_by_hand() -> None:
         # q, k and v are the attention's; the norm before it and the gradient of the residual.
         "at_attention": in_flight + 9000 - out + 2 * hidden,
         "at_mlp": in_flight + 5 * hidden + q + 2 * kv + 7 * 2 * 16 * 64,
-        "at_loss": 3 * hidden + 4 * 3200 + 2 * 4 * 256 * 100,
+        "at_loss": 3 * hidden + 4 * 3200 + 2 * 4 * 16 * 100,
         "at_end": hidden + 6 * 6400,
         "host": 0,
     }
     fixed = 16 * 17024 + memory.gathered_weights + (2 << 30)
-    assert memory.peak == ("at_loss", fixed + 3 * (hidden + out) + memory.at_loss)
+    assert memory.peak == ("at_mlp", fixed + 3 * (hidden + out) + memory.at_mlp)
 
 
 def test_each_policy_holds_what_it_says() -> None:
     inputs, out = 3 * 1024, 3 * 1280
-    tiled = Policy(Keeps.HOST, 8, 256)
+    tiled = Policy(Keeps.HOST, 8)
     host = step_memory(TINY, LAYER, tiled, 2)
     assert (host.host, host.block_inputs, host.kept_attention) == (inputs + out, 2 * 1024, 2 * 1280)
     whole = step_memory(TINY, LAYER, tiled._replace(tile_tokens=0), 2)
     assert whole.at_mlp - host.at_mlp == 7 * 2 * (16 - 8) * 64
-    again = step_memory(TINY, LAYER, Policy(Keeps.INPUTS, 0, 256), 2)
+    again = step_memory(TINY, LAYER, Policy(Keeps.INPUTS, 0), 2)
     assert (again.block_inputs, again.kept_attention) == (inputs, 0)
     assert again.at_attention - whole.at_attention == 1280
-    everything = step_memory(TINY, LAYER, Policy(Keeps.EVERYTHING, 0, 256), 2)
+    everything = step_memory(TINY, LAYER, Policy(Keeps.EVERYTHING, 0), 2)
     assert everything.kept_attention == 3 * 6000
     # Two norms and the residual between; gate, up, activation and product.
     assert everything.other_activations == 3 * (3 * 1024 + 4 * 2048)
-    normed = step_memory(replace(TINY, qk_norm=True), LAYER, Policy(Keeps.INPUTS, 0, 256), 2)
+    normed = step_memory(replace(TINY, qk_norm=True), LAYER, Policy(Keeps.INPUTS, 0), 2)
     assert normed.at_mlp - again.at_mlp == 1024 + 512
 
 
 def test_time_of_a_small_model_is_that_by_hand() -> None:
     times = {
-        keeps: step_time(TINY, LAYER, Policy(keeps, 0, 256), H100, 8, sequences=2)
-        for keeps in Keeps
+        keeps: step_time(TINY, LAYER, Policy(keeps, 0), H100, 8, sequences=2) for keeps in Keeps
     }
     products = 2 * 16 * 9216 / 680e12
     kept = times[Keeps.ATTENTION]
@@ -112,7 +113,7 @@ def test_time_of_a_small_model_is_that_by_hand() -> None:
     assert times[Keeps.EVERYTHING].linear_layers == pytest.approx(2 * 3 * 3 * products)
     assert kept.loss == pytest.approx(2 * 3 * 2 * 16 * 3200 / 680e12)
     assert [times[keeps].attention_again for keeps in Keeps] == [0, 12.0, 0, 0]
-    tiled = step_time(TINY, LAYER, Policy(Keeps.ATTENTION, 8, 256), H100, 8, sequences=2)
+    tiled = step_time(TINY, LAYER, Policy(Keeps.ATTENTION, 8), H100, 8, sequences=2)
     mlp = 2 * 16 * TINY.mlp_parameters / 680e12
     assert tiled.linear_layers - kept.linear_layers == pytest.approx(2 * 3 * mlp)
     assert kept.total == pytest.approx(sum(kept) - kept.parameters)
@@ -121,7 +122,7 @@ def test_time_of_a_small_model_is_that_by_hand() -> None:
 def test_only_what_no_computation_hides_is_exposed() -> None:
     assert H100.step is not None
     slow = replace(H100, step=replace(H100.step, host_gb_per_second=1e-8))  # ten bytes a second
-    policy = Policy(Keeps.HOST, 0, 256)
+    policy = Policy(Keeps.HOST, 0)
     time = step_time(TINY, LAYER, policy, slow, 8, sequences=1)
     copy = (1024 + 1280) / 10
     assert time.offload == pytest.approx(2 * 3 * copy)
@@ -206,9 +207,9 @@ def test_the_largest_context_fits_and_the_next_does_not() -> None:
     assert largest_context(nothing.asked)[0] is None
 
 
-def test_chunks_and_tiles_are_no_larger_than_they_need_be() -> None:
-    large, small = policies(MODELS["qwen3-8b"], 131072), policies(MODELS["qwen3-8b"], 4096)
-    assert {policy.chunk_tokens for policy in large} == {1024}  # 1.2 GB of logits at a time
+def test_a_policy_has_tiles_where_they_save_memory_and_the_loss_its_own_chunks() -> None:
+    assert costs._LOGITS_BYTES == chunked_logits._CHUNK_BYTES
+    large, small = policies(131072), policies(4096)
     assert {policy.tile_tokens for policy in small} == {0}
     assert len(large) == 2 * len(small) == 8
 

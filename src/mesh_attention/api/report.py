@@ -59,13 +59,14 @@ class Reports:
         return {direction.value: c for direction, c in self._calls.user.counters.items()}
 
     def kernels(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """For the latest call of each pass and each kind of block: which kernels were asked, and
-        why one was chosen. Experimental."""
+        """For the latest call of each pass and each kind of block, and for the latest loss: which
+        kernels were asked, and why one was chosen. Experimental."""
+        user = self._calls.user
         return {
             f"{direction} {kind}": reasons
-            for direction, report in self._calls.user.reports.items()
+            for direction, report in user.reports.items()
             for kind, reasons in report.kernels.items()
-        }
+        } | user.loss_kernels
 
     def memory(self, *, layers: int = 1) -> dict[str, PassMemory]:
         """For the latest call of each pass: bytes that it takes on this rank's device besides your

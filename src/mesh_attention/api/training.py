@@ -20,6 +20,7 @@ from mesh_attention.runtime.session.collective_call import collective_call, of_o
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
+from mesh_attention.train.loss_kernels import LossKernel
 from mesh_attention.train.losses import cross_entropy
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.policy import Per, log_probs, token_mean
@@ -103,6 +104,7 @@ class Training:
         num_targets: int | Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
+        kernel: LossKernel | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
         """The mean cross-entropy over all targets of all ranks, from this rank's logits (batch,
@@ -118,6 +120,8 @@ class Training:
                         ranks of this object
         num_targets     where gradients of several batches are accumulated: how many targets these
                         have in all, on all ranks, data-parallel ones too
+        kernel          "liger": Liger's kernel for losses (the extra `liger`); "plain": PyTorch's
+                        operators; None: the first that can. `kernels()` says which, and why
         label           as in `attention`, for several losses of one batch
 
         With S the sum over this rank's targets, N the number of all targets and R that of all
@@ -128,7 +132,7 @@ class Training:
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
         how: dict[str, Any] = {"label_smoothing": label_smoothing}
-        return cross_entropy(means, logits, targets, None, ignore_index, **how)
+        return cross_entropy(means, logits, targets, None, kernel, ignore_index, **how)
 
     @outside_compile
     @collective_call(of_object)
@@ -148,6 +152,7 @@ class Training:
         softcap: float | None = None,
         low_rank: tuple[Tensor, Tensor] | None = None,
         chunk_tokens: int | None = None,
+        kernel: LossKernel | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
         """`cross_entropy` of the logits `hidden @ weight.T + bias`, which are made a chunk at a
@@ -157,7 +162,7 @@ class Training:
         low_rank        a second product that is added to the logits, of (batch, local tokens, few)
                         and (vocabulary, few): LoRA's, as (scaling * lora_A(hidden), lora_B.weight)
         z_loss          times the square of the log-sum-exp of each target's logits is added
-        chunk_tokens    tokens whose logits are there at a time; None: as many as have 2**27 logits
+        chunk_tokens    tokens whose logits are there at a time; None: as many as 1 GiB holds
 
         A weight that FSDP2 holds in parts is gathered, and its gradient reduced to the parts as
         `reduce` says, over the ranks of FSDP2: those of this object and of `data_parallel`. In the
@@ -165,14 +170,16 @@ class Training:
 
         Gradients are made in the forward pass, that of the weight in float32, and scaled in the
         backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
-        autocast products are in its dtype, for which the weight is copied; logits and sums are
-        float32 or better.
+        autocast products are in its dtype, for which the weight is copied. Sums are float32 or
+        better, and so are logits; with Liger's kernel logits have the dtype of products, as those
+        of `nn.Linear` have.
         """
         return cross_entropy(
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
             hidden,
             labels,
             (weight, bias, low_rank),
+            kernel,
             ignore_index,
             label_smoothing=label_smoothing,
             z_loss=z_loss,

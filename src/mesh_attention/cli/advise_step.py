@@ -107,7 +107,8 @@ def _table(plan: StepPlan) -> str:
         rows.append([f"{step.data} x {step.context}", str(step.sequences), f"{step.seconds:.2f}"])
         rows[-1] += [f"{step.tokens_per_second_per_gpu:.0f}", f"{step.mfu_percent:.1f} %"]
         rows[-1] += [gpu + _gb_text(step.memory.peak[1]), host + _gb_text(step.node_host_bytes)]
-        rows[-1] += [step.policy.text, name_of(step.attention.choice.chosen)]
+        attention = name_of(step.attention.choice.chosen) if step.context > 1 else "on one rank"
+        rows[-1] += [step.policy.text, attention]
     return table(rows)
 
 
@@ -184,7 +185,7 @@ def step_of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
 
 def _python(step: PlannedStep) -> list[str]:
     """The settings to type."""
-    keeps, tile_tokens, chunk_tokens = step.policy
+    keeps, tile_tokens = step.policy
     lines = [
         f'mesh = init_device_mesh("cuda", ({step.data}, {step.context}), '
         'mesh_dim_names=("dp", "cp"))',
@@ -197,7 +198,7 @@ def _python(step: PlannedStep) -> list[str]:
     if keeps is not Keeps.EVERYTHING:
         kept = ", context_fn=keep" if step.policy.keeps_attention else ""
         lines.append(f"x = checkpoint(block, x, use_reentrant=False{kept})")
-    means = f'reduce="fsdp", data_parallel=mesh["dp"], chunk_tokens={chunk_tokens}'
+    means = 'reduce="fsdp", data_parallel=mesh["dp"]'
     return [*lines, f"cp.linear_cross_entropy(hidden, head.weight, batch.labels, {means})"]
 
 

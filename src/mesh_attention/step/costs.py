@@ -31,7 +31,7 @@ BF16, FP32 = 2, 4
 RESERVED_BYTES = 2 << 30  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 _BLOCKS_IN_FLIGHT = 2  # on their way to the host or back
 _TILE_TOKENS = 8192  # of a tiled MLP: products as fast as whole ones
-_LOGITS_BYTES = 2 << 30  # at most, for two chunks of the loss
+_LOGITS_BYTES = 1 << 30  # of the loss at a time, as it takes by itself
 _OPTIMIZER_BYTES = 28  # a parameter: AdamW reads four fp32 numbers and writes three
 
 
@@ -107,7 +107,6 @@ class Policy(NamedTuple):
 
     keeps: Keeps
     tile_tokens: int
-    chunk_tokens: int
 
     @property
     def keeps_attention(self) -> bool:
@@ -118,13 +117,10 @@ class Policy(NamedTuple):
         return f"{self.keeps}{'; tiled MLP' if self.tile_tokens else ''}"
 
 
-def policies(model: ModelShape, local_tokens: int) -> list[Policy]:
+def policies(local_tokens: int) -> list[Policy]:
     """From the least to switch on to the most."""
-    chunk = 256
-    while chunk < local_tokens and 4 * FP32 * chunk * model.vocabulary <= _LOGITS_BYTES:
-        chunk *= 2
     tiles = (0, _TILE_TOKENS) if local_tokens > _TILE_TOKENS else (0,)
-    return [Policy(keeps, tile, chunk) for keeps in Keeps for tile in tiles]
+    return [Policy(keeps, tile) for keeps in Keeps for tile in tiles]
 
 
 class StepMemory(NamedTuple):
@@ -182,7 +178,7 @@ def step_memory(
     layers = min(_BLOCKS_IN_FLIGHT, model.layers) if keeps is Keeps.HOST else model.layers
     # bf16 gradients of a block, fp32 sums of the one before it, the head's gradient.
     in_flight = (BF16 + FP32) * model.block_parameters + BF16 * model.head_parameters
-    logits = 2 * FP32 * policy.chunk_tokens * model.vocabulary
+    logits = min(2 * FP32 * tokens * model.vocabulary, _LOGITS_BYTES)
     return StepMemory(
         weights=FP32 * shard,
         gradients=FP32 * shard,

@@ -214,7 +214,7 @@ def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[PlannedSt
         layer_attention(problem, context, asked.cluster, keeps_shards=keeps_shards)
         for keeps_shards in (False, True)
     ]
-    for policy in policies(model, attention[0].local_tokens):
+    for policy in policies(attention[0].local_tokens):
         layer = attention[policy.keeps_attention]
         time = step_time(model, layer, policy, asked.cluster, asked.num_ranks, in_turn)
         memory = step_memory(model, layer, policy, asked.num_ranks)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 2**27  # logits of a chunk: 512 MiB in float32. Fewer, and adding up dW (V x H) takes over
+_CHUNK_BYTES = 2**30  # of the logits of a chunk. Fewer, and adding up dW (V x H) takes over
 _CHUNK_OF_LOGITS = 2**25  # where they are there already, and nothing is multiplied
 _PARTS = 16  # of logits, so that two chunks of them in float32 are little beside those in 16 bits
 _FEWEST = 2**18  # fewer are no memory to speak of, and many launches
@@ -48,11 +48,15 @@ class Head:
     def precise(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
-    def chunks(self, whole: Factors) -> Iterator[tuple[slice, Factors]]:
-        """Some rows after the other, and what their logits are made of."""
+    def chunks(
+        self, whole: Factors, logit_bytes: int | None = None
+    ) -> Iterator[tuple[slice, Factors]]:
+        """Some rows after the other, and what their logits are made of. `logit_bytes`: what there
+        is at a time for each logit; without it, logits and log-probabilities."""
         size, tokens, weight_VH = self.chunk_tokens, len(whole.x), whole.weight
         if weight_VH is not None:
-            size = size or _CHUNK // len(weight_VH)
+            logit_bytes = logit_bytes or 2 * self.precise.itemsize
+            size = size or _CHUNK_BYTES // (logit_bytes * len(weight_VH))
             whole = whole._replace(weight=weight_VH.to(self.dtype))
         elif size is None:
             vocabulary = whole.x.shape[1]
@@ -64,15 +68,19 @@ class Head:
             few = None if whole.few is None else whole.few[rows]
             yield rows, whole._replace(x=whole.x[rows], few=few)
 
+    def from_matrix(self, rows: Factors, dtype: torch.dtype) -> Tensor:
+        """Logits before softcap and temperature."""
+        if rows.weight is None:
+            return rows.x
+        logits = _product(rows.x.to(self.dtype), rows.weight.T, dtype)
+        if rows.bias is not None:
+            logits.add_(rows.bias)
+        if rows.few is not None and rows.few_weight is not None:
+            logits.addmm_(rows.few.to(dtype), rows.few_weight.to(dtype).T)
+        return logits
+
     def chunk(self, rows: Factors) -> LogitsChunk:
-        logits = rows.x
-        if rows.weight is not None:
-            logits = _product(logits.to(self.dtype), rows.weight.T, self.precise)
-            if rows.bias is not None:
-                logits.add_(rows.bias)
-            if rows.few is not None and rows.few_weight is not None:
-                logits.addmm_(rows.few.to(self.precise), rows.few_weight.to(self.precise).T)
-        capped = None
+        logits, capped = self.from_matrix(rows, self.precise), None
         if self.softcap is not None:
             logits = capped = logits.to(self.precise).div(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1:
@@ -128,7 +136,7 @@ class Gradients:
         (x_NH, weight_VH, _, x_NR, weight_VR), dtype = of_rows, self._head.dtype
         of_x, of_weight, of_bias, of_few, of_few_weight = self.parts
         if of_bias is not None:
-            of_bias.add_(grad_NV.sum(0))
+            of_bias.add_(grad_NV.sum(0, dtype=of_bias.dtype))
         if of_few is not None and weight_VR is not None:
             of_few[rows] = (grad_NV @ weight_VR.to(grad_NV.dtype)).to(of_few.dtype)
         if of_few_weight is not None and x_NR is not None:
@@ -150,7 +158,7 @@ class Gradients:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if _multiplies_into_float32(a):
+    if a.dtype != dtype and _multiplies_into_float32(a):
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 

@@ -23,6 +23,7 @@ from mesh_attention.request.operators import attention_op
 from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
 
 Result = TypeVar("Result")
+_OUTSIDE_BACKWARD = -1  # number of the pass that autograd makes
 
 
 def in_compiled_code(offload: bool) -> Any:
@@ -68,7 +69,14 @@ class KeepAttention(partial[Any]):
         contexts = [*self(inputs=False)]
 
         def forward_then_again(*args: Any, **kwargs: Any) -> Result:
-            is_forward = len(contexts) == 2
+            outside = torch._C._current_graph_task_id() == _OUTSIDE_BACKWARD
+            is_forward = outside or len(contexts) == 2
+            if len(contexts) != (2 if is_forward else 1):
+                raise MeshAttentionError(
+                    "what keep.reentrant(block) made was called for a second checkpoint, "
+                    "which would get the attention of the first; make it anew for each, as in "
+                    "checkpoint(keep.reentrant(block), x, use_reentrant=True)"
+                )
             with contexts[0] if not is_forward and _graph_is_kept() else contexts.pop(0):
                 return function(*args, **kwargs)
 

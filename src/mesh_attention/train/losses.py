@@ -19,9 +19,10 @@ from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Factors, Head
+from mesh_attention.train.loss_kernels import LossKernel, choose_loss
 from mesh_attention.train.means import Means, Reduce, TokenMean
 from mesh_attention.train.sharded_weight import own_weights
-from mesh_attention.train.token_losses import CrossEntropy, Loss, Targets
+from mesh_attention.train.token_losses import CrossEntropy, Targets
 from mesh_attention.train.whole_batch import MARK, index_of_64_bits
 
 _LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
@@ -32,7 +33,13 @@ _COMPARED = {"weight": "weight", "bias": "bias", "few_weight": "second matrix of
 
 
 def cross_entropy(
-    means: Means, x: Tensor, tokens: Any, head: Weights | None, ignore_index: int, **numbers: Any
+    means: Means,
+    x: Tensor,
+    tokens: Any,
+    head: Weights | None,
+    kernel: LossKernel | None,
+    ignore_index: int,
+    **numbers: Any,
 ) -> TokenMean:
     """As `ContextParallel.cross_entropy` and `linear_cross_entropy` describe it: of logits, or of
     hidden states with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`,
@@ -42,16 +49,19 @@ def cross_entropy(
     name, reduce = "logits" if head is None else "hidden", means.reduce
     factors, tokens = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
-    loss = Loss(numbers["label_smoothing"], numbers.get("z_loss", 0.0))
     how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
     targets = targets_of(factors, tokens, ignore_index, **how)
     groups.check_device(tokens.device)
+    added = numbers["label_smoothing"], numbers.get("z_loss", 0.0)
+    loss, reasons = choose_loss(kernel, targets.head, factors, *added)
+    means.user.loss_kernels[means.name] = reasons
     needs_grad = need_grad(*factors)
     with outside_autocast():
         total: Tensor = CrossEntropy.apply(targets, loss, needs_grad, *factors)  # type: ignore[no-untyped-call]
     statement = {
         "shape": [*tokens.shape, factors.x.shape[1]],
         "dtype": str(factors.x.dtype),
+        "kernel": reasons[-1][0],
     }
     for name, factor in factors._asdict().items():
         if factor is not None and name in _COMPARED:

@@ -194,9 +194,12 @@ class _Said:
         self._words = f"replicas call {name} with another {', '.join(others)} or {last}"
         self._num_targets = num_targets
         number = int.from_bytes(blake2b(repr(alike).encode(), digest_size=3).digest(), "big")
-        count = torch.as_tensor(-1 if num_targets is None else num_targets, device=device)
-        settings = torch.tensor(number, device=device)
-        both = torch.stack([count.round().long(), settings])
+        # Numbers are filled in: a copy of them to a device would make the host wait.
+        if isinstance(num_targets, Tensor):
+            count = num_targets.to(device).round().long()
+        else:
+            count = torch.full((), -1 if num_targets is None else int(num_targets), device=device)
+        both = torch.stack([count, torch.full((), number, device=device)])
         values = torch.stack([both % modulus for modulus in _MODULI], 1).flatten().double()
         self.sums = torch.cat([values, values**2])
 

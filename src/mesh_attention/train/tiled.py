@@ -49,6 +49,9 @@ class Tiled:
 
     @outside_compile
     def __call__(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise _refusal(f"the block is called with {shape}; give a tensor (..., tokens, width)")
         for name, part in self._parts():
             tiles_gather = part is not self.module or part is self.block
             if tiles_gather and "FSDPModule" in [base.__name__ for base in type(part).__mro__]:

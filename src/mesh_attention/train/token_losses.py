@@ -31,13 +31,27 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """The cross-entropy of each token of a chunk, and the `gradient` of the logits from that of the
-    losses, which uses up the chunk."""
+    """The cross-entropy of each token of a chunk, by PyTorch's operators."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
-    def of(self, chunk: LogitsChunk, tokens: Tensor) -> Tensor:
+    def logit_bytes(self, head: Head) -> int | None:
+        """What a chunk holds for each of its logits, as in `Head.chunks`."""
+        return None
+
+    def of_chunk(
+        self, head: Head, rows: Factors, tokens: Tensor, ignored: Tensor, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """With the gradient that their sum has for what the matrix gave."""
+        chunk = head.chunk(rows)
+        losses = self._losses(chunk, tokens).masked_fill_(ignored, 0)
+        if not needs_grad:
+            return losses, None
+        of_logits = self._gradient(chunk, tokens, (~ignored).to(head.precise))
+        return losses, head.before_head(chunk, of_logits)
+
+    def _losses(self, chunk: LogitsChunk, tokens: Tensor) -> Tensor:
         losses = chunk.log_probs.gather(-1, tokens[:, None]).squeeze(-1).neg_()
         if self.label_smoothing:
             losses.mul_(1 - self.label_smoothing)
@@ -46,7 +60,8 @@ class Loss:
             losses.add_(chunk.log_sum_exp().square_(), alpha=self.z_loss)
         return losses
 
-    def gradient(self, chunk: LogitsChunk, tokens: Tensor, grad: Tensor) -> Tensor:
+    def _gradient(self, chunk: LogitsChunk, tokens: Tensor, grad: Tensor) -> Tensor:
+        """Of the logits, from that of the losses; it uses up the chunk."""
         of_softmax = grad
         if self.z_loss:
             of_softmax = grad * (1 + 2 * self.z_loss * chunk.log_sum_exp())
@@ -70,16 +85,15 @@ class CrossEntropy(torch.autograd.Function):
         head, tokens, ignored = targets.head, targets.tokens, targets.ignored
         total = torch.zeros((), dtype=torch.float64, device=ignored.device)
         needed = [needs_grad and x for x in ctx.needs_input_grad[3:]]
-        gradients, grad = Gradients(head, factors, needed), (~ignored).to(head.precise)
-        for rows, of_rows in head.chunks(factors):
-            chunk = head.chunk(of_rows)
-            losses = loss.of(chunk, tokens[rows])
-            total += losses.masked_fill_(ignored[rows], 0).sum(dtype=torch.float64)
-            if any(needed):
-                of_logits = loss.gradient(chunk, tokens[rows], grad[rows])
-                gradients.add(rows, of_rows, head.before_head(chunk, of_logits))
-                del of_logits
-            del chunk
+        gradients = Gradients(head, factors, needed)
+        for rows, of_rows in head.chunks(factors, loss.logit_bytes(head)):
+            losses, of_logits = loss.of_chunk(
+                head, of_rows, tokens[rows], ignored[rows], any(needed)
+            )
+            total += losses.sum(dtype=torch.float64)
+            if of_logits is not None:
+                gradients.add(rows, of_rows, of_logits)
+            del of_logits  # before the next
         ctx.gradients = gradients.parts
         return total
 

@@ -162,6 +162,8 @@ class User:
         self.session = session
         self.counters = defaultdict[Direction, Counters](Counters)  # bytes of its calls
         self.reports: dict[Direction, PassReport] = {}  # of its latest call with such a pass
+        # Of its latest loss of each name: (kernel, why not, or "chosen"), in the order asked.
+        self.loss_kernels: dict[str, tuple[tuple[str, str], ...]] = {}
         self._number = number
         self._closed = False
         session.num_users += 1
