@@ -18,6 +18,7 @@ from mesh_attention.plan.problem.runs import Run, clip_run, join_runs, visible_p
 from mesh_attention.plan.problem.spans import joined
 from support.listed import stretches_for
 from support.random_masks import random_mask
+from support.sample import in_parts
 
 CASES = [
     Layout(kind, tokens, ranks, block, stretches_for(kind, Random(tokens), tokens, ranks))
@@ -235,9 +236,10 @@ def test_a_clipped_run_has_exactly_the_positions_inside() -> None:
         assert positions_of(clip_run(run, start, stop)) == inside, (run, start, stop)
 
 
-def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout() -> None:
-    rng = Random(4)
-    for _ in range(800):
+@in_parts(4)
+def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout(seed: int) -> None:
+    rng = Random(4 + 10 * seed)
+    for _ in range(200):
         q_tokens, kv_tokens = random_sizes(rng, 24)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
@@ -259,12 +261,13 @@ def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout() -> N
                 assert counted[i, j] == dense, (mask, q, k)
 
 
-def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ_in_number() -> (
-    None
-):
+@in_parts(2)
+def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ_in_number(
+    seed: int,
+) -> None:
     """Their runs then have different strides, and blocks longer than the other side's stride."""
-    rng = Random(6)
-    for _ in range(800):
+    rng = Random(6 + 10 * seed)
+    for _ in range(400):
         q_tokens, kv_tokens = rng.randint(1, 12), rng.randint(1, 60)
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
@@ -280,9 +283,10 @@ def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ
         assert counted == pairs[np.ix_(positions_of(q), positions_of(k))].sum(), (mask, layouts)
 
 
-def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride() -> None:
-    rng = Random(5)
-    for _ in range(800):
+@in_parts(4)
+def test_visible_pairs_agree_with_the_dense_mask_for_runs_of_any_stride(seed: int) -> None:
+    rng = Random(5 + 10 * seed)
+    for _ in range(200):
         queries = [random_run(rng) for _ in range(rng.randint(1, 3))]
         keys = [random_run(rng) for _ in range(rng.randint(1, 3))]
         q_tokens, kv_tokens = (max(run.stop for run in runs) for runs in (queries, keys))
