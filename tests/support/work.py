@@ -11,7 +11,7 @@ __all__ = ["lines_run"]
 
 
 def lines_run(action: Callable[[], object]) -> int:
-    """A line counts as often as it is run; what is written in C counts as the line that calls it."""
+    """A line counts as often as it runs; what is written in C counts as the line that calls it."""
     number = 0
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
