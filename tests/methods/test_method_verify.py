@@ -1,8 +1,8 @@
 """`verify` proves every method of the table on up to 64 ranks, forward and backward.
 
 Proving every shape takes about an hour, so the default run proves every shape of one to seven
-ranks, and then one method for every third number of ranks up to 26, in turn; the rest is slow. Above 40
-ranks these are methods whose transfers do not grow with the square of the ranks.
+ranks, and then one method for every third number of ranks up to 26, in turn; the rest is slow.
+Above 40 ranks these are methods whose transfers do not grow with the square of the ranks.
 """
 
 from __future__ import annotations
