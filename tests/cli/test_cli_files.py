@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from mesh_attention.cli import plan, simulate
 from mesh_attention.cli.main import main
@@ -243,7 +242,7 @@ def test_a_chart_that_is_not_written_to_its_end_leaves_the_old_file(
     assert main(["simulate", *SMALL, "--gantt", str(path)]) == 0
     drawn = path.read_bytes()
     assert b"<svg" in drawn
-    monkeypatch.setattr(Figure, "savefig", half)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
     assert main(["simulate", *SMALL, "--gantt", str(path)]) == 130
     assert path.read_bytes() == drawn
     assert list(tmp_path.iterdir()) == [path]
@@ -258,7 +257,7 @@ def test_pictures_of_the_demonstration_are_written_whole_or_not_at_all(
 
     path = tmp_path / "assignment.png"
     path.write_text("the old one")
-    monkeypatch.setattr(Figure, "savefig", half)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
     assert main(["demo", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"mesh-attention demo: {path}: No space left on device\n"
     assert path.read_text() == "the old one"

@@ -48,8 +48,17 @@ QUESTIONS: dict[str, tuple[str, int, int, int, int, Mask]] = {
 }
 
 
-# Four of the longest. The others have every kind of mask, both clusters and two nodes of each too.
-SLOW = ("eight, long", "twelve", "sixteen", "sixteen, full")
+# The others have every kind of mask, both clusters and two nodes of each too.
+SLOW = (
+    "two ranks, full",
+    "four",
+    "five",
+    "eight, long",
+    "eight, full",
+    "twelve",
+    "sixteen",
+    "sixteen, full",
+)
 
 
 def seconds(plan: Plan, cluster: str) -> float:

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Problem, int, str, str]] = {
     ),
     "two nodes, causal": (
         Problem(65536, 8, 128, num_kv_heads=4, mask=Mask(causal=True)),
-        12,
+        10,
         "a100-roce",
         "--heads 8 --kv-heads 4 --causal --tokens 65536",
     ),

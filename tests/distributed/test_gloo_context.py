@@ -79,11 +79,11 @@ def many_kinds(rank: int, world_size: int, way: str, times: int, most: int) -> t
 
 
 @pytest.mark.parametrize("way", ["function", pytest.param("objects", marks=pytest.mark.slow)])
-def test_30_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
+def test_20_lengths_and_masks_leave_nothing_behind_but_what_is_kept(
     pool: WorkerPool, way: str
 ) -> None:
     """More than what is kept here, which is less than usual, and what warms up."""
-    check_many(pool, way, 30, most=16)
+    check_many(pool, way, 20, most=10)
 
 
 @pytest.mark.slow

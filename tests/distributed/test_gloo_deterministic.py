@@ -56,9 +56,9 @@ def two_runs(rank: int, world_size: int) -> list[tuple[bool, set[str]]]:
     found = []
     for case in CASES:
         runs, said = [], set[str]()
-        for _ in range(2):
+        for times in (2, 1):
             with context(case, deterministic=True) as cp:
-                runs += [both_passes(cp, case.tensors()) for _ in range(2)]
+                runs += [both_passes(cp, case.tensors()) for _ in range(times)]
                 said |= {what for _, what in chosen(cp)}
         same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
         found.append((same, said))

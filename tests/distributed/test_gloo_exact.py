@@ -18,14 +18,16 @@ from support.reference import attention, errors, tolerance
 CAUSAL = Mask(causal=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 9, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 3, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (9, 16))]
+)
 def test_causal_gqa_with_an_uneven_length_equals_the_truth(pool: WorkerPool, ranks: int) -> None:
     case = Case(ranks, 101, 101, heads=(4, 2), head_dims=(16, 16), batch=2, mask=CAUSAL)
     check(pool, [case, replace(case, dtype=torch.float32, batch=1, options={"chunks": (2, 2)})])
 
 
 @pytest.mark.parametrize("combine", list(Combine))
-@pytest.mark.parametrize("ranks", [6, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 9))])
 def test_every_combine_mode_equals_the_truth(
     pool: WorkerPool, ranks: int, combine: Combine
 ) -> None:
@@ -37,7 +39,7 @@ def test_every_combine_mode_equals_the_truth(
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_every_layout_equals_the_truth(pool: WorkerPool, layout: str) -> None:
     case = Case(4, 55, 55, mask=CAUSAL, options={"layout": layout, "chunks": (2, 2)})
-    check(pool, [case, replace(case, mask=Mask()), replace(case, kv_tokens=31)])
+    check(pool, [case, replace(case, mask=Mask(), kv_tokens=31)])
 
 
 def test_fewer_tokens_than_ranks_equal_the_truth(pool: WorkerPool) -> None:
@@ -121,8 +123,8 @@ def run_twice(rank: int, world_size: int, case: Case) -> bool:
 
 
 def test_two_runs_are_bit_equal(pool: WorkerPool) -> None:
-    case = Case(9, 101, 101, mask=CAUSAL, dtype=torch.bfloat16, options={"chunks": (2, 2)})
-    assert all(pool.run(run_twice, 9, case))
+    case = Case(6, 101, 101, mask=CAUSAL, dtype=torch.bfloat16, options={"chunks": (2, 2)})
+    assert all(pool.run(run_twice, 6, case))
 
 
 def run_dtypes(rank: int, world_size: int, case: Case) -> list[Part]:

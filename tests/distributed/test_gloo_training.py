@@ -132,7 +132,11 @@ ORDERED, ODD = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("ddp", [[0]]), ("ddp", [[0, 1]]), ("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)],
+    [
+        ("ddp", [[0]]),
+        pytest.param("ddp", [[0, 1]], marks=pytest.mark.slow),
+        *(("ddp", ODD), ("fsdp", ODD), ("hsdp", ORDERED)),
+    ],
 )
 def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens(
     pool: WorkerPool, name: str, ranks: list[list[int]]

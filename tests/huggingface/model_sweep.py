@@ -31,6 +31,7 @@ from support.model_table import BEGIN, END, Table, as_page, as_toml, table
 from support.pool import WorkerError, WorkerPool
 
 RANKS = 4
+EXACT = 1e-5
 LEFT_OUT = ("blt", "phi4_multimodal", "git", "moshi", "whisper")  # huge, or of speech
 
 
@@ -66,7 +67,7 @@ def examined(types: dict[str, str], kept: dict[str, Any]) -> Iterator[tuple[str,
         if pool is None:
             environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
             pool = WorkerPool(environment, modules=("support.swept_models",), seconds=60.0)
-        from support.swept_models import examine, merged
+        from support.swept_models import examine
 
         began = monotonic()
         try:
@@ -78,6 +79,20 @@ def examined(types: dict[str, str], kept: dict[str, Any]) -> Iterator[tuple[str,
         yield name, result | {"head": head, "seconds": round(monotonic() - began, 1)}
     if pool is not None:
         pool.close()
+
+
+def merged(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst of all ranks; one that compares nothing stands for all."""
+    for of_rank in of_ranks:
+        if of_rank["result"] != "compared":
+            return of_rank
+    error, what = max(
+        (error, f"{what}, {batch} ranks")
+        for of_rank in of_ranks
+        for batch, (error, what) in of_rank["errors"].items()
+    )
+    result = "exact" if error < EXACT else "differs"
+    return {"result": result, "worst": error, "of": what, "features": of_ranks[0]["features"]}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,25 +1,23 @@
 """The loss in the head of a model is the one of its logits, whatever the model does with those, or
-the logits are asked for. One process, no ranks."""
+the logits are asked for. One process, no ranks: one that has imported transformers already."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from mesh_attention.huggingface.head_loss import ModelLoss
-from mesh_attention.huggingface.trainer_model import EmbeddingNoise
 from mesh_attention.train.means import TokenMean
+from support.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from mesh_attention.huggingface.head_loss import ModelLoss
 
 TARGETS = torch.tensor([[3, 0, 4], [1, 5, 2]])
 
@@ -41,6 +39,8 @@ class Layers(nn.Module):
         self.matrix = nn.Linear(5, 4)
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
         return BaseModelOutput(self.matrix(input_ids).tanh())
 
 
@@ -54,6 +54,8 @@ class Model(nn.Module):
         return self.lm_head
 
     def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutput
+
         hidden = self.base_model(input_ids).last_hidden_state
         return CausalLMOutput(logits=self.after(self.lm_head(hidden)))
 
@@ -90,6 +92,8 @@ class Losses:
 
 
 def losses_of(model: nn.Module) -> tuple[ModelLoss, Losses]:
+    from mesh_attention.huggingface.head_loss import ModelLoss
+
     losses = Losses(model)
     return ModelLoss(losses), losses  # type: ignore[arg-type]
 
@@ -106,8 +110,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(name: str) -> None:
+def loss_in_head(rank: int, world_size: int, name: str) -> None:
     model, x = Model(AFTER[name]), torch.randn(2, 3, 5)
     logits = model(x).logits
     loss = cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
@@ -130,8 +133,18 @@ def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(name: str) -> None
     assert torch.equal(model(x).logits, logits)
 
 
+@pytest.mark.parametrize("name", AFTER)
+def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(
+    model_pool: WorkerPool, name: str
+) -> None:
+    model_pool.run(loss_in_head, 1, name)
+
+
 def with_lora(**how: Any) -> Any:
     """A model whose head has two adapters, both of which count."""
+    from peft import LoraConfig
+    from peft.tuners import lora
+
     model = Model(AFTER["both"])
     adapters = lora.Linear(model.lm_head, "first", LoraConfig(r=2, **how), r=2, lora_alpha=3)
     adapters.update_layer("second", r=1, lora_alpha=1, config=LoraConfig(r=1))
@@ -142,7 +155,7 @@ def with_lora(**how: Any) -> Any:
     return model
 
 
-def test_a_head_with_adapters_makes_the_loss_without_logits() -> None:
+def head_with_adapters(rank: int, world_size: int) -> None:
     model, x = with_lora(), torch.randn(2, 3, 5)
     model_loss, losses = losses_of(model)
     for disabled in (False, True):
@@ -157,15 +170,29 @@ def test_a_head_with_adapters_makes_the_loss_without_logits() -> None:
             torch.testing.assert_close(grad, true)
 
 
-def test_a_head_with_other_adapters_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    with patch.object(logging.getLogger("transformers"), "propagate", True):
-        model = with_lora(use_dora=True)
-        losses_of(model)
+def test_a_head_with_adapters_makes_the_loss_without_logits(model_pool: WorkerPool) -> None:
+    model_pool.run(head_with_adapters, 1)
+
+
+def other_adapters(rank: int, world_size: int) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mesh_attention")
+    logger.addHandler(handler)
+    model = with_lora(use_dora=True)
+    losses_of(model)
+    logger.removeHandler(handler)
     assert not is_in_head(model)
-    assert "adapter first of its head is no plain LoRA" in caplog.text
+    return lines
 
 
-def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
+def test_a_head_with_other_adapters_is_left_alone_by_name(model_pool: WorkerPool) -> None:
+    [lines] = model_pool.run(other_adapters, 1)
+    assert any("adapter first of its head is no plain LoRA" in line for line in lines)
+
+
+def other_heads(rank: int, world_size: int) -> None:
     model, x = Model(AFTER["nothing"]), torch.randn(2, 3, 5)
     model_loss, losses = losses_of(model)
     model.after = lambda logits: logits + 0 * model.lm_head(model.base_model(x)[0]).sum()
@@ -182,21 +209,33 @@ def test_other_heads_and_heads_that_are_called_twice_are_left_alone() -> None:
     assert not is_in_head(model)
 
 
-def test_noise_has_the_size_that_the_whole_sequence_says() -> None:
-    """NEFTune's alpha / sqrt(length * width), where a rank has a part of the length."""
+def test_other_heads_and_heads_that_are_called_twice_are_left_alone(
+    model_pool: WorkerPool,
+) -> None:
+    model_pool.run(other_heads, 1)
+
+
+def noise(rank: int, world_size: int) -> None:
+    from mesh_attention.huggingface.trainer_model import EmbeddingNoise
+
     embeddings = nn.Embedding(5, 4).requires_grad_(False)
-    noise = EmbeddingNoise(embeddings, 8.0, rank=1)
+    drawing = EmbeddingNoise(embeddings, 8.0, rank=1)
     ids = torch.zeros(50, 20, dtype=torch.long)
     plain = nn.functional.embedding(ids, embeddings.weight)
     assert torch.equal(embeddings(ids), plain)  # no batch yet
-    noise.length = 400
+    drawing.length = 400
     torch.manual_seed(0)
     drawn = embeddings(ids)
     most = (drawn - plain).abs().max().item()
     assert 0.95 * 0.2 < most <= 0.2 + 1e-6  # 8 / sqrt(400 * 4)
     assert torch.equal(embeddings.eval()(ids), plain)
-    noise._rank = 0
+    drawing._rank = 0
     torch.manual_seed(0)
     assert not torch.equal(embeddings.train()(ids), drawn)
-    noise.remove()
+    drawing.remove()
     assert torch.equal(embeddings.train()(ids), plain)
+
+
+def test_noise_has_the_size_that_the_whole_sequence_says(model_pool: WorkerPool) -> None:
+    """NEFTune's alpha / sqrt(length * width), where a rank has a part of the length."""
+    model_pool.run(noise, 1)

@@ -13,22 +13,21 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from model_sweep import main, merged
 
 from support.pool import WorkerPool
-from support.swept_models import examine, loss_of_rows, merged
-from support.tiny_models import CONFIGS
 
 EXACT = 1e-5
 ROOT = Path(__file__).parents[2]
 
 
-def errors(rank: int, world_size: int, names: list[str], in_turn: bool) -> dict[str, float]:
-    """Relative, of everything, for batches of all kinds, or for two kinds in turn."""
+def errors(rank: int, world_size: int, names: list[str] | None, in_turn: bool) -> dict[str, float]:
+    """Relative, of everything, for batches of all kinds, or for two kinds in turn; None: of all."""
     from mesh_attention.huggingface import ModelContextParallel
-    from support.tiny_models import ALL, make_model, on_one_process, on_ranks
+    from support.tiny_models import ALL, CONFIGS, make_model, on_one_process, on_ranks
 
     found: dict[str, float] = {}
-    for turn, name in enumerate(names):
+    for turn, name in enumerate(CONFIGS if names is None else names):
         model = make_model(name)
         batches = [ALL[turn % 4], ALL[(turn + 2) % 4]] if in_turn else ALL
         wanted = [results(model, *on_one_process(model, batch)) for batch in batches]
@@ -67,6 +66,12 @@ def test_models_have_losses_logits_and_gradients_of_one_process(model_pool: Work
     check(model_pool.run(errors, 2, ["gemma3_text", "mistral"], True))
 
 
+def examined(rank: int, world_size: int, name: str, head: str) -> dict[str, Any]:
+    from support.swept_models import examine
+
+    return examine(rank, world_size, name, head, (world_size,))
+
+
 @pytest.mark.parametrize(
     ("name", "head"),
     [
@@ -83,7 +88,7 @@ def test_layers_and_heads_of_all_kinds_are_those_of_one_process(
 ) -> None:
     """Padded and packed, on ranks of which some have little. Older versions of transformers may not
     have what a type needs, and then it is refused."""
-    result = merged(model_pool.run(examine, 3, name, head, (3,)))
+    result = merged(model_pool.run(examined, 3, name, head))
     is_newest = version("transformers") == version_of_table()
     assert result["result"] in (("exact",) if is_newest else ("exact", "refused")), result
 
@@ -96,8 +101,6 @@ def version_of_table() -> str:
 @pytest.mark.slow
 def test_every_type_in_the_table_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     """Half an hour."""
-    from model_sweep import main
-
     assert main([]) == 0
     assert "no longer exact: none" in capsys.readouterr().out
 
@@ -117,7 +120,7 @@ def test_more_ranks_change_nothing(model_pool: WorkerPool, ranks: int, name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_every_model_on_every_number_of_ranks(model_pool: WorkerPool, ranks: int) -> None:
-    check(model_pool.run(errors, ranks, [*CONFIGS], False, seconds=300))
+    check(model_pool.run(errors, ranks, None, False, seconds=300))
 
 
 def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
@@ -174,7 +177,14 @@ def averaged(rank: int, world_size: int) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from mesh_attention.huggingface import ModelContextParallel
-    from support.swept_models import PACKED, PADDED, by_itself, swept_model, worst
+    from support.swept_models import (
+        PACKED,
+        PADDED,
+        by_itself,
+        loss_of_rows,
+        swept_model,
+        worst,
+    )
 
     whole, packed = PADDED.whole(), PACKED.whole()
     labels = whole.pop("labels")
@@ -272,7 +282,7 @@ def test_a_model_compiles_as_one_graph(model_pool: WorkerPool) -> None:
     check([errors_of_rank])
 
 
-def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None:
+def shifting(rank: int, world_size: int) -> list[bool]:
     from transformers import (
         BertConfig,
         BertForMaskedLM,
@@ -288,7 +298,13 @@ def test_labels_are_shifted_for_models_that_learn_the_next_token_alone() -> None
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 7}
     llama = LlamaConfig(**sizes, num_attention_heads=2)
     gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=7)
-    assert shifts_labels(LlamaForCausalLM(llama))
-    assert shifts_labels(GPT2LMHeadModel(gpt2))
-    assert not shifts_labels(LlamaForTokenClassification(llama))
-    assert not shifts_labels(BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)))
+    bert = BertConfig(**sizes, num_attention_heads=2)
+    causal = [LlamaForCausalLM(llama), GPT2LMHeadModel(gpt2)]
+    others = [LlamaForTokenClassification(llama), BertForMaskedLM(bert)]
+    return [shifts_labels(model) for model in (*causal, *others)]
+
+
+def test_labels_are_shifted_for_models_that_learn_the_next_token_alone(
+    model_pool: WorkerPool,
+) -> None:
+    assert model_pool.run(shifting, 1) == [[True, True, False, False]]

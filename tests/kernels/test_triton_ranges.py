@@ -94,7 +94,9 @@ def check(block: Block, softcap: float = 0.0, kernel: Any = KERNEL) -> Result:
 
 @pytest.mark.parametrize("maker", [full, causal, *RANGES], ids=lambda f: f.__name__)
 def test_any_mask_is_exact_on_strided_buffers_in_one_call(maker: MaskMaker) -> None:
-    check(make_block(SMALL, torch.float32, maker, device=DEVICE, strided=True))
+    """Lists of rows are the same for all heads, so one will do where there are some."""
+    shape = SMALL if maker in (full, causal, union) else replace(SMALL, H=1)
+    check(make_block(shape, torch.float32, maker, device=DEVICE, strided=True))
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ def test_every_method_equals_the_truth_and_moves_the_counted_bytes(name: str, ra
 @pytest.mark.parametrize("name", METHODS)
 def test_documents_on_a_listed_layout_equal_the_truth_and_are_proven(name: str) -> None:
     """Stretches of any lengths in any order: most ranks hold parts of several documents."""
-    for seed, ranks in enumerate((3, 4, 2)):
+    for seed, ranks in enumerate((3, 4)):
         draw = Random(f"{name} {seed}")
         tokens = draw.randint(30, 60)
         starts = random_cuts(draw, tokens)
-        mask = Mask(causal=seed != 1, documents=starts, window=(None, (9, 0))[seed % 2])
+        mask = Mask(causal=seed == 0, documents=starts, window=(None, (9, 0))[seed])
         stretches = stretches_for("listed", draw, tokens, ranks)
         options = {"method": name, "layout": "listed", "stretches": stretches}
         case = Case(ranks, tokens, tokens, (2 * ranks, ranks), mask=mask, options=options)
@@ -75,7 +75,7 @@ def test_every_shape_of_every_method_equals_the_truth(name: str, ranks: int) -> 
 @pytest.mark.parametrize("name", METHODS)
 def test_in_bf16_every_method_stays_within_its_rounding(name: str, ranks: int) -> None:
     """Accumulators and what travels differ in precision here, so other buffers are at work."""
-    for drawn_case in cases(name, ranks, at_least=2, at_most=3):
+    for drawn_case in cases(name, ranks, at_least=2, at_most=2):
         check(replace(drawn_case, dtype=torch.bfloat16), bound=0.02)
 
 

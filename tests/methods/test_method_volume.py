@@ -80,7 +80,8 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "seen"])
 def test_a_causal_mask_changes_no_volume(name: str) -> None:
-    for ranks, direction in product((4, 6), Direction):
+    ranks = 6  # tiles and degrees of two and three
+    for direction in Direction:
         for setting in as_counted(name, ranks):
             full, causal = (
                 volumes(name, ranks, setting, direction, causal=masked) for masked in (False, True)
@@ -199,8 +200,14 @@ REPORTED = {
     ("causal forward", "ring"): ("15.9", "2.0"),
     ("causal forward", "usp U=8"): ("2.0", "1.9"),
 }
-# A causal ring or a backward one of 256 ranks takes ten seconds and more to plan.
-SLOW = {("forward", "ring"), ("backward", "ring"), ("causal forward", "ring")}
+# A causal ring or a backward one of 256 ranks takes ten seconds and more to plan; USP a second,
+# and its formula is held against every rank in both passes above.
+SLOW = {
+    ("forward", "ring"),
+    ("backward", "ring"),
+    ("backward", "usp U=8"),
+    ("causal forward", "ring"),
+}
 
 
 def cell_of(key: tuple[str, str]) -> Cell:

@@ -13,6 +13,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,18 @@ MODULES = sorted(
 )
 
 
-def imports(file: Path, root: Path) -> Iterator[str]:
+def imports(file: Path, root: Path) -> tuple[str, ...]:
     """Every module that a file imports anywhere in it, in functions and for types too."""
-    folder = (root.name, *file.relative_to(root).parent.parts)
-    for node in ast.walk(ast.parse(file.read_text())):
+    return imports_of(file.read_text(), (root.name, *file.relative_to(root).parent.parts))
+
+
+@cache  # three tests read all files
+def imports_of(text: str, folder: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(named(text, folder))
+
+
+def named(text: str, folder: tuple[str, ...]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -6,7 +6,6 @@ import pickle
 import re
 from itertools import pairwise
 from random import Random
-from time import process_time
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import visible_pairs
 from mesh_attention.plan.read.count import count
 from support.random_masks import random_cuts, random_window
+from support.work import lines_run
 
 CAUSAL, WINDOW = Mask(causal=True), Mask(causal=True, window=(4095, 0))
 FEW_HEADS, MANY_HEADS = (32, 8), (64, 8)
@@ -176,11 +176,8 @@ def test_predicted_bytes_are_those_that_plans_count(kind: str) -> None:
 
 
 def test_choosing_for_128_documents_on_64_ranks_takes_milliseconds() -> None:
-    packs = [documents(128, 1 << 19, seed=seed) for seed in range(5)]
-
-    def seconds(starts: tuple[int, ...]) -> float:
-        begin = process_time()
-        choose([layer(MANY_HEADS)], 64, starts)
-        return process_time() - begin
-
-    assert min(map(seconds, packs)) < 0.05
+    """Eight for 48,000 lines."""
+    for seed in range(3):
+        starts = documents(128, 1 << 19, seed=seed)
+        lines = lines_run(lambda: choose([layer(MANY_HEADS)], 64, starts))  # noqa: B023
+        assert 0 < lines < 100_000

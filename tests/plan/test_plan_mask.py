@@ -14,11 +14,13 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from support.random_masks import random_mask
+from support.sample import in_parts
 
 
-def test_bounds_agree_with_the_definition_for_thousands_of_random_masks() -> None:
-    rng = Random(1)
-    for _ in range(4000):
+@in_parts(4)
+def test_bounds_agree_with_the_definition_for_thousands_of_random_masks(seed: int) -> None:
+    rng = Random(1 + 10 * seed)
+    for _ in range(1000):
         q_tokens, kv_tokens = random_sizes(rng, 24)
         mask = random_mask(rng, q_tokens, kv_tokens)
         (lo,), (hi,) = mask.rows(q_tokens, kv_tokens).intervals(np.arange(q_tokens))
@@ -37,9 +39,10 @@ def test_bounds_never_fall() -> None:
         assert (np.diff(hi) >= 0).all(), mask
 
 
-def test_segments_divide_the_queries_and_each_bound_is_one_line_on_a_segment() -> None:
-    rng = Random(3)
-    for _ in range(2000):
+@in_parts(4)
+def test_segments_divide_the_queries_and_each_bound_is_one_line_on_a_segment(seed: int) -> None:
+    rng = Random(3 + 10 * seed)
+    for _ in range(500):
         q_tokens, kv_tokens = random_sizes(rng, 40)
         rows = random_mask(rng, q_tokens, kv_tokens).rows(q_tokens, kv_tokens)
         assert [q for s in rows.segments for q in range(s.start, s.stop)] == list(range(q_tokens))

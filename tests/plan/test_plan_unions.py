@@ -33,6 +33,7 @@ from mesh_attention.plan.problem.row_ranges import Interval, RowRanges, Segment,
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 from mesh_attention.plan.read.verify import verify
 from support.random_masks import random_slices
+from support.sample import in_parts
 
 
 def shown(mask: Mask, q_tokens: int, kv_tokens: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -45,15 +46,16 @@ def picture(mask: Mask, q_tokens: int, kv_tokens: int | None = None) -> list[str
     return ["".join(".#"[int(x)] for x in row) for row in seen]
 
 
-def test_row_ranges_of_slices_agree_with_the_definition_for_thousands_of_them() -> None:
-    rng = Random(1)
+@in_parts(4)
+def test_row_ranges_of_slices_agree_with_the_definition_for_thousands_of_them(seed: int) -> None:
+    rng = Random(1 + 10 * seed)
     several = 0
-    for _ in range(2000):
+    for _ in range(500):
         sizes = random_sizes(rng, 24)
         mask = random_slices(rng, *sizes)
         assert (shown(mask, *sizes) == dense_mask(mask, *sizes)).all(), (mask, sizes)
         several += mask.rows(*sizes).most_intervals > 1
-    assert several > 300
+    assert several > 75
 
 
 def check_intervals(rows: RowRanges) -> None:
@@ -96,10 +98,11 @@ def test_pairs_are_counted_as_the_dense_matrix_has_them() -> None:
                 assert counted[i, j] == seen[np.ix_(positions_of([q]), positions_of([k]))].sum()
 
 
-def test_calls_compute_every_visible_pair_once_and_no_other() -> None:
-    rng = Random(4)
+@in_parts(2)
+def test_calls_compute_every_visible_pair_once_and_no_other(seed: int) -> None:
+    rng = Random(4 + 10 * seed)
     kinds: set[CallKind] = set()
-    for _ in range(700):
+    for _ in range(350):
         sizes = random_sizes(rng, 40)
         mask = random_slices(rng, *sizes)
         layouts = random_layouts(rng, *sizes)

@@ -17,7 +17,7 @@ from mesh_attention.plan.read.verify import verify
 from support.listed import stretches_for
 from support.sample import sample
 
-ALL_MANNERS = 8  # up to so many ranks every layout and mask is proven for every tile
+ALL_MANNERS = 7  # up to so many ranks every layout and mask is proven for every tile
 TWO_MANNERS = 10
 ALL_TILES = 20
 MOST = 64

@@ -1,5 +1,7 @@
 """Commands and examples of README and docs, executed: words that drift from the code fail here."""
 
+import contextlib
+import io
 import json
 import re
 import runpy
@@ -7,10 +9,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from mesh_attention.cli.main import main
+from support.pool import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("README", "docs/planning", "docs/slices", "docs/start", "docs/long-sequences")
@@ -61,8 +67,38 @@ def test_make_commands_of_the_pages_are_targets_of_the_makefile() -> None:
             assert command.split()[1] in targets
 
 
-# A process with torch takes two seconds of a core.
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def run_example(rank: int, world_size: int, script: str) -> tuple[list[str], str]:
+    """In a process that has torch and a group already: what it asks of torch.distributed, which
+    is done, and what it prints."""
+    asked: list[str] = []
+
+    def ask(name: str) -> Any:
+        return patch.object(dist, name, lambda *args: asked.append(f"{name}{args}"))
+
+    printed = io.StringIO()
+    with (
+        ask("init_process_group"),
+        ask("destroy_process_group"),
+        contextlib.redirect_stdout(printed),
+    ):
+        made = runpy.run_path(script)
+    made["cp"].close()  # its groups are real
+    return asked, printed.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_example_runs_on_every_rank(pool: WorkerPool, tmp_path: Path, ranks: int) -> None:
+    script = tmp_path / "step.py"
+    script.write_text(_blocks(README, "python")[0])
+    wanted = ["init_process_group('gloo',)", "destroy_process_group()"]
+    for rank, (asked, printed) in enumerate(pool.run(run_example, ranks, str(script))):
+        assert asked == wanted
+        assert printed.startswith(f"{rank} ")
+        assert printed.endswith(f"torch.Size([1, {1000 // ranks}, 8, 64])\n")
+
+
+@pytest.mark.slow  # a process with torch takes two seconds of a core
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_torchrun_example_runs_on_every_rank(tmp_path: Path, ranks: int) -> None:
     script = tmp_path / "step.py"
     script.write_text(_blocks(README, "python")[0])

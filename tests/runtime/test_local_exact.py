@@ -86,10 +86,10 @@ LONG = Case(ranks=8, q_tokens=1499, kv_tokens=1499, heads=(2, 1), head_dims=(16,
     [
         replace(LONG, mask=Mask(causal=True), options={"tile": (4, 2), "chunks": (2, 2)}),
         replace(LONG, ranks=7, mask=Mask(causal=True), options={"layout": "striped"}),
-        replace(LONG, ranks=12, dtype=torch.float32, options={"combine": Combine.REDUCE_SCATTER}),
+        replace(LONG, ranks=9, dtype=torch.float32, options={"combine": Combine.REDUCE_SCATTER}),
         replace(LONG, ranks=6, kv_tokens=1177, mask=Mask(causal=True), dtype=torch.float32),
-        replace(LONG, ranks=16, mask=Mask(causal=True, window=(150, 0))),
-        replace(LONG, ranks=15, mask=Mask(causal=True, documents=(0, 350, 351, 1024, 1499))),
+        replace(LONG, ranks=8, mask=Mask(causal=True, window=(150, 0))),
+        replace(LONG, ranks=10, mask=Mask(causal=True, documents=(0, 350, 351, 1024, 1499))),
     ],
     ids=["causal", "striped", "full", "cross", "window", "documents"],
 )

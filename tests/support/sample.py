@@ -20,5 +20,11 @@ def sample(values: Iterable[Any], every: int) -> list[Any]:
     ]
 
 
+def in_parts(number: int) -> pytest.MarkDecorator:
+    """Of a test that tries many random cases: `seed` is one of so many, of which every run has the
+    first."""
+    return pytest.mark.parametrize("seed", sample(range(number), number))
+
+
 def _arguments(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

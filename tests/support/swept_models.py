@@ -31,7 +31,6 @@ from mesh_attention.huggingface import ModelContextParallel
 from mesh_attention.huggingface.models import DIFFERENT, SHOWN
 from support.mixing_models import SMALL
 
-EXACT = 1e-5
 HEADS = {
     "causal": AutoModelForCausalLM,
     "masked": AutoModelForMaskedLM,
@@ -304,17 +303,3 @@ def examine(
                 if fault is not None:
                     return dict(fault)
     return {"result": "compared", "errors": errors, "features": sorted(seen)}
-
-
-def merged(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of all ranks; one that compares nothing stands for all."""
-    for of_rank in of_ranks:
-        if of_rank["result"] != "compared":
-            return of_rank
-    error, what = max(
-        (error, f"{what}, {batch} ranks")
-        for of_rank in of_ranks
-        for batch, (error, what) in of_rank["errors"].items()
-    )
-    result = "exact" if error < EXACT else "differs"
-    return {"result": result, "worst": error, "of": what, "features": of_ranks[0]["features"]}

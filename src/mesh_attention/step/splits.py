@@ -167,9 +167,9 @@ def plan_step(
 
     Experimental.
 
-    >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100")
-    >>> plan.best.fits, plan.best.data * plan.best.context
-    (True, 8)
+    >>> plan = plan_step("qwen3-8b", 32768, 8, cluster="hgx-h100", context=4)
+    >>> plan.best.fits, plan.best.data
+    (True, 2)
     """
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     if not shape.layers:
