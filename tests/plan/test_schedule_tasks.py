@@ -6,10 +6,17 @@ import math
 from random import Random
 
 import pytest
-from schedule_graphs import communication, compute, golden_graph, random_graph, tasks
+from schedule_graphs import (
+    check_schedule,
+    communication,
+    compute,
+    golden_graph,
+    random_graph,
+    tasks,
+)
 
 from mesh_attention.plan.language.program import Task
-from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph, check_schedule
+from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
 from mesh_attention.plan.schedule.greedy import greedy
 
 

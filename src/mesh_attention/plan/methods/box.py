@@ -34,7 +34,7 @@ from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of
-from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
+from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -104,11 +104,11 @@ def _order_of(box: Box, mesh: TilePass) -> Order:
     if box.one_call and mesh.tile.num_ranks == 1:
         # All rows are in one unit, in one call under any mask: its programs serve any mask.
         problem = replace(problem, mask=Mask())
-    cap, by = box.max_memory_bytes, box.scheduler
+    cap = box.max_memory_bytes
     schedule = order_tasks(
-        mesh, box.costs, by, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
+        mesh, box.costs, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
     )
-    return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
+    return TileOrder(mesh, schedule, GREEDY if cap is None else CAPPED)
 
 
 def _plan_within_cap(
@@ -134,10 +134,7 @@ def _plan_within_cap(
 
 
 def _check_cap(box: Box) -> None:
-    cap = box.max_memory_bytes
-    if cap is not None and box.scheduler is not Scheduler.GREEDY:
-        raise PlanError("max_memory_bytes works with scheduler=greedy only; leave one out")
-    if cap is not None and box.ulysses > 1:
+    if box.max_memory_bytes is not None and box.ulysses > 1:
         raise PlanError(
             "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
             "through the whole pass, and the cap does not count them; leave one out"

@@ -8,7 +8,6 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from functools import lru_cache
 from operator import add
 
@@ -39,20 +38,13 @@ from mesh_attention.plan.schedule.greedy import (
     peak_bytes,
     smallest_cap,
 )
-from mesh_attention.plan.schedule.search import search
 
-CAPPED = "capped"  # the name of an order under a memory cap
-
-
-class Scheduler(StrEnum):
-    GREEDY = "greedy"
-    SEARCH = "search"
+GREEDY, CAPPED = "greedy", "capped"  # names of orders: the second is one under a memory cap
 
 
 def order_tasks(
     mesh: TilePass,
     costs: Costs,
-    scheduler: Scheduler,
     *,
     rows: RowRanges,
     gamma: float,
@@ -66,7 +58,7 @@ def order_tasks(
     def everywhere(schedule: Schedule) -> list[Schedule]:
         return [_of_slice(mesh, schedule, part - largest) for part in range(len(mesh.slices))]
 
-    free = search(graph).schedule if scheduler is Scheduler.SEARCH else greedy(graph, gamma=gamma)
+    free = greedy(graph, gamma=gamma)
     if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
         free = reduced_early(graph, free)
     if max_memory_bytes is None:
