@@ -10,11 +10,8 @@ Slices of the heads need the same tasks, so their schedules follow each other (`
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 
 from mesh_attention.plan.language.program import Task
 
@@ -46,39 +43,12 @@ class TaskGraph:
     communication: tuple[TaskNode, ...]
     compute: tuple[TaskNode, ...]
 
-    def __post_init__(self) -> None:
-        tasks = self.tasks()
-        times = Counter(node.task for node in tasks)
-        for node in tasks:
-            if times[node.task] > 1:
-                raise ValueError(f"task {node.task} appears {times[node.task]} times")
-            if not (math.isfinite(node.cost) and node.cost >= 0):
-                raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
-        streams = {"communication": self.communication, "compute": self.compute}
-        for own, other in (("communication", "compute"), ("compute", "communication")):
-            known = {node.task for node in streams[other]}
-            for node in streams[own]:
-                if not known.issuperset(node.needs):
-                    missing = next(need for need in node.needs if need not in known)
-                    raise ValueError(
-                        f"task {node.task} needs {missing}, which is not a {other} task"
-                    )
-        try:
-            self.in_order()
-        except CycleError as error:
-            task = error.args[1][0]
-            raise ValueError(f"task {task} can never start: its needs form a cycle") from None
-
     def tasks(self) -> tuple[TaskNode, ...]:
         return (*self.communication, *self.compute)
 
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
-
-    def in_order(self) -> tuple[Task, ...]:
-        """All tasks, each after the tasks that it needs."""
-        return tuple(TopologicalSorter(self.needs()).static_order())
 
     def costs(self) -> dict[Task, float]:
         return {node.task: node.cost for node in self.tasks()}

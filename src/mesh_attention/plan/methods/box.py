@@ -18,6 +18,7 @@ box of each method, and `plan_box` makes a plan of it. algorithm.md, sections 2 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -33,11 +34,10 @@ from mesh_attention.plan.methods.parts.query_ring import QueryOrder
 from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of, planner_of
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
@@ -56,7 +56,8 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
-    planner = TilePlanner(problem, num_ranks, box)
+    planner = planner_of(problem, num_ranks, box)
+    lowerings = planner.lowerings(problem)
     _check_exchange(box, planner)
     is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
     if is_even and all(getattr(box, name) is None for name in _CUTS):
@@ -67,15 +68,15 @@ def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) ->
 
     def build(direction: Direction) -> Pass:
         passes = planner.tile_passes(direction, cuts[direction], keep=keep, rotates=rotates)
-        order = _order_of(box, passes[0]) if is_even else None
+        order = _order_of(problem, box, passes[0]) if is_even else None
 
         def on_group(index: int) -> GroupPass:
             mesh = passes[index]
-            return box_on_group(mesh, planner.lowerings, order or UnevenOrder(mesh))
+            return box_on_group(mesh, lowerings, order or UnevenOrder(mesh))
 
         return with_exchanges(OnDemand(len(passes), on_group))
 
-    return planner.plan(map(build, directions))
+    return planner.plan(problem, map(build, directions))
 
 
 def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Keep:
@@ -94,21 +95,20 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Kee
     return box.keep
 
 
-def _order_of(box: Box, mesh: TilePass) -> Order:
+def _order_of(problem: Problem, box: Box, mesh: TilePass) -> Order:
     if box.rotates is Side.KEYS:
         assert box.route is not None, "the gradients of rotating keys are sent step by step"
         return RingOrder(mesh, box.route, box.inner)
     if box.rotates is Side.QUERIES:
         return QueryOrder(mesh, box.route)
-    problem = mesh.problem
-    if box.one_call and mesh.tile.num_ranks == 1:
-        # All rows are in one unit, in one call under any mask: its programs serve any mask.
-        problem = replace(problem, mask=Mask())
-    cap = box.max_memory_bytes
-    schedule = order_tasks(
-        mesh, box.costs, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
-    )
-    return TileOrder(mesh, schedule, GREEDY if cap is None else CAPPED)
+    # If all rows are in one unit, and in one call under any mask, its programs serve any mask.
+    serves_any = box.one_call and mesh.tile.num_ranks == 1
+    rows, cap = (mesh.problem if serves_any else problem).rows, box.max_memory_bytes
+    schedule = order_tasks(mesh, box.costs, rows=rows, gamma=box.gamma, max_memory_bytes=cap)
+    return _tile_order(mesh, schedule, GREEDY if cap is None else CAPPED)
+
+
+_tile_order = lru_cache(maxsize=16)(TileOrder)  # of masks that order tasks alike
 
 
 def _plan_within_cap(

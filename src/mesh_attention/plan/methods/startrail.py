@@ -37,7 +37,7 @@ from mesh_attention.plan.methods.parts.rotate import (
 )
 from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
+from mesh_attention.plan.methods.parts.tile_plan import Box, planner_of
 from mesh_attention.plan.problem.problem import Problem
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
@@ -234,11 +234,12 @@ def plan_startrail(
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
     star = _Star(team, width, shift)
     box = Box.of("startrail", setting, tile=(team, num_ranks // team))
-    planner = TilePlanner(problem, num_ranks, box)
+    planner = planner_of(problem, num_ranks, box)
+    lowerings = planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:
         (mesh,) = planner.tile_passes(direction)
-        method = _StarTrail(mesh, planner.lowerings, star, setting.gradients, planner.nodes)
+        method = _StarTrail(mesh, lowerings, star, setting.gradients, planner.nodes)
         return with_exchanges([method.on_group()])
 
-    return planner.plan(map(build, directions))
+    return planner.plan(problem, map(build, directions))

@@ -1,7 +1,8 @@
 """What methods on a tile grid share: layouts, devices, head groups, and the plan itself.
 
-A builder makes a `TilePlanner` of its problem and options, asks it for the `TilePass` of each
-direction, and ends with `planner.plan(passes)`. Options that do not fit are refused here.
+A builder asks `planner_of` for a `TilePlanner`, asks that for the `TilePass` of each direction, and
+ends with `planner.plan(problem, passes)`. None of it depends on the mask, so the batches of a
+training, which differ in their documents, share it. Options that do not fit are refused here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cache, lru_cache, partial
 from typing import Any, Self
+from weakref import proxy
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
@@ -18,7 +21,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, pa
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.lower import lowerings_of
+from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
 from mesh_attention.plan.methods.parts.setting import (
@@ -30,6 +33,7 @@ from mesh_attention.plan.methods.parts.setting import (
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
+from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 Layouts = tuple[Layout, Layout]
@@ -79,8 +83,7 @@ def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
         box = replace(box, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
     kind = box.layout
-    if kind is None:
-        kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+    assert kind is not None, "`planner_of` chooses it by the mask"
     if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
         raise PlanError(
             f"layout=listed lists the positions of queries and keys alike, but there are "
@@ -179,8 +182,21 @@ def cut_of(box: Box, direction: Direction, problem: Problem) -> PassCut:
     return PassCut(chunks, slices, box.even_chunks, box.short_start)
 
 
+def planner_of(problem: Problem, num_ranks: int, box: Box) -> TilePlanner:
+    """Shared by all masks."""
+    if box.layout is None:
+        usual = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+        box = replace(box, layout=usual)
+    return _planner_of(replace(problem, mask=Mask()), num_ranks, box)
+
+
+@lru_cache(maxsize=8)  # those of a few kinds of layers; a search asks for thousands
+def _planner_of(problem: Problem, num_ranks: int, box: Box) -> TilePlanner:
+    return TilePlanner(problem, num_ranks, box)
+
+
 class TilePlanner:
-    """The parts of a plan that do not depend on how a method moves its blocks."""
+    """The parts of a plan that depend neither on the mask nor on how a method moves its blocks."""
 
     def __init__(self, problem: Problem, num_ranks: int, box: Box) -> None:
         self._problem, self._box = problem, box
@@ -198,9 +214,13 @@ class TilePlanner:
         per_node = box.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = lowerings_of(*self.layouts, problem.rows, one_call=box.one_call)
+        own = proxy(self)  # in a cycle with its cache it would outlive its plans
+        self.tile_passes = cache(partial(TilePlanner._tile_passes, own))
 
-    def tile_passes(
+    def lowerings(self, problem: Problem) -> Lowerings:
+        return lowerings_of(*self.layouts, problem.rows, one_call=self._box.one_call)
+
+    def _tile_passes(
         self,
         direction: Direction,
         cut: PassCut = UNCUT,
@@ -239,9 +259,9 @@ class TilePlanner:
 
         return OnDemand(box.ulysses, on_group)
 
-    def plan(self, passes: Iterable[Pass]) -> Plan:
+    def plan(self, problem: Problem, passes: Iterable[Pass]) -> Plan:
         return Plan(
-            self._problem,
+            problem,
             *self.layouts,
             tuple(passes),
             devices=self._devices,

@@ -7,8 +7,8 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from operator import add
 
 from mesh_attention.machine.rates import Costs
@@ -106,11 +106,7 @@ Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all 
 def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
     on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
-    q, kv = (
-        tuple([tuple(_runs(side, at)) for at in range(side.chunks_of_slice)])
-        for side in (mesh.q, mesh.kv)
-    )
-    return _num_visible(q, kv, rows)
+    return _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
 
 
 @lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
@@ -122,6 +118,12 @@ def _num_visible(
         (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
     }
     return {key: count for key, count in pairs.items() if count}
+
+
+@lru_cache(maxsize=32)
+def _chunks_of(side: TileSide) -> tuple[tuple[Run, ...], ...]:
+    """Positions of each chunk of a slice."""
+    return tuple([tuple(_runs(side, at)) for at in range(side.chunks_of_slice)])
 
 
 def _runs(side: TileSide, index: int) -> Sequence[Run]:
@@ -150,7 +152,7 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         for part in slices
         for (i, j), pairs in pairs_of.items()
     }
-    seconds = _Seconds(mesh, costs)
+    seconds = _seconds(mesh, costs)
     communication: list[TaskNode] = []
 
     def add_tasks(side: TileSide, kind: str, needs_of: Mapping[int, list[Task]]) -> None:
@@ -158,7 +160,7 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         for index in [part * count + at for part in slices for at in range(count)]:
             task = Task(kind, (index,))
             needs = tuple(needs_of.get(index, ()))
-            communication.append(TaskNode(task, seconds.of(task), needs))
+            communication.append(TaskNode(task, seconds(task), needs))
 
     fetched = [side for side in (mesh.q, mesh.kv) if side.is_fetched]
     for side in reversed(fetched):
@@ -180,6 +182,11 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         needs = tuple([Task(side.gather_kind, (index_of[side],)) for side in fetched])
         compute.append(TaskNode(Task(COMPUTE, key), costs.compute_seconds(flops), needs))
     return TaskGraph(tuple(communication), tuple(compute))
+
+
+@lru_cache(maxsize=16)  # of both passes, for all masks
+def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
+    return cache(_Seconds(mesh, costs).of)
 
 
 class _Seconds:
