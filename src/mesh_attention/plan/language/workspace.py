@@ -18,12 +18,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
     Attention,
+    Call,
+    CallKind,
     Communication,
     Free,
     Operation,
@@ -240,6 +242,21 @@ def _inside(heads: Heads, others: Heads) -> bool:
     if others is None or heads == others:
         return True
     return heads is not None and others[0] <= heads[0] and heads[1] <= others[1]
+
+
+def _all_rows(op: Attention) -> tuple[Call, ...]:
+    return (Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows),)
+
+
+def without_calls(program: Program) -> Program:
+    """Equal for programs of a rank that are alike, which batches with other masks often have."""
+    operations = [
+        replace(op, calls=_all_rows(op) if is_one_call(op) else ())
+        if isinstance(op, Attention)
+        else op
+        for op in program.operations
+    ]
+    return replace(program, operations=tuple(operations))
 
 
 class Alike:

@@ -33,7 +33,6 @@ from mesh_attention.plan.methods.parts.setting import (
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
-from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 Layouts = tuple[Layout, Layout]
@@ -187,7 +186,7 @@ def planner_of(problem: Problem, num_ranks: int, box: Box) -> TilePlanner:
     if box.layout is None:
         usual = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
         box = replace(box, layout=usual)
-    return _planner_of(replace(problem, mask=Mask()), num_ranks, box)
+    return _planner_of(problem.of_any_mask, num_ranks, box)
 
 
 @lru_cache(maxsize=8)  # those of a few kinds of layers; a search asks for thousands
