@@ -17,8 +17,10 @@ box of each method, and `plan_box` makes a plan of it. algorithm.md, sections 2 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -34,7 +36,13 @@ from mesh_attention.plan.methods.parts.query_ring import QueryOrder
 from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of, planner_of
+from mesh_attention.plan.methods.parts.tile_plan import (
+    Box,
+    Side,
+    TilePlanner,
+    cut_of,
+    layout_kind,
+)
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -56,19 +64,17 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
-    planner = planner_of(problem, num_ranks, box)
-    lowerings = planner.lowerings(problem)
-    _check_exchange(box, planner)
-    is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
-    if is_even and all(getattr(box, name) is None for name in _CUTS):
-        box = _cut_by_size(problem, num_ranks, box, directions)
-    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
-    keep = _kept(box, cuts, planner)
-    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+    box = replace(box, layout=layout_kind(problem, box))
+    shape = _shape_of(problem.of_any_mask, num_ranks, box)
+    if shape.heads is not None and box.max_memory_bytes is not None:
+        cap, heads = box.max_memory_bytes, shape.heads
+        box = _within_cap(problem, num_ranks, shape.box, directions, heads, cap)
+        shape = _shape_of(problem.of_any_mask, num_ranks, box)
+    lowerings = shape.planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:
-        passes = planner.tile_passes(direction, cuts[direction], keep=keep, rotates=rotates)
-        order = _order_of(problem, box, passes[0]) if is_even else None
+        passes = shape.passes[direction]
+        order = _order_of(problem, box, passes[0]) if shape.is_even else None
 
         def on_group(index: int) -> GroupPass:
             mesh = passes[index]
@@ -76,7 +82,35 @@ def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) ->
 
         return with_exchanges(OnDemand(len(passes), on_group))
 
-    return planner.plan(problem, map(build, directions))
+    return shape.planner.plan(problem, map(build, directions))
+
+
+class _Shape(NamedTuple):
+    """What a box is before it has a mask. `heads`: slices that were chosen by size."""
+
+    box: Box
+    heads: HeadSlices | None
+    planner: TilePlanner
+    passes: Mapping[Direction, Sequence[TilePass]]
+    is_even: bool  # all ranks have the same number of heads
+
+
+@lru_cache(maxsize=8)  # batches of a training differ in their masks only
+def _shape_of(problem: Problem, num_ranks: int, box: Box) -> _Shape:
+    planner = TilePlanner(problem, num_ranks, box)
+    _check_exchange(box, planner)
+    is_even = box.ulysses in ulysses_degrees(problem)
+    uncut = is_even and all(getattr(box, name) is None for name in _CUTS)
+    if uncut:
+        box = _cut_by_size(problem, num_ranks, box)
+    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
+    keep = _kept(box, cuts, planner)
+    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+    passes = {
+        direction: planner.tile_passes(direction, cut, keep=keep, rotates=rotates)
+        for direction, cut in cuts.items()
+    }
+    return _Shape(box, box.head_slices if uncut else None, planner, passes, is_even)
 
 
 def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Keep:
@@ -163,7 +197,7 @@ def _check_exchange(box: Box, planner: TilePlanner) -> None:
         )
 
 
-def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
+def _cut_by_size(problem: Problem, num_ranks: int, box: Box) -> Box:
     """The box with the chunks and slices of heads that suit the size of the problem."""
     if box.rotates is Side.QUERIES or (box.rotates is Side.KEYS and box.relayout):
         return box
@@ -173,10 +207,7 @@ def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directi
     if box.relayout and num_ranks == box.ulysses:
         return box  # all rows come at once, in any order of computation
     chunks, heads = suggested_cut(problem, num_ranks, box.tile, box.ulysses)
-    box = replace(box, chunks=chunks, head_slices=heads)
-    if box.max_memory_bytes is None or heads is None:
-        return box
-    return _within_cap(problem, num_ranks, box, directions, heads, box.max_memory_bytes)
+    return replace(box, chunks=chunks, head_slices=heads)
 
 
 def _within_cap(
@@ -238,7 +269,7 @@ def box_on_group(mesh: TilePass, lowerings: Lowerings, order: Order) -> GroupPas
         mesh.head_group,
         mesh.direction,
         mesh.needs,
-        mesh.groups(),
+        mesh.groups,
         order.steps,
         order.setting,
         unit,

@@ -37,7 +37,7 @@ from mesh_attention.plan.methods.parts.needed_side import (
 )
 from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
-from mesh_attention.plan.methods.parts.tile_plan import Box, cut_of, planner_of
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -57,7 +57,7 @@ def plan_needed_rows(
 ) -> Plan:
     layout = setting.layout or usual_layout(problem.mask)
     box = Box.of("seen", setting, tile=setting.tile or (1, ranks), layout=layout)
-    planner = planner_of(problem, ranks, box)
+    planner = TilePlanner(problem, ranks, box)
     tile, layouts = planner.tile, planner.layouts
     what = f"layout={layouts[1].kind}: the keys lie in"
     check_ranges(layouts[1], what, "zigzag or contiguous")

@@ -37,7 +37,7 @@ from mesh_attention.plan.methods.parts.rotate import (
 )
 from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
 from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, planner_of
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
 from mesh_attention.plan.problem.problem import Problem
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
@@ -234,7 +234,7 @@ def plan_startrail(
     shift = 1 if setting.first_block is FirstBlock.NEXT and width > 1 else 0
     star = _Star(team, width, shift)
     box = Box.of("startrail", setting, tile=(team, num_ranks // team))
-    planner = planner_of(problem, num_ranks, box)
+    planner = TilePlanner(problem, num_ranks, box)
     lowerings = planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:

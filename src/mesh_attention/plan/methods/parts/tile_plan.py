@@ -1,8 +1,8 @@
 """What methods on a tile grid share: layouts, devices, head groups, and the plan itself.
 
-A builder asks `planner_of` for a `TilePlanner`, asks that for the `TilePass` of each direction, and
-ends with `planner.plan(problem, passes)`. None of it depends on the mask, so the batches of a
-training, which differ in their documents, share it. Options that do not fit are refused here.
+A builder makes a `TilePlanner` of its problem and options, asks it for the `TilePass` of each
+direction, and ends with `planner.plan(problem, passes)`. If the options say the layout, none of it
+depends on the mask. Options that do not fit are refused here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from functools import cache, lru_cache, partial
 from typing import Any, Self
-from weakref import proxy
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
@@ -76,13 +74,17 @@ class Box(TileSetting, DegreeSetting, CutSetting):
         return cls(**{**asked, **chosen, "method": method})
 
 
+def layout_kind(problem: Problem, box: Box) -> LayoutKind:
+    """As it was asked for, or by the mask."""
+    return box.layout or (LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG)
+
+
 def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if box.relayout and box.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
         box = replace(box, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
-    kind = box.layout
-    assert kind is not None, "`planner_of` chooses it by the mask"
+    kind = layout_kind(problem, box)
     if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
         raise PlanError(
             f"layout=listed lists the positions of queries and keys alike, but there are "
@@ -181,21 +183,8 @@ def cut_of(box: Box, direction: Direction, problem: Problem) -> PassCut:
     return PassCut(chunks, slices, box.even_chunks, box.short_start)
 
 
-def planner_of(problem: Problem, num_ranks: int, box: Box) -> TilePlanner:
-    """Shared by all masks."""
-    if box.layout is None:
-        usual = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
-        box = replace(box, layout=usual)
-    return _planner_of(problem.of_any_mask, num_ranks, box)
-
-
-@lru_cache(maxsize=8)  # those of a few kinds of layers; a search asks for thousands
-def _planner_of(problem: Problem, num_ranks: int, box: Box) -> TilePlanner:
-    return TilePlanner(problem, num_ranks, box)
-
-
 class TilePlanner:
-    """The parts of a plan that depend neither on the mask nor on how a method moves its blocks."""
+    """The parts of a plan that do not depend on how a method moves its blocks."""
 
     def __init__(self, problem: Problem, num_ranks: int, box: Box) -> None:
         self._problem, self._box = problem, box
@@ -213,13 +202,11 @@ class TilePlanner:
         per_node = box.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        own = proxy(self)  # in a cycle with its cache it would outlive its plans
-        self.tile_passes = cache(partial(TilePlanner._tile_passes, own))
 
     def lowerings(self, problem: Problem) -> Lowerings:
         return lowerings_of(*self.layouts, problem.rows, one_call=self._box.one_call)
 
-    def _tile_passes(
+    def tile_passes(
         self,
         direction: Direction,
         cut: PassCut = UNCUT,

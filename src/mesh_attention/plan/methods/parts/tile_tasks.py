@@ -198,7 +198,7 @@ class _Seconds:
         tables = [_buffers(mesh, unit) for unit in units]
         self._meters = [TrafficMeter(mesh.problem, table) for table in tables]
         self._table = tables[0]
-        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
+        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups.items()}
 
     def of(self, task: Task) -> float:
         total = 0.0
