@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from mesh_attention.runtime.execute import frame
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.compute import Attentions, Work, merge_work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
@@ -92,6 +93,33 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     assert bound
     for name, x in first.items():
         assert torch.equal(x, second[name])
+
+
+def test_batches_share_a_frame_and_keep_their_masks(direction: Direction) -> None:
+    frames: dict[Hashable, Frame] = {}
+
+    def shared(key: Hashable, make_frame: Callable[[], Frame]) -> Frame:
+        return frames.setdefault(key, frames.get(key) or make_frame())
+
+    workspace, results = Workspace(poison=True), []
+    for start in (20, 36):
+        mask = Mask(causal=True, documents=(0, start, 64))
+        problem = Problem(64, 2, 8, element_bytes=4, mask=mask)
+        plan = make_plan(problem, 4, method="mesh", tile=(2, 2), layout="zigzag", one_call=True)
+        pass_ = plan.direction(direction)
+        transport = AloneTransport(pass_.programs[0], receive)
+        alone, alike = (
+            make_executor(
+                plan, pass_, 0, transport, block, CALL_SHAPE, softmax_scale=0.3, frames=frames_of
+            )
+            for block, frames_of in ((Workspace(), lambda _, make: make()), (workspace, shared))
+        )
+        results.append([run_to_end(x.run(inputs(plan, pass_))) for x in (alone, alike)])
+    assert len(frames) == 1
+    for expected, result in results:
+        assert all(torch.equal(x, result[name]) for name, x in expected.items())
+    first, second = (result for _, result in results)
+    assert not all(torch.equal(x, second[name]) for name, x in first.items())
 
 
 def test_a_workspace_that_grows_is_bound_again(direction: Direction) -> None:
