@@ -143,24 +143,6 @@ def test_plan_json_holds_settings_steps_volume_and_digest(
     assert forward["steps"][0] == {"communication": "AG-KV-0", "compute": []}
     assert sum(len(step["compute"]) for step in forward["steps"]) == 9
     assert forward["volume"]["units_total"] == 72
-    assert "schedulers" not in forward
-
-
-@pytest.mark.parametrize("flag", ["--compare-schedulers", "--scheduler search"])
-def test_plan_says_how_far_greedy_is_from_the_best_found(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = f"plan --method mesh --ranks 64 --tokens 65536 --causal --chunks 4x4 {flag}"
-    found = as_json(line + " --json", capsys)["passes"]
-    for one in found.values():
-        times = one["schedulers"]
-        assert times["lower_bound_seconds"] <= times["best_seconds"] <= times["plan_seconds"]
-        assert times["greedy_excess"] >= 0
-        if flag.startswith("--scheduler"):
-            assert times["plan_seconds"] == pytest.approx(times["best_seconds"])
-        else:
-            assert times["plan_seconds"] == pytest.approx(times["greedy_seconds"])
-    assert "over the best order found" in output(line, capsys)
 
 
 def test_a_memory_cap_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,6 @@ IMPOSSIBLE = [
     ("volume --layout zigzg", "did you mean zigzag?"),
     ("volume --stripe-block 4", "striped"),
     ("volume --combine sum", "known: auto, exchange, reduce-scatter"),
-    ("volume --scheduler serch", "did you mean search?"),
     ("volume --pass sideways", "known: forward, backward, both"),
     ("volume --method rng", "known methods: mesh"),
     ("volume --window x", "is not a window such as"),

@@ -44,7 +44,6 @@ OPTIONS = [
     "--no-rotation",
     "--combine",
     "--gather-out",
-    "--scheduler",
     "--max-memory-bytes",
     "--pass",
     "--json",

@@ -78,7 +78,7 @@ def test_every_method_can_be_asked_for(method: str, capsys: pytest.CaptureFixtur
         "--kv-heads 4 --head-dim 64",
         "--gather-out --combine reduce-scatter",
         "--backward-tile 2x8 --backward-chunks 1x2",
-        "--window 1000 --scheduler search",
+        "--window 1000 --gamma 2",
     ],
 )
 def test_the_options_of_plans_are_taken(

@@ -112,7 +112,7 @@ def construct(rank: int, world_size: int, given: dict[str, Any]) -> Raised:
         ({"causal": True, "head_dim": 8}, "head_dim, causal: the plan defines this already"),
         ({"method": "mesh", "tile": (2, 2)}, "method, tile: the plan defines this already"),
         ({"dtype": torch.float32}, "dtype: the plan defines this already"),
-        ({"scheduler": "greedy"}, "scheduler: the plan defines this already"),
+        ({"gamma": 2.0}, "gamma: the plan defines this already"),
         ({"kernel": "abacus"}, "no kernel is named 'abacus'"),
     ],
 )

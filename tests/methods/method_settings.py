@@ -34,8 +34,7 @@ _SHAPE = ("ulysses", "inner", "tile", "team")
 _OTHER = (
     "alpha", "backward_chunks", "backward_head_slices", "backward_tile", "chunks",
     "costs", "even_chunks", "gamma", "head_slices", "max_memory_bytes", "ranks_per_node",
-    "short_start",
-    "scheduler", "stretches", "stripe_block", "units_per_node",
+    "short_start", "stretches", "stripe_block", "units_per_node",
 )  # fmt: skip
 _CHUNKS = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 1))
 _STRIPES = (1, 2, 1, 3)

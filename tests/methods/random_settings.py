@@ -70,7 +70,6 @@ def random_setting(draw: Random, method: Method, problem: Problem, ranks: int) -
         "ranks_per_node": lambda: draw.choice([n for n in range(1, ranks + 1) if ranks % n == 0]),
         "alpha": lambda: draw.choice([1, 2, 4]),
         "units_per_node": lambda: draw.choice([1, 2]),
-        "scheduler": lambda: draw.choice(["greedy", "search"]),
         "gamma": lambda: draw.choice([0.5, 1.05, 2.0]),
         "stripe_block": lambda: draw.choice([1, 2, 3]),
     }

@@ -80,7 +80,7 @@ def test_a_program_that_reads_what_is_not_there_yet_is_refused() -> None:
 
 def test_poison_shows_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where other buffers lay before."""
-    monkeypatch.setattr("mesh_attention.runtime.execute.executor.order_fault", lambda program: None)
+    monkeypatch.setattr("mesh_attention.runtime.execute.frame.order_fault", lambda program: None)
     case = Case(4, 16, 16, (4, 4), mask=Mask(causal=True), options=SLICED)
     result = run_local(early(case.plan()), *case.tensors())
     spoiled = {name for name in NAMES if getattr(result, name).isnan().any()}

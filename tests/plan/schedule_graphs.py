@@ -5,11 +5,12 @@ A compute cost of None means the task does not exist (a fully masked pair of chu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 from mesh_attention.plan.language.program import Task
-from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode, check_schedule
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode
 from mesh_attention.plan.schedule.greedy import MemoryModel
 
 Cost = Callable[[str], float]
@@ -164,3 +165,33 @@ def strict_makespan(graph: TaskGraph, schedule: Schedule) -> float:
         communication = 0.0 if step.communication is None else costs[step.communication]
         total += max(communication, sum(costs[name] for name in step.compute))
     return total
+
+
+def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> None:
+    """Raise ValueError unless every task runs exactly once and after what it needs.
+
+    strict: its needs were done when its step began (the paper's steps, as `greedy` makes them).
+    Otherwise they only have to appear earlier in `order()`, as event execution asks for.
+    """
+    communication = {node.task for node in graph.communication}
+    needs = graph.needs()
+    counts = Counter(schedule.order())
+    for task in needs:
+        if counts[task] != 1:
+            raise ValueError(f"task {task} is scheduled {counts[task]} times, not once")
+    for task in counts:
+        if task not in needs:
+            raise ValueError(f"task {task} is scheduled but is not in the graph")
+    done: set[Task] = set()
+    for number, step in enumerate(schedule.steps, 1):
+        for task in step.compute:
+            if task in communication:
+                raise ValueError(f"step {number} lists communication task {task} as compute")
+        if step.communication is not None and step.communication not in communication:
+            raise ValueError(f"step {number} lists compute task {step.communication} first")
+        begun = frozenset(done)
+        for task in step.tasks():
+            missing = [need for need in needs[task] if need not in (begun if strict else done)]
+            if missing:
+                raise ValueError(f"step {number} starts {task} before {missing[0]} is done")
+            done.add(task)

@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from graph_of_plan import task_graph
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import usual_costs
 from mesh_attention.plan.language.computed_pairs import _join, balance
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AllGather, Attend, Free, Operation, Program, Task
+from mesh_attention.plan.language.program import Attend, Operation, Program
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph
-from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts import tile_tasks
 from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
@@ -30,7 +29,6 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.problem.runs import Run
 from mesh_attention.plan.read import draw
-from mesh_attention.plan.read.compare import compare_schedulers, task_graph
 from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
 from mesh_attention.plan.schedule.greedy import greedy
 from support.listed import stretches_for
@@ -188,42 +186,6 @@ def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
             seconds = {node.task: pytest.approx(node.cost, rel=1e-9, abs=0) for node in theirs}
             assert {node.task: set(node.needs) for node in mine} == needs
             assert {node.task: node.cost for node in mine} == seconds
-
-
-def test_the_comparison_never_finds_greedy_better_than_the_best() -> None:
-    plan = plan_for(16, tokens=65536, mask=CAUSAL, chunks=(4, 4))
-    for one in plan.passes:
-        found = compare_schedulers(plan, one)
-        assert found.lower_bound_seconds <= found.best_seconds <= found.greedy_seconds
-        assert found.plan_seconds == pytest.approx(found.greedy_seconds)
-        assert found.to_json()["greedy_excess"] == found.greedy_excess
-
-
-def test_schedulers_are_not_compared_where_transfers_feed_each_other() -> None:
-    plan = plan_for(4, chunks=(2, 1))
-    operations = plan.forward.programs[0].operations
-    gather = next(op for op in operations if op.name == "AG-Q-0")
-    assert isinstance(gather, AllGather)
-    passed_on = dataclasses.replace(
-        gather,
-        task=Task("AG-Q", (1,)),
-        moves=tuple(
-            dataclasses.replace(move, part=move.whole, whole=move.part) for move in gather.moves
-        ),
-    )
-    changed = tuple(
-        passed_on if op.name == "AG-Q-1" else op for op in operations if not isinstance(op, Free)
-    )
-    broken = with_operations(plan, 0, changed)
-    with pytest.raises(PlanError, match="AG-Q-1 passes on what AG-Q-0 brought"):
-        compare_schedulers(broken, broken.forward)
-
-
-def test_schedulers_are_not_compared_where_computations_are_no_pairs_of_chunks() -> None:
-    text = plan_text(plan_for(4)).replace("C-0-0", "X-0")
-    plan = parse_plan(text)
-    with pytest.raises(PlanError, match="X-0 is not a task such as C-0-1"):
-        compare_schedulers(plan, plan.forward)
 
 
 def test_neighbouring_runs_are_joined_wherever_they_stand() -> None:

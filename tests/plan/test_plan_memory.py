@@ -9,7 +9,6 @@ import pytest
 from plan_cases import random_problem, random_setting
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import (
@@ -24,7 +23,6 @@ from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
 from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.reduce import Combine
-from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -176,13 +174,6 @@ def test_more_chunks_need_less_memory() -> None:
     assert caps[-1] < caps[0]
 
 
-def test_a_cap_with_another_scheduler_is_refused() -> None:
-    with pytest.raises(PlanError, match="greedy"):
-        plan_mesh(
-            Problem(64, 1, 4), 4, MeshSetting(max_memory_bytes=1 << 20, scheduler=Scheduler.SEARCH)
-        )
-
-
 def live_at_end(one: Pass) -> set[str]:
     left: set[str] = set()
     for program in one.programs:
@@ -215,7 +206,7 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
         problem = random_problem(rng, n)
         drawn = random_setting(rng, problem, n)
         drawn = replace(drawn, keep=Keep.SHARDS)
-        setting = replace(drawn, scheduler=Scheduler.GREEDY, max_memory_bytes=cap)
+        setting = replace(drawn, max_memory_bytes=cap)
         for one in plan_mesh(problem, n, setting).passes:
             assert live_at_end(one) == set()
             for program in one.programs:

@@ -8,6 +8,7 @@ import pytest
 from schedule_graphs import (
     Builder,
     backward_graph,
+    check_schedule,
     chunk_memory,
     communication,
     compute,
@@ -18,7 +19,7 @@ from schedule_graphs import (
 )
 
 from mesh_attention.plan.language.program import Task
-from mesh_attention.plan.language.tasks import TaskGraph, check_schedule
+from mesh_attention.plan.language.tasks import TaskGraph
 from mesh_attention.plan.schedule.greedy import (
     MemoryCapError,
     MemoryModel,

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from schedule_graphs import (
     backward_graph,
+    check_schedule,
     communication,
     compute,
     forward_graph,
@@ -17,7 +18,7 @@ from schedule_graphs import (
     tasks,
 )
 
-from mesh_attention.plan.language.tasks import Schedule, TaskGraph, check_schedule
+from mesh_attention.plan.language.tasks import Schedule, TaskGraph
 from mesh_attention.plan.schedule.greedy import greedy
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +15,17 @@ from one_rank import AloneTransport
 from torch import Tensor
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.kernels import Block, MaskKind, Request
+from mesh_attention.kernels import Block, MaskKind, Request, RowKernels
 from mesh_attention.machine.rates import usual_links
 from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
 from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.execute import frame
 from mesh_attention.runtime.execute.binding import Views
-from mesh_attention.runtime.execute.compute import ComputeOperations, Work
+from mesh_attention.runtime.execute.compute import Attentions, Work, merge_work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
@@ -75,24 +77,49 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
     executor, plan, pass_ = make(direction, Workspace(poison=True))
     tensors = inputs(plan, pass_)
     first = run_to_end(executor.run(tensors))
-    bound: list[Operation] = []
-    bind = ComputeOperations.bind
-    operations = pass_.programs[0].operations
+    bound: list[Merge] = []
 
-    def watched(self: ComputeOperations, at: int, views: Views) -> Work:
-        bound.append(operations[at])
-        return bind(self, at, views)
+    def watched(rows: RowKernels, op: Merge, views: Views) -> Work:
+        bound.append(op)
+        return merge_work(rows, op, views)
 
-    monkeypatch.setattr(ComputeOperations, "bind", watched)
+    monkeypatch.setattr(frame, "merge_work", watched)
+    monkeypatch.delattr(Attentions, "bind")  # attention works on gathered buffers
     second = run_to_end(executor.run(tensors))
     table = pass_.programs[0].buffer_table()
     for op in bound:
-        assert isinstance(op, Merge), op  # attention works on gathered buffers
         touched = {table[piece.buffer].role for piece in (*op.inputs, *op.outputs)}
         assert touched & {Role.INPUT, Role.OUTPUT}, op
     assert bound
     for name, x in first.items():
         assert torch.equal(x, second[name])
+
+
+def test_batches_share_a_frame_and_keep_their_masks(direction: Direction) -> None:
+    frames: dict[Hashable, Frame] = {}
+
+    def shared(key: Hashable, make_frame: Callable[[], Frame]) -> Frame:
+        return frames.setdefault(key, frames.get(key) or make_frame())
+
+    workspace, results = Workspace(poison=True), []
+    for start in (20, 36):
+        mask = Mask(causal=True, documents=(0, start, 64))
+        problem = Problem(64, 2, 8, element_bytes=4, mask=mask)
+        plan = make_plan(problem, 4, method="mesh", tile=(2, 2), layout="zigzag", one_call=True)
+        pass_ = plan.direction(direction)
+        transport = AloneTransport(pass_.programs[0], receive)
+        alone, alike = (
+            make_executor(
+                plan, pass_, 0, transport, block, CALL_SHAPE, softmax_scale=0.3, frames=frames_of
+            )
+            for block, frames_of in ((Workspace(), lambda _, make: make()), (workspace, shared))
+        )
+        results.append([run_to_end(x.run(inputs(plan, pass_))) for x in (alone, alike)])
+    assert len(frames) == 1
+    for expected, result in results:
+        assert all(torch.equal(x, result[name]) for name, x in expected.items())
+    first, second = (result for _, result in results)
+    assert not all(torch.equal(x, second[name]) for name, x in first.items())
 
 
 def test_a_workspace_that_grows_is_bound_again(direction: Direction) -> None:
@@ -122,7 +149,7 @@ def test_a_workspace_keeps_nothing_of_an_executor_that_is_gone(direction: Direct
     executor, plan, pass_ = make(direction, workspace)
     run_to_end(executor.run(inputs(plan, pass_)))
     block = workspace.take(0, CALL_SHAPE.device)
-    assert len(block.bound) == 1
+    assert len(block.bound) == 2  # by the executor, and by its frame
     del executor
     gc.collect()
     assert len(block.bound) == 0
@@ -159,10 +186,10 @@ def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
     executor = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
     executor._kernels = dict.fromkeys(executor._kernels, Asked())  # type: ignore[arg-type]
     executor.prepare_kernels()
-    assert len(executor._compute.masks) == 2  # slices of heads
+    assert len(executor._attentions.masks) == 2  # slices of heads
     calls = [
         (mask, (call.q_stop - call.q_start, 2), (call.k_stop - call.k_start, 2))
-        for at, masks in executor._compute.masks.items()
+        for at, masks in executor._attentions.masks.items()
         for call, mask in zip(pass_.programs[0].operations[at].calls, masks, strict=True)  # type: ignore[union-attr]
     ]
     assert asked == list(dict.fromkeys(calls))

@@ -20,7 +20,7 @@ from mesh_attention.plan.language.program import AllGather, Attend, AttendBackwa
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.execute.binding import Views
-from mesh_attention.runtime.execute.compute import ComputeOperations, Work
+from mesh_attention.runtime.execute.compute import Attentions, Work
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local
@@ -47,10 +47,10 @@ def test_without_a_fault_the_comparison_holds() -> None:
 
 def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a buffer still held the keys of the step before."""
-    bind = ComputeOperations.bind
+    bind = Attentions.bind
     stale: dict[str, Tensor] = {}
 
-    def with_stale_keys(self: ComputeOperations, at: int, views: Views) -> Work:
+    def with_stale_keys(self: Attentions, at: int, views: Views) -> Work:
         op = self.operations[at]
         if not isinstance(op, AttendBackward):
             return bind(self, at, views)
@@ -69,7 +69,7 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
 
         return lambda: bind(self, at, Stale({}))()  # bound when the keys are there
 
-    monkeypatch.setattr(ComputeOperations, "bind", with_stale_keys)
+    monkeypatch.setattr(Attentions, "bind", with_stale_keys)
     found = distances(CASE)
     assert max(found["out"], found["lse"]) <= tolerance(CASE.dtype)
     assert min(found["grad_q"], found["grad_k"]) > 100 * tolerance(CASE.dtype)

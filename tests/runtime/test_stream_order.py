@@ -190,7 +190,7 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
             program = plan.program(rank, direction)
             whole, _ = with_calls(program, plan, direction, target)
             for one in (program, whole):
-                fused = placed(one, plan.problem, target)
+                fused = placed(one, plan.problem, lse_gradient=False, shows_workspace=shown)
                 memory = workspace_map(fused, plan.problem)
                 assert races(Launched(fused, memory).streams, memory) == []
 
@@ -202,7 +202,7 @@ def test_what_is_not_waited_for_is_found(without: str) -> None:
     found = []
     for direction in Direction:
         program, _ = with_calls(plan.program(0, direction), plan, direction, SLOW_AND_ANY_MASK)
-        fused = placed(program, plan.problem, SLOW_AND_ANY_MASK)
+        fused = placed(program, plan.problem, lse_gradient=False, shows_workspace=False)
         memory = workspace_map(fused, plan.problem)
         found += races(Launched(fused, memory, without=(without,)).streams, memory)
     assert found

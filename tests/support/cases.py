@@ -12,7 +12,6 @@ from torch import Tensor
 from mesh_attention import Mask, Plan, Problem, make_plan
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
-from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.problem.layout import LayoutKind
 from support.listed import stretches_for
 from support.random_masks import random_mask
@@ -106,7 +105,6 @@ def random_case(seed: int, ranks: int, tile: tuple[int, int]) -> Case:
             "stretches": stretches_for(layout, draw, q_tokens, ranks),
             "combine": draw.choice(list(Combine)),
             "gather_out": draw.random() < 0.3,
-            "scheduler": draw.choice(list(Scheduler)),
             **(random_heads(draw, heads[1]) if sliced else {}),
         },
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,15 @@ from mesh_attention.cli.options import add_plan_flags, plan_of
 from mesh_attention.cli.output import show, steps_json
 from mesh_attention.cli.values import count as count_of
 from mesh_attention.cost.planning import target_on
-from mesh_attention.errors import PlanError
 from mesh_attention.files import replacing
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.computed_pairs import balance
-from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import digest, plan_lines, program_lines
 from mesh_attention.plan.passes.compile import compile_plan
-from mesh_attention.plan.read.compare import ScheduleComparison, compare_schedulers
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.draw import draw_steps, draw_summary
-
-Comparisons = dict[Direction, ScheduleComparison]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,16 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text is not None:
         with replacing(args.text) as part, part.open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in plan_lines(plan))
-    comparisons: Comparisons = {}
-    if args.compare_schedulers or args.scheduler == "search":
-        for pass_ in plan.passes:
-            with suppress(*() if args.compare_schedulers else (PlanError,)):
-                comparisons[pass_.direction] = compare_schedulers(plan, pass_)
-    return show(
-        args,
-        lambda: _to_json(plan, comparisons),
-        lambda: _to_lines(plan, comparisons, args.rank or 0),
-    )
+    return show(args, lambda: _to_json(plan), lambda: _to_lines(plan, args.rank or 0))
 
 
 def cluster_of_target(name: str) -> Cluster:
@@ -71,13 +57,11 @@ def cluster_of_target(name: str) -> Cluster:
     return load_cluster(matches[0] if len(matches) == 1 else name)
 
 
-def _to_lines(plan: Plan, comparisons: Comparisons, rank: int) -> list[str]:
+def _to_lines(plan: Plan, rank: int) -> list[str]:
     """With the program of `rank` as it runs, where the plan is compiled for a target."""
     lines = [draw_summary(plan)]
     for pass_ in plan.passes:
         lines += [f"\n{pass_.direction} steps", draw_steps(pass_.schedule)]
-        if pass_.direction in comparisons:
-            lines.append(comparisons[pass_.direction].text())
     if plan.target is not None:
         for pass_ in plan.passes:
             lines.append(f"\n{pass_.direction}, rank {rank}, compiled for {plan.target.name}")
@@ -85,7 +69,7 @@ def _to_lines(plan: Plan, comparisons: Comparisons, rank: int) -> list[str]:
     return lines
 
 
-def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
+def _to_json(plan: Plan) -> dict[str, Any]:
     counts = count(plan)
     passes = {}
     for pass_ in plan.passes:
@@ -97,9 +81,6 @@ def _to_json(plan: Plan, comparisons: Comparisons) -> dict[str, Any]:
             "volume": counts[pass_.direction].to_json(),
             "visible_pairs_per_rank": {"mean": work.mean, "max": work.max},
         }
-        if pass_.direction in comparisons:
-            schedulers = comparisons[pass_.direction].to_json()
-            passes[str(pass_.direction)]["schedulers"] = schedulers
     q, kv = plan.shards
     return {
         "method": plan.method,
@@ -128,16 +109,12 @@ COMMAND = Command(
         ),
         Flag("--rank", "whose program --target shows (default 0)", count_of, "R"),
         Flag("--text", "write the full text form to FILE, or alone to - (stdout)", str, "FILE"),
-        Flag(
-            "--compare-schedulers",
-            "say how far greedy is from the best order found (always with --scheduler search)",
-        ),
     ),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
         "mesh-attention plan --ranks 8 --tokens 64k --heads 32 --causal --target h200",
-        "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4 --scheduler search",
+        "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4",
         "mesh-attention plan --tile 3x3 --text plan.txt",
     ),
 )

@@ -119,8 +119,7 @@ def test_rows_that_stay_and_are_read_once_are_not_summed(
     case = Case(world, 64, 64, heads=(2, 2), mask=Mask(causal=True), options=options)
     plan = case.plan()
     before = plan.program(world - 1, Direction.BACKWARD)
-    target = replace(SLOW_AND_ANY_MASK, shows_workspace=shown)
-    after = placed(before, plan.problem, target)
+    after = placed(before, plan.problem, lse_gradient=False, shows_workspace=shown)
     assert all(op.out is None for op in attentions(before))
     assert attentions(after)
     for op in attentions(after):
@@ -129,7 +128,7 @@ def test_rows_that_stay_and_are_read_once_are_not_summed(
         assert (op.out.start, op.out.stop) == (op.grad_out.start, op.grad_out.stop)
     planned, memory = (workspace_map(one, plan.problem) for one in (before, after))
     assert memory == planned if shown else memory.total_bytes <= planned.total_bytes
-    kept = placed(before, plan.problem, replace(target, lse_gradient=True))
+    kept = placed(before, plan.problem, lse_gradient=True, shows_workspace=shown)
     assert all(op.out is None for op in attentions(kept))
 
 

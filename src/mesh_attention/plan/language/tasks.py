@@ -10,11 +10,8 @@ Slices of the heads need the same tasks, so their schedules follow each other (`
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 
 from mesh_attention.plan.language.program import Task
 
@@ -46,39 +43,12 @@ class TaskGraph:
     communication: tuple[TaskNode, ...]
     compute: tuple[TaskNode, ...]
 
-    def __post_init__(self) -> None:
-        tasks = self.tasks()
-        times = Counter(node.task for node in tasks)
-        for node in tasks:
-            if times[node.task] > 1:
-                raise ValueError(f"task {node.task} appears {times[node.task]} times")
-            if not (math.isfinite(node.cost) and node.cost >= 0):
-                raise ValueError(f"task {node.task} has cost {node.cost}; costs are finite, >= 0")
-        streams = {"communication": self.communication, "compute": self.compute}
-        for own, other in (("communication", "compute"), ("compute", "communication")):
-            known = {node.task for node in streams[other]}
-            for node in streams[own]:
-                if not known.issuperset(node.needs):
-                    missing = next(need for need in node.needs if need not in known)
-                    raise ValueError(
-                        f"task {node.task} needs {missing}, which is not a {other} task"
-                    )
-        try:
-            self.in_order()
-        except CycleError as error:
-            task = error.args[1][0]
-            raise ValueError(f"task {task} can never start: its needs form a cycle") from None
-
     def tasks(self) -> tuple[TaskNode, ...]:
         return (*self.communication, *self.compute)
 
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
-
-    def in_order(self) -> tuple[Task, ...]:
-        """All tasks, each after the tasks that it needs."""
-        return tuple(TopologicalSorter(self.needs()).static_order())
 
     def costs(self) -> dict[Task, float]:
         return {node.task: node.cost for node in self.tasks()}
@@ -133,36 +103,6 @@ class Schedule:
         """The inverse of `text`; blank lines are ignored, step numbers must count from 1."""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return Schedule(tuple(_parse_step(line, number) for number, line in enumerate(lines, 1)))
-
-
-def check_schedule(graph: TaskGraph, schedule: Schedule, *, strict: bool) -> None:
-    """Raise ValueError unless every task runs exactly once and after what it needs.
-
-    strict: its needs were done when its step began (the paper's steps, as `greedy` makes them).
-    Otherwise they only have to appear earlier in `order()`, as event execution asks for.
-    """
-    communication = {node.task for node in graph.communication}
-    needs = graph.needs()
-    counts = Counter(schedule.order())
-    for task in needs:
-        if counts[task] != 1:
-            raise ValueError(f"task {task} is scheduled {counts[task]} times, not once")
-    for task in counts:
-        if task not in needs:
-            raise ValueError(f"task {task} is scheduled but is not in the graph")
-    done: set[Task] = set()
-    for number, step in enumerate(schedule.steps, 1):
-        for task in step.compute:
-            if task in communication:
-                raise ValueError(f"step {number} lists communication task {task} as compute")
-        if step.communication is not None and step.communication not in communication:
-            raise ValueError(f"step {number} lists compute task {step.communication} first")
-        begun = frozenset(done)
-        for task in step.tasks():
-            missing = [need for need in needs[task] if need not in (begun if strict else done)]
-            if missing:
-                raise ValueError(f"step {number} starts {task} before {missing[0]} is done")
-            done.add(task)
 
 
 def _parse_step(line: str, number: int) -> Step:

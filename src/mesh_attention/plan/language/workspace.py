@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -26,6 +26,8 @@ from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
     AllToAll,
     Attention,
+    Call,
+    CallKind,
     Communication,
     Free,
     Operation,
@@ -231,6 +233,21 @@ def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
         elif stop > high:
             high = stop
     return [*merged[1:], (low, high)]
+
+
+def _all_rows(op: Attention) -> tuple[Call, ...]:
+    return (Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows),)
+
+
+def without_calls(program: Program) -> Program:
+    """Equal for programs of a rank that are alike, which batches with other masks often have."""
+    operations = [
+        replace(op, calls=_all_rows(op) if is_one_call(op) else ())
+        if isinstance(op, Attention)
+        else op
+        for op in program.operations
+    ]
+    return replace(program, operations=tuple(operations))
 
 
 class Alike:

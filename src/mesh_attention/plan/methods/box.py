@@ -17,7 +17,10 @@ box of each method, and `plan_box` makes a plan of it. algorithm.md, sections 2 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -33,11 +36,16 @@ from mesh_attention.plan.methods.parts.query_ring import QueryOrder
 from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of
-from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, Scheduler, order_tasks
+from mesh_attention.plan.methods.parts.tile_plan import (
+    Box,
+    Side,
+    TilePlanner,
+    cut_of,
+    layout_kind,
+)
+from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
-from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
@@ -56,26 +64,53 @@ def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions)
 
 
 def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
-    planner = TilePlanner(problem, num_ranks, box)
-    _check_exchange(box, planner)
-    is_even = box.ulysses in ulysses_degrees(problem)  # all ranks have the same number of heads
-    if is_even and all(getattr(box, name) is None for name in _CUTS):
-        box = _cut_by_size(problem, num_ranks, box, directions)
-    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
-    keep = _kept(box, cuts, planner)
-    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+    box = replace(box, layout=layout_kind(problem, box))
+    shape = _shape_of(problem.of_any_mask, num_ranks, box)
+    if shape.heads is not None and box.max_memory_bytes is not None:
+        cap, heads = box.max_memory_bytes, shape.heads
+        box = _within_cap(problem, num_ranks, shape.box, directions, heads, cap)
+        shape = _shape_of(problem.of_any_mask, num_ranks, box)
+    lowerings = shape.planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:
-        passes = planner.tile_passes(direction, cuts[direction], keep=keep, rotates=rotates)
-        order = _order_of(box, passes[0]) if is_even else None
+        passes = shape.passes[direction]
+        order = _order_of(problem, box, passes[0]) if shape.is_even else None
 
         def on_group(index: int) -> GroupPass:
             mesh = passes[index]
-            return box_on_group(mesh, planner.lowerings, order or UnevenOrder(mesh))
+            return box_on_group(mesh, lowerings, order or UnevenOrder(mesh))
 
         return with_exchanges(OnDemand(len(passes), on_group))
 
-    return planner.plan(map(build, directions))
+    return shape.planner.plan(problem, map(build, directions))
+
+
+class _Shape(NamedTuple):
+    """What a box is before it has a mask. `heads`: slices that were chosen by size."""
+
+    box: Box
+    heads: HeadSlices | None
+    planner: TilePlanner
+    passes: Mapping[Direction, Sequence[TilePass]]
+    is_even: bool  # all ranks have the same number of heads
+
+
+@lru_cache(maxsize=8)  # batches of a training differ in their masks only
+def _shape_of(problem: Problem, num_ranks: int, box: Box) -> _Shape:
+    planner = TilePlanner(problem, num_ranks, box)
+    _check_exchange(box, planner)
+    is_even = box.ulysses in ulysses_degrees(problem)
+    uncut = is_even and all(getattr(box, name) is None for name in _CUTS)
+    if uncut:
+        box = _cut_by_size(problem, num_ranks, box)
+    cuts = {direction: cut_of(box, direction, problem) for direction in Direction}
+    keep = _kept(box, cuts, planner)
+    rotates = (box.rotates is Side.QUERIES, box.rotates is Side.KEYS)
+    passes = {
+        direction: planner.tile_passes(direction, cut, keep=keep, rotates=rotates)
+        for direction, cut in cuts.items()
+    }
+    return _Shape(box, box.head_slices if uncut else None, planner, passes, is_even)
 
 
 def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Keep:
@@ -94,21 +129,20 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Kee
     return box.keep
 
 
-def _order_of(box: Box, mesh: TilePass) -> Order:
+def _order_of(problem: Problem, box: Box, mesh: TilePass) -> Order:
     if box.rotates is Side.KEYS:
         assert box.route is not None, "the gradients of rotating keys are sent step by step"
         return RingOrder(mesh, box.route, box.inner)
     if box.rotates is Side.QUERIES:
         return QueryOrder(mesh, box.route)
-    problem = mesh.problem
-    if box.one_call and mesh.tile.num_ranks == 1:
-        # All rows are in one unit, in one call under any mask: its programs serve any mask.
-        problem = replace(problem, mask=Mask())
-    cap, by = box.max_memory_bytes, box.scheduler
-    schedule = order_tasks(
-        mesh, box.costs, by, rows=problem.rows, gamma=box.gamma, max_memory_bytes=cap
-    )
-    return TileOrder(mesh, schedule, by.value if cap is None else CAPPED)
+    # If all rows are in one unit, and in one call under any mask, its programs serve any mask.
+    serves_any = box.one_call and mesh.tile.num_ranks == 1
+    rows, cap = (mesh.problem if serves_any else problem).rows, box.max_memory_bytes
+    schedule = order_tasks(mesh, box.costs, rows=rows, gamma=box.gamma, max_memory_bytes=cap)
+    return _tile_order(mesh, schedule, GREEDY if cap is None else CAPPED)
+
+
+_tile_order = lru_cache(maxsize=16)(TileOrder)  # of masks that order tasks alike
 
 
 def _plan_within_cap(
@@ -134,10 +168,7 @@ def _plan_within_cap(
 
 
 def _check_cap(box: Box) -> None:
-    cap = box.max_memory_bytes
-    if cap is not None and box.scheduler is not Scheduler.GREEDY:
-        raise PlanError("max_memory_bytes works with scheduler=greedy only; leave one out")
-    if cap is not None and box.ulysses > 1:
+    if box.max_memory_bytes is not None and box.ulysses > 1:
         raise PlanError(
             "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
             "through the whole pass, and the cap does not count them; leave one out"
@@ -166,7 +197,7 @@ def _check_exchange(box: Box, planner: TilePlanner) -> None:
         )
 
 
-def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Box:
+def _cut_by_size(problem: Problem, num_ranks: int, box: Box) -> Box:
     """The box with the chunks and slices of heads that suit the size of the problem."""
     if box.rotates is Side.QUERIES or (box.rotates is Side.KEYS and box.relayout):
         return box
@@ -176,10 +207,7 @@ def _cut_by_size(problem: Problem, num_ranks: int, box: Box, directions: Directi
     if box.relayout and num_ranks == box.ulysses:
         return box  # all rows come at once, in any order of computation
     chunks, heads = suggested_cut(problem, num_ranks, box.tile, box.ulysses)
-    box = replace(box, chunks=chunks, head_slices=heads)
-    if box.max_memory_bytes is None or heads is None:
-        return box
-    return _within_cap(problem, num_ranks, box, directions, heads, box.max_memory_bytes)
+    return replace(box, chunks=chunks, head_slices=heads)
 
 
 def _within_cap(
@@ -241,7 +269,7 @@ def box_on_group(mesh: TilePass, lowerings: Lowerings, order: Order) -> GroupPas
         mesh.head_group,
         mesh.direction,
         mesh.needs,
-        mesh.groups(),
+        mesh.groups,
         order.steps,
         order.setting,
         unit,

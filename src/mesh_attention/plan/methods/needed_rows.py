@@ -96,7 +96,7 @@ def plan_needed_rows(
         method = _NeededRows(head_group, q, kv, lowerings, slices, gathers)
         return with_exchanges([method.on_group(direction, tile)])
 
-    return planner.plan(map(build, directions))
+    return planner.plan(problem, map(build, directions))
 
 
 def usual_layout(mask: Mask) -> LayoutKind:

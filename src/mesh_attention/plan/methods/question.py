@@ -44,7 +44,7 @@ class Question:
             return None
         if self.setting.layout is None:  # the mask chooses it
             return None
-        return replace(self, problem=replace(self.problem, mask=Mask()))
+        return replace(self, problem=self.problem.of_any_mask)
 
     def for_batch(
         self, problem: Problem, layout: LayoutKind, stretches: Stretches | None

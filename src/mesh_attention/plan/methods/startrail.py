@@ -235,10 +235,11 @@ def plan_startrail(
     star = _Star(team, width, shift)
     box = Box.of("startrail", setting, tile=(team, num_ranks // team))
     planner = TilePlanner(problem, num_ranks, box)
+    lowerings = planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:
         (mesh,) = planner.tile_passes(direction)
-        method = _StarTrail(mesh, planner.lowerings, star, setting.gradients, planner.nodes)
+        method = _StarTrail(mesh, lowerings, star, setting.gradients, planner.nodes)
         return with_exchanges([method.on_group()])
 
-    return planner.plan(map(build, directions))
+    return planner.plan(problem, map(build, directions))

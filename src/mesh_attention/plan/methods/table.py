@@ -212,7 +212,8 @@ def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:
 _TAKEN_ELSEWHERE = {
     "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
     "one, find_best of mesh_attention.choose.auto searches on it, and ContextParallel("
-    "cluster=...) chooses by it"
+    "cluster=...) chooses by it",
+    "scheduler": "gone in 1.0: the order of tasks is that of the greedy scheduler",
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.target import Target
@@ -23,11 +23,17 @@ from mesh_attention.plan.language.program import (
     SendRecv,
 )
 from mesh_attention.plan.language.traffic import SharedFlows
-from mesh_attention.plan.language.workspace import Alike, dependencies, workspace_map
+from mesh_attention.plan.language.workspace import (
+    Alike,
+    dependencies,
+    without_calls,
+    workspace_map,
+)
 from mesh_attention.plan.passes.choose_calls import CallChooser, CallSummary
 from mesh_attention.plan.passes.place import at_offset, placed
 from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.passes.split_calls import leave_sms, split_calls, splits_wanted
+from mesh_attention.plan.problem.problem import Problem
 
 Waits = tuple[tuple[int, ...], ...]
 
@@ -78,6 +84,12 @@ class _Placed:
         return tuple(places)
 
 
+@lru_cache(maxsize=32)  # batches with other masks ask for the same
+def _placed_alike(program: Program, problem: Problem, **target: bool) -> _Placed:
+    made = placed(program, problem, **target)
+    return _Placed(program, made, dependencies(made, workspace_map(made, problem)))
+
+
 class PassCompiler:
     """Compiles the programs of one pass. What ranks have in common is computed once."""
 
@@ -124,14 +136,17 @@ class PassCompiler:
             key = table, self._alike.uses(program)
             known = self._known.get(key)
         if known is None:
-            made = placed(program, self._plan.problem, self._target)
-            waits = dependencies(made, workspace_map(made, self._plan.problem))
-            known = _Placed(program, made, waits)
+            target = self._target
+            known = _placed_alike(
+                without_calls(program),
+                self._plan.problem.of_any_mask,
+                lse_gradient=target.lse_gradient,
+                shows_workspace=target.shows_workspace,
+            )
             if key is None:
                 self._first = known
             else:
                 self._known[key] = known
-            return made, waits
         operations = [
             op if source < 0 else self._as(op, program.operations[source])
             for op, source in zip(known.after.operations, known.sources, strict=True)

@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
 
-from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, Programs
 from mesh_attention.plan.language.program import (
@@ -52,11 +51,14 @@ from mesh_attention.plan.language.workspace import (
 from mesh_attention.plan.problem.problem import Problem
 
 
-def placed(program: Program, problem: Problem, target: Target) -> Program:
+def placed(
+    program: Program, problem: Problem, *, lse_gradient: bool, shows_workspace: bool
+) -> Program:
     """The program without needless copies and row sums, its buffers in places, in no more memory
-    than the plan says. Sums stay where a gradient of lse comes with a call: it is subtracted."""
-    changed = program if target.lse_gradient else without_row_sums(program)
-    if not target.shows_workspace:
+    than the plan says. Sums stay where a gradient of lse comes with a call: it is subtracted. The
+    rest is as `Target` has it."""
+    changed = program if lse_gradient else without_row_sums(program)
+    if not shows_workspace:
         if changed is not program:
             changed = _without_unused(changed, changed.operations)
         fused = without_copies(changed)
@@ -65,7 +67,7 @@ def placed(program: Program, problem: Problem, target: Target) -> Program:
         if fused is program or memory.total_bytes <= peak_buffer_bytes(program, problem):
             return _at(fused, memory)
     planned = workspace_map(program, problem)
-    if not target.shows_workspace and memory.total_bytes <= planned.total_bytes:
+    if not shows_workspace and memory.total_bytes <= planned.total_bytes:
         return _at(fused, memory)
     fused = without_copies(changed, planned)
     used = _without_unused(fused, fused.operations)

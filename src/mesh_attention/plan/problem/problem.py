@@ -101,6 +101,11 @@ class Problem:
         """The mask on this problem's token counts."""
         return self.mask.rows(self.q_tokens, self.keys)
 
+    @property
+    def of_any_mask(self) -> Problem:
+        """What remains of it where the mask does not matter: masks share what is made for that."""
+        return replace(self, mask=Mask())
+
     def with_documents(self, documents: tuple[int, ...], kv_documents: tuple[int, ...]) -> Problem:
         """The same problem with the documents of a batch, which also set its lengths."""
         return _with_documents(self, documents, kv_documents)

@@ -1,8 +1,8 @@
 """Greedy overlap scheduling, as the paper has it (algorithm, section 5), and under a memory cap.
 
 Each step takes the communication task with the highest profit (compute time it newly unlocks over
-its own time) and fills it with compute tasks that were ready when the step began. `search` is
-measured against it. `greedy_capped` only adds a veto on each action.
+its own time) and fills it with compute tasks that were ready when the step began. `greedy_capped`
+only adds a veto on each action.
 
 Reading of "lowest-index unscheduled chunk, RS only when ready": the lowest-index chunk *that is
 ready*. Gathers are always ready, so for them nothing changes. Empty or unequal tasks can finish Q

@@ -1,8 +1,8 @@
 """The compute operations of a program on real tensors: attention by kernel calls, and merges.
 
-`bind` takes an operation, by its place in the program, and the tensors behind its pieces, and
-returns the work as a function without arguments: what can be known before the tensors hold anything
-is done once, and an operation on workspace buffers keeps its function from call to call.
+`Attentions.bind` and `merge_work` take an operation and the tensors behind its pieces, and return
+the work as a function without arguments: what can be known before the tensors hold anything is done
+once, and an operation on workspace buffers keeps its function from call to call.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
     softcap: float = 0.0
 
 
-class ComputeOperations:
+class Attentions:
     def __init__(
         self,
         program: Program,
@@ -85,7 +85,7 @@ class ComputeOperations:
         self._deterministic = deterministic
         self._turns = turns
 
-    def with_masks(self, masks: Masks) -> ComputeOperations:
+    def with_masks(self, masks: Masks) -> Attentions:
         """The same calls under other masks of the same kinds."""
         other = copy(self)
         other.masks = masks
@@ -93,15 +93,7 @@ class ComputeOperations:
 
     def bind(self, at: int, views: Views) -> Work:
         op = self.operations[at]
-        match op:
-            case Merge():
-                return self._merge(op, views)
-            case Attend() | AttendBackward():
-                return self._attend(at, op, views)
-            case _:
-                raise AssertionError(f"{op.name} computes nothing")
-
-    def _attend(self, at: int, op: Attend | AttendBackward, views: Views) -> Work:
+        assert isinstance(op, Attend | AttendBackward), f"{op.name} is no attention"
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
         preparation: Preparation | None = None
         targets: list[MergedRows | SummedRows]
@@ -151,35 +143,36 @@ class ComputeOperations:
         block = Block(queries, keys, values, mask, *self._scores, call.leave_sms, into)
         return block._replace(deterministic=self._deterministic)
 
-    def _merge(self, op: Merge, views: Views) -> Work:
-        rows, tokens, statistics = self._rows, views.tokens, views.statistics
-        inputs, outputs = op.inputs, op.outputs
-        match op.rule:
-            case MergeRule.SOFTMAX:
-                out, lse = tokens(outputs[0]), statistics(outputs[1])
-                if not inputs:
-                    return partial(_clear, out, lse)
-                outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
-                return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
-            case MergeRule.LSE:
-                if not inputs:
-                    return partial(statistics(outputs[0]).fill_, -inf)
-                return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
-            case MergeRule.RESCALE:
-                out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
-                return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
-            case MergeRule.SUM:
-                total = tokens(outputs[0])
-                if not inputs:
-                    return total.zero_
-                return partial(rows.sum, tuple(map(tokens, inputs)), total)
-            case MergeRule.DELTA:
-                out, grad_out = map(tokens, inputs)
-                delta = statistics(outputs[0])
-                if GRAD_LSE not in views.passed:
-                    return partial(rows.delta, out, grad_out, delta)
-                grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
-                return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+def merge_work(rows: RowKernels, op: Merge, views: Views) -> Work:
+    tokens, statistics = views.tokens, views.statistics
+    inputs, outputs = op.inputs, op.outputs
+    match op.rule:
+        case MergeRule.SOFTMAX:
+            out, lse = tokens(outputs[0]), statistics(outputs[1])
+            if not inputs:
+                return partial(_clear, out, lse)
+            outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+            return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
+        case MergeRule.LSE:
+            if not inputs:
+                return partial(statistics(outputs[0]).fill_, -inf)
+            return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
+        case MergeRule.RESCALE:
+            out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
+            return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
+        case MergeRule.SUM:
+            total = tokens(outputs[0])
+            if not inputs:
+                return total.zero_
+            return partial(rows.sum, tuple(map(tokens, inputs)), total)
+        case MergeRule.DELTA:
+            out, grad_out = map(tokens, inputs)
+            delta = statistics(outputs[0])
+            if GRAD_LSE not in views.passed:
+                return partial(rows.delta, out, grad_out, delta)
+            grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
+            return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
 
 
 def _clear(out: Tensor, lse: Tensor) -> None:

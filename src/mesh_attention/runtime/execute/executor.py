@@ -10,7 +10,6 @@ workspace was taken, and only those that touch the caller's tensors are bound ag
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import (
     BlockMask,
     BlockSize,
@@ -28,25 +26,22 @@ from mesh_attention.kernels import (
     Kernel,
     MaskKind,
     RowChoice,
-    RowKernels,
 )
-from mesh_attention.plan.language.buffers import Piece, Role
-from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import Attention, Communication, Operation, Program
-from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
-from mesh_attention.plan.read.verify.order import order_fault
-from mesh_attention.runtime.device import ComputeStreams, PassMemory, Workspace, WorkspaceBlock
-from mesh_attention.runtime.execute.binding import Bindings, CallShape, Views
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attention, Operation, Program
+from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
+from mesh_attention.runtime.execute.binding import CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
-from mesh_attention.runtime.execute.compute import ComputeOperations, Scores
+from mesh_attention.runtime.execute.compute import Attentions, Scores
+from mesh_attention.runtime.execute.frame import Frame, Work
 from mesh_attention.runtime.execute.memory import (
     call_size,
     mask_bytes,
     scratch_bytes,
     stand_in_block,
 )
-from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
-from mesh_attention.runtime.transport.interface import Counters, Handle, Transport, started
+from mesh_attention.runtime.execute.steps import ProgramStep
+from mesh_attention.runtime.transport.interface import Counters, Handle
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
@@ -59,80 +54,39 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        pass_: Pass,
+        direction: Direction,
         program: Program,
+        frame: Frame,
         kernels: Mapping[str, Kernel],
-        transport: Transport,
-        workspace: Workspace,
-        call_shape: CallShape,
         scores: Scores,
         *,
-        rows: RowKernels,
         deterministic: bool,
-        two_streams: bool,
         mask_device: torch.device,
         known_ranges: KnownRanges,
         trace: Trace | None = None,
     ) -> None:
         """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
         that came before. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
-        fault = order_fault(program)
-        if fault is not None:
-            raise MeshAttentionError(
-                f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
-                "`mesh-attention verify` and verify(plan) look at all ranks"
-            )
-        self.call_shape = call_shape
+        self.call_shape = frame.call_shape
         self.program = program
-        self._transport, self._workspace, self._trace = transport, workspace, trace
-        self._problem, self._direction, self._kernels = plan.problem, pass_.direction, kernels
-        self._base: Executor | None = None
-        memory = workspace_map(program, plan.problem)
-        on_cuda = call_shape.device.type == "cuda"
-        two_streams = two_streams and on_cuda
-        self._streams = ComputeStreams(call_shape.device, two=two_streams) if on_cuda else None
-        self._bindings = Bindings(program, plan.problem, memory, call_shape)
-        poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
-        if workspace.poisons and call_shape.device.type == "cpu":
-            for name, (born, _) in lifetimes(program).items():
-                poisoned[born] += (name,)
-        self._steps = program_steps(
-            program.operations,
-            dependencies(program, memory),
-            self._streams,
-            self._bindings,
-            poisoned,
-            in_order=transport.in_order,
-        )
+        self._frame, self._trace = frame, trace
+        self._problem, self._direction, self._kernels = plan.problem, direction, kernels
         self._masks_for = partial(masks_of, program=program, device=mask_device)
-        self._compute = ComputeOperations(
+        two_streams = frame.two_streams
+        self._attentions = Attentions(
             program,
-            memory,
+            frame.memory,
             self._masks_for(plan, known=known_ranges),
             kernels,
-            rows,
+            frame.rows,
             scores,
-            self._streams if two_streams else None,
+            frame.streams if two_streams else None,
             deterministic=deterministic,
         )
         scratch = scratch_bytes(program, plan.problem, kernels, two_streams=two_streams)
-        self.workspace_bytes = memory.total_bytes * call_shape.batch
-        self.scratch_bytes = scratch * call_shape.batch
-        kept = [b.num_bytes(plan.problem) for b in program.buffers if b.role is Role.KEPT]
-        self.kept_bytes = sum(kept) * call_shape.batch
-        table, batch = program.buffer_table(), call_shape.batch
-
-        def num_bytes(piece: Piece) -> int:
-            buffer = table[piece.buffer]
-            heads, row_bytes = piece.num_heads(buffer), buffer.row_bytes(plan.problem)
-            return piece.num_rows * batch * heads * row_bytes
-
+        self.workspace_bytes = frame.workspace_bytes
+        self.scratch_bytes = scratch * self.call_shape.batch
         self.counters = Counters()
-        self._starts = {
-            at: started(op, pass_.groups[op.group], program.rank, table, num_bytes)
-            for at, op in enumerate(program.operations)
-            if isinstance(op, Communication)
-        }
         # Why these kernels, for people; and what was predicted of the calls.
         self.choices: dict[MaskKind, Choice] = {}
         self.row_choice: RowChoice | None = None
@@ -140,24 +94,23 @@ class Executor:
 
     @property
     def memory(self) -> PassMemory:
-        masks = [mask for of_calls in self._compute.masks.values() for mask in of_calls]
+        masks = [mask for of_calls in self._attentions.masks.values() for mask in of_calls]
         held = mask_bytes(masks, self.call_shape.device)
-        return PassMemory(self.workspace_bytes, self.scratch_bytes, held, self.kept_bytes)
+        return PassMemory(self.workspace_bytes, self.scratch_bytes, held, self._frame.kept_bytes)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
         ranges. What was made ready or bound for this executor serves the other, but for attention.
         """
         other = copy(self)
-        other._base = self
-        other._compute = self._compute.with_masks(self._masks_for(plan, known=known_ranges))
+        other._attentions = self._attentions.with_masks(self._masks_for(plan, known=known_ranges))
         return other
 
     def prepare_kernels(self) -> None:
         """Let kernels make of masks what they can make ahead of a call."""
         table = self.program.buffer_table()
         done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
-        for at, masks in self._compute.masks.items():
+        for at, masks in self._attentions.masks.items():
             op = self.program.operations[at]
             assert isinstance(op, Attention)
             for call, mask in zip(op.calls, masks, strict=True):
@@ -171,18 +124,19 @@ class Executor:
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
-        block = self._workspace.take(self.workspace_bytes, self.call_shape.device)
+        frame = self._frame
+        block = frame.workspace.take(self.workspace_bytes, self.call_shape.device)
         bound, works = block.bound.get(self) or self._bind(block)
-        views, outputs = self._bindings.call(bound, inputs)
-        streams = self._streams
+        views, outputs = frame.bindings.call(bound, inputs)
+        streams = frame.streams
         in_flight: dict[int, Handle] = {}
         with ExitStack() as stack:
             stack.enter_context(block.in_use())
-            if self._workspace.poisons:  # before the call begins: communications wait for that
-                self._workspace.poison(block.memory, outputs.values())
+            if frame.workspace.poisons:  # before the call begins: communications wait for that
+                frame.workspace.poison(block.memory, outputs.values())
             if streams is not None:
                 stack.enter_context(streams)
-            for step, work in zip(self._steps, works, strict=True):
+            for step, work in zip(frame.steps, works, strict=True):
                 for before in step.waits:
                     if before in in_flight:
                         yield from self._wait(in_flight.pop(before))
@@ -191,7 +145,7 @@ class Executor:
                 if work is None:
                     work = self._work(step, views)
                 if step.communicates:
-                    self.counters.starts[self._starts[step.at]] += 1
+                    self.counters.starts[frame.starts[step.at]] += 1
                     in_flight[step.at] = work(step.after)
                 else:
                     work()
@@ -203,7 +157,7 @@ class Executor:
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:
         """What comes now on either stream needs a communication."""
-        streams = self._streams
+        streams = self._frame.streams
         while not handle.ready:
             if streams is not None:
                 streams.pause()
@@ -215,26 +169,23 @@ class Executor:
         else:
             streams.wait(handle.wait)
 
-    def _work(self, step: ProgramStep, views: Views) -> Callable[..., Any]:
-        """The operation on its tensors: computations take nothing, communications their marks."""
-        if isinstance(step.op, Communication):
-            work: Callable[..., Any] = self._transport.prepare(step.op, views.rows)
-        else:
-            work = self._compute.bind(step.at, views)
+    def _work(self, step: ProgramStep, views: Views, shared: Work | None = None) -> Work:
+        """The operation on its tensors. `shared`: as the frame has bound it."""
+        work = shared
+        if work is None:
+            attends = isinstance(step.op, Attention)
+            work = (
+                self._attentions.bind(step.at, views) if attends else self._frame.work(step, views)
+            )
         return work if self._trace is None else partial(_traced, self._trace, step.op, work)
 
-    def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Callable[..., Any] | None]]:
+    def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
         """Everything that can be done once for a block of workspace."""
-        base = self._base
-        if base is None:
-            views = self._bindings.workspace(block.memory)
-            works = [self._work(step, views) if step.fixed else None for step in self._steps]
-        else:
-            views, known = block.bound.get(base) or base._bind(block)
-            works = [
-                self._work(step, views) if step.fixed and isinstance(step.op, Attention) else work
-                for step, work in zip(self._steps, known, strict=True)
-            ]
+        views, shared = self._frame.bind(block)
+        works = [
+            self._work(step, views, work) if step.fixed else None
+            for step, work in zip(self._frame.steps, shared, strict=True)
+        ]
         block.bound[self] = views, works
         return views, works
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -32,7 +32,8 @@ from mesh_attention.machine.kernel_facts import facts_of
 from mesh_attention.machine.rates import usual_cluster, usual_links
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AttendBackward, Attention
+from mesh_attention.plan.language.program import AttendBackward, Attention, Communication
+from mesh_attention.plan.language.workspace import without_calls
 from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -41,6 +42,7 @@ from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import Executor, Trace
+from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.transport.interface import Transport
 
 _LOG = logging.getLogger("mesh_attention")
@@ -130,9 +132,10 @@ def make_executor(
     two_streams: bool | None = None,
     known_ranges: KnownRanges | None = None,
     links: Links | None = None,
+    frames: Callable[[Hashable, Callable[[], Frame]], Frame] = lambda _, make: make(),
 ) -> Executor:
     """Of the program at this place of the pass. `deterministic`: left out, as PyTorch is asked.
-    `links`: by which calls make room for transfers."""
+    `links`: by which calls make room for transfers. `frames`: those made so far, by their key."""
     _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
     problem, device = plan.problem, call_shape.device
@@ -182,21 +185,43 @@ def make_executor(
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
     row_choice = choose_rows(device.type, call_shape.dtype)
+    row_kernels = rows or row_choice.rows
+    beside = target.takes_turns and runs_beside(program)
+
+    def make_frame() -> Frame:
+        return Frame(
+            program,
+            pass_,
+            problem,
+            transport,
+            workspace,
+            call_shape,
+            row_kernels,
+            two_streams=beside,
+        )
+
+    used = {op.group for op in program.operations if isinstance(op, Communication)}
+    ranks = {name: pass_.groups[name] for name in sorted(used)}
+    key = (
+        pass_.direction,
+        without_calls(program),
+        problem.of_any_mask,
+        tuple([(name, of, tuple([plan.devices[r] for r in of])) for name, of in ranks.items()]),
+        type(row_kernels),
+        beside,
+    )
+    frame = frames(key, make_frame)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
     executor = Executor(
         plan,
-        pass_,
+        pass_.direction,
         program,
+        frame,
         by_name,
-        transport,
-        workspace,
-        call_shape,
         Scores(softmax_scale, softcap),
-        rows=rows or row_choice.rows,
         deterministic=deterministic is not Determinism.ANY,
-        two_streams=target.takes_turns and runs_beside(program),
         mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
         trace=trace,

@@ -151,6 +151,7 @@ class PreparedCall:
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
             links=self.options.links,
+            frames=self.transport.frame,
         )
 
     def reserve(self) -> None:

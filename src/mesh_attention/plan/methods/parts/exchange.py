@@ -33,7 +33,6 @@ from mesh_attention.plan.methods.parts.exchanged_rows import (
     UnitRows,
 )
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut, heads_of_groups
-from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.spans import Spans, clip_spans
 
 TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
@@ -67,7 +66,7 @@ def exchange_of(
 ) -> HeadExchange:
     """The exchange around all head groups of a pass. It does not depend on the mask, so all masks
     share it."""
-    problem = replace(head_group.problem, mask=Mask())
+    problem = head_group.problem.of_any_mask
     return _exchange_of(replace(head_group, problem=problem, index=0), direction, needs)
 
 

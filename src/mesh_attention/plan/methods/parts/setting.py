@@ -18,7 +18,6 @@ from mesh_attention.plan.methods.parts.chunks import HeadSlices
 from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
-from mesh_attention.plan.methods.parts.tile_tasks import Scheduler
 from mesh_attention.plan.problem.arguments import choice, flag, number, pair, real
 from mesh_attention.plan.problem.layout import LayoutKind, Stretches, read_stretches
 
@@ -212,9 +211,6 @@ class ChunkSetting(SliceSetting):
 class CutSetting(ChunkSetting):
     """Options of methods that gather: also in what order, and in how much memory."""
 
-    scheduler: Scheduler = option(
-        Scheduler.GREEDY, "the order of the tasks: `greedy` as in the paper, or a `search`", "NAME"
-    )
     gamma: float = option(
         1.05,
         "the greedy scheduler fills a step until it computes for X times its communication",

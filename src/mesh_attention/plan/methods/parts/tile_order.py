@@ -10,6 +10,7 @@ says where each exchange stands. `box.py` chooses an order.
 from __future__ import annotations
 
 from collections import Counter, deque
+from functools import cached_property
 
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.program import Operation, Task
@@ -76,7 +77,7 @@ class TileOrder:
         self._make(schedule)
         self.steps = tuple(Step(task, tuple(c)) for task, c in self._steps if task or c)
 
-    @property
+    @cached_property
     def setting(self) -> dict[str, str]:
         mesh, words = self._mesh, {"tile": str(self._mesh.tile)}
         words["rotation"] = "on" if mesh.tile.rotation else "off"

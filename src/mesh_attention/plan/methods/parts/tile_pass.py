@@ -9,6 +9,9 @@ orders that these are made of.
 
 from __future__ import annotations
 
+from functools import cached_property, lru_cache, partial
+from weakref import proxy
+
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.program import (
     Attend,
@@ -59,6 +62,8 @@ class TilePass:
         self._parts: dict[tuple[Task, int], list[list[Operation]]] = {}
         # Of compute tasks: all units have the same.
         self._operands: dict[Task, tuple[Queries, Pair, Pieces]] = {}
+        # A rank that runs asks for its own buffers, again for every mask.
+        self.buffers = lru_cache(maxsize=2)(partial(TilePass._buffers, proxy(self)))
 
     @property
     def cut_setting(self) -> dict[str, str]:
@@ -75,6 +80,7 @@ class TilePass:
             setting["short_start"] = "on"
         return setting
 
+    @cached_property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Groups of units, by names that all head groups have alike."""
         return self.q.groups(self.tile.b) | self.kv.groups(self.tile.a)
@@ -105,7 +111,7 @@ class TilePass:
                 parts[-1].append(op)
         return parts
 
-    def buffers(self, unit: int) -> dict[str, Buffer]:
+    def _buffers(self, unit: int) -> dict[str, Buffer]:
         """What a unit gathers, its partial results, and where those of others arrive."""
         made: dict[str, Buffer] = {}
         for side in (self.q, self.kv):

@@ -1,7 +1,8 @@
 """What methods on a tile grid share: layouts, devices, head groups, and the plan itself.
 
 A builder makes a `TilePlanner` of its problem and options, asks it for the `TilePass` of each
-direction, and ends with `planner.plan(passes)`. Options that do not fit are refused here.
+direction, and ends with `planner.plan(problem, passes)`. If the options say the layout, none of it
+depends on the mask. Options that do not fit are refused here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, pa
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.lower import lowerings_of
+from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
 from mesh_attention.plan.methods.parts.setting import (
@@ -73,14 +74,17 @@ class Box(TileSetting, DegreeSetting, CutSetting):
         return cls(**{**asked, **chosen, "method": method})
 
 
+def layout_kind(problem: Problem, box: Box) -> LayoutKind:
+    """As it was asked for, or by the mask."""
+    return box.layout or (LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG)
+
+
 def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if box.relayout and box.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
         box = replace(box, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
-    kind = box.layout
-    if kind is None:
-        kind = LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+    kind = layout_kind(problem, box)
     if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
         raise PlanError(
             f"layout=listed lists the positions of queries and keys alike, but there are "
@@ -198,7 +202,9 @@ class TilePlanner:
         per_node = box.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
-        self.lowerings = lowerings_of(*self.layouts, problem.rows, one_call=box.one_call)
+
+    def lowerings(self, problem: Problem) -> Lowerings:
+        return lowerings_of(*self.layouts, problem.rows, one_call=self._box.one_call)
 
     def tile_passes(
         self,
@@ -239,9 +245,9 @@ class TilePlanner:
 
         return OnDemand(box.ulysses, on_group)
 
-    def plan(self, passes: Iterable[Pass]) -> Plan:
+    def plan(self, problem: Problem, passes: Iterable[Pass]) -> Plan:
         return Plan(
-            self._problem,
+            problem,
             *self.layouts,
             tuple(passes),
             devices=self._devices,

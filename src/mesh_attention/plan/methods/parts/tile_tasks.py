@@ -7,9 +7,8 @@ Slices of the heads have the same tasks: they are ordered once, and follow each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
 from operator import add
 
 from mesh_attention.machine.rates import Costs
@@ -39,20 +38,13 @@ from mesh_attention.plan.schedule.greedy import (
     peak_bytes,
     smallest_cap,
 )
-from mesh_attention.plan.schedule.search import search
 
-CAPPED = "capped"  # the name of an order under a memory cap
-
-
-class Scheduler(StrEnum):
-    GREEDY = "greedy"
-    SEARCH = "search"
+GREEDY, CAPPED = "greedy", "capped"  # names of orders: the second is one under a memory cap
 
 
 def order_tasks(
     mesh: TilePass,
     costs: Costs,
-    scheduler: Scheduler,
     *,
     rows: RowRanges,
     gamma: float,
@@ -66,7 +58,7 @@ def order_tasks(
     def everywhere(schedule: Schedule) -> list[Schedule]:
         return [_of_slice(mesh, schedule, part - largest) for part in range(len(mesh.slices))]
 
-    free = search(graph).schedule if scheduler is Scheduler.SEARCH else greedy(graph, gamma=gamma)
+    free = greedy(graph, gamma=gamma)
     if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
         free = reduced_early(graph, free)
     if max_memory_bytes is None:
@@ -114,11 +106,7 @@ Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all 
 def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
     """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
     on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
-    q, kv = (
-        tuple([tuple(_runs(side, at)) for at in range(side.chunks_of_slice)])
-        for side in (mesh.q, mesh.kv)
-    )
-    return _num_visible(q, kv, rows)
+    return _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
 
 
 @lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
@@ -130,6 +118,12 @@ def _num_visible(
         (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
     }
     return {key: count for key, count in pairs.items() if count}
+
+
+@lru_cache(maxsize=32)
+def _chunks_of(side: TileSide) -> tuple[tuple[Run, ...], ...]:
+    """Positions of each chunk of a slice."""
+    return tuple([tuple(_runs(side, at)) for at in range(side.chunks_of_slice)])
 
 
 def _runs(side: TileSide, index: int) -> Sequence[Run]:
@@ -158,7 +152,7 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         for part in slices
         for (i, j), pairs in pairs_of.items()
     }
-    seconds = _Seconds(mesh, costs)
+    seconds = _seconds(mesh, costs)
     communication: list[TaskNode] = []
 
     def add_tasks(side: TileSide, kind: str, needs_of: Mapping[int, list[Task]]) -> None:
@@ -166,7 +160,7 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
         for index in [part * count + at for part in slices for at in range(count)]:
             task = Task(kind, (index,))
             needs = tuple(needs_of.get(index, ()))
-            communication.append(TaskNode(task, seconds.of(task), needs))
+            communication.append(TaskNode(task, seconds(task), needs))
 
     fetched = [side for side in (mesh.q, mesh.kv) if side.is_fetched]
     for side in reversed(fetched):
@@ -190,6 +184,11 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
     return TaskGraph(tuple(communication), tuple(compute))
 
 
+@lru_cache(maxsize=16)  # of both passes, for all masks
+def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
+    return cache(_Seconds(mesh, costs).of)
+
+
 class _Seconds:
     """Seconds of communication tasks, means over all units; with rotation they are all alike."""
 
@@ -199,7 +198,7 @@ class _Seconds:
         tables = [_buffers(mesh, unit) for unit in units]
         self._meters = [TrafficMeter(mesh.problem, table) for table in tables]
         self._table = tables[0]
-        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups().items()}
+        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups.items()}
 
     def of(self, task: Task) -> float:
         total = 0.0

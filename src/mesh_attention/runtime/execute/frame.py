@@ -1,0 +1,105 @@
+"""What the executors of programs that are alike share: all but their attentions.
+
+Batches of a training differ in their masks, and their programs then in the kernel calls of
+attentions alone. Where buffers lie, what waits for what, transfers and merges do not depend on
+calls: they are worked out, and bound to memory, once. `make_executor` finds the frame.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from mesh_attention.errors import MeshAttentionError
+from mesh_attention.kernels import RowKernels
+from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.plan import Pass
+from mesh_attention.plan.language.program import Attention, Communication, Merge, Program
+from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
+from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.plan.read.verify.order import order_fault
+from mesh_attention.runtime.device import ComputeStreams, Workspace, WorkspaceBlock
+from mesh_attention.runtime.execute.binding import Bindings, CallShape, Views
+from mesh_attention.runtime.execute.compute import merge_work
+from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
+from mesh_attention.runtime.transport.interface import Transport, started
+
+Work = Callable[..., Any]  # computations take nothing, communications their marks
+
+
+class Frame:
+    def __init__(
+        self,
+        program: Program,
+        pass_: Pass,
+        problem: Problem,
+        transport: Transport,
+        workspace: Workspace,
+        call_shape: CallShape,
+        rows: RowKernels,
+        *,
+        two_streams: bool,
+    ) -> None:
+        fault = order_fault(program)
+        if fault is not None:
+            raise MeshAttentionError(
+                f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
+                "`mesh-attention verify` and verify(plan) look at all ranks"
+            )
+        self.call_shape, self.workspace, self.rows = call_shape, workspace, rows
+        self.memory = memory = workspace_map(program, problem)
+        on_cuda = call_shape.device.type == "cuda"
+        self.two_streams = two_streams and on_cuda
+        self.streams = ComputeStreams(call_shape.device, two=self.two_streams) if on_cuda else None
+        self.bindings = Bindings(program, problem, memory, call_shape)
+        self._transport = transport
+        poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
+        if workspace.poisons and not on_cuda:
+            for name, (born, _) in lifetimes(program).items():
+                poisoned[born] += (name,)
+        self.steps = program_steps(
+            program.operations,
+            dependencies(program, memory),
+            self.streams,
+            self.bindings,
+            poisoned,
+            in_order=transport.in_order,
+        )
+        table, batch = program.buffer_table(), call_shape.batch
+        self.workspace_bytes = memory.total_bytes * batch
+        kept = [b.num_bytes(problem) for b in program.buffers if b.role is Role.KEPT]
+        self.kept_bytes = sum(kept) * batch
+
+        def num_bytes(piece: Piece) -> int:
+            buffer = table[piece.buffer]
+            heads, row_bytes = piece.num_heads(buffer), buffer.row_bytes(problem)
+            return piece.num_rows * batch * heads * row_bytes
+
+        self.starts = {
+            at: started(op, pass_.groups[op.group], program.rank, table, num_bytes)
+            for at, op in enumerate(program.operations)
+            if isinstance(op, Communication)
+        }
+
+    def work(self, step: ProgramStep, views: Views) -> Work:
+        """A transfer or a merge on its tensors."""
+        if isinstance(step.op, Communication):
+            return self._transport.prepare(step.op, views.rows)
+        assert isinstance(step.op, Merge), f"{step.op.name} is neither a transfer nor a merge"
+        return merge_work(self.rows, step.op, views)
+
+    def bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
+        """What can be done once for a block of workspace; None is an attention, or touches the
+        caller's tensors."""
+        if self not in block.bound:
+            views = self.bindings.workspace(block.memory)
+            works = [
+                self.work(step, views)
+                if step.fixed and not isinstance(step.op, Attention)
+                else None
+                for step in self.steps
+            ]
+            block.bound[self] = views, works
+        bound: tuple[Views, list[Work | None]] = block.bound[self]
+        return bound
