@@ -289,9 +289,11 @@ class PassSearch:
     def best_of(self, scored: Sequence[Scored]) -> Scored | None:
         """Of settings in the order of their estimates: simulated until no other estimate is shorter
         than the best simulation by more than the tolerance. Settings of one shape differ less than
-        shapes do, so the best of each shape come first."""
+        shapes do, so the best of each shape come first. An estimate does not win over a simulation:
+        once the effort is spent, the next that seems faster is simulated too, as the last."""
         effort, operations, count = self._asked.effort, 0, 0
-        best, least = None, (True, math.inf)
+        best: Scored | None = None
+        least: Score = (True, math.inf)
         firsts: dict[str, Scored] = {}
         for setting in scored:
             firsts.setdefault(_shape_key(setting.name, setting.options), setting)
@@ -302,15 +304,18 @@ class PassSearch:
             setting = self._met(setting)
             more = operations + setting.operations
             may_simulate = count < effort.simulated and more <= effort.simulated_operations
-            uncertain = setting.may_wait or effort.every_name
-            if setting.timeline is None and uncertain and may_simulate:
+            uncertain = not setting.is_simulated and (setting.may_wait or effort.every_name)
+            if not may_simulate and setting.may_wait:
+                continue  # its estimate says too little
+            is_last = not may_simulate and best is not None and best.is_simulated
+            if uncertain and (may_simulate or is_last):
                 operations, count = more, count + 1
                 setting = self._asked.simulated(setting)
                 self._known[setting_key(setting.name, setting.options)] = setting
-            elif setting.may_wait:
-                continue  # its estimate says too little
             if setting.score < least:
                 best, least = setting, setting.score
+            if uncertain and is_last:
+                break
         return best or next(iter(scored), None)
 
 
