@@ -41,8 +41,6 @@ FOLDERS = {  # `package` has the examples in docstrings
 }
 SURVIVED = ("survived", "not reached")
 HARDLY_ANY = 20  # statements
-# Under the load of several mutants at a time a bound on seconds would fail by itself.
-NOT_RUN = ("test_four_by_four_chunks_take_less_than_a_second",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,6 @@ def choose_tests(
             not wanted.isdisjoint(test["touched"])
             or (not around and len(test["touched"]) < HARDLY_ANY)
         )
-        and not any(no in name for no in NOT_RUN)
     }
     chosen: dict[str, float] = {}
     effort = {name: (0.05 + seeing[name]) * len(touched[name]["touched"]) for name in seeing}
