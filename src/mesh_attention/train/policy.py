@@ -6,6 +6,7 @@ which may lie on several ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.tensor_checks import fault_of_kind, refuse_label
+from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import own_copies
@@ -74,9 +76,11 @@ def token_mean(
     values, mask = own_copies(groups.ranks, values=values, mask=mask)
     _refuse_wrong_values(values, mask, per)
     groups.check_device(values.device)
-    statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
+    statement: Statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
     dtype = torch.promote_types(values.dtype, torch.float32)
     if shards is not None:  # slots without a token do not count
+        means = replace(means, batch=means.batch or shards.batch)
+        statement["plan"] = shards.words
         sequences, number = _sequences(shards, values)
         mask = mask & (sequences < number)
     # Where the mask is false nothing is multiplied: values there may be anything, NaN too.
