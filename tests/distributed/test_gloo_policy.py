@@ -272,6 +272,8 @@ def means_with_padding(rank: int, world_size: int) -> list[float]:
         found.append(float(cp.token_mean(batch["v"], everywhere, **of_batch).value))
         with pytest.raises(MeshAttentionError, match="mask is torch"):
             cp.token_mean(batch["v"], everywhere.long(), **of_batch)
+        of_batch["documents"] = cp.documents([0, 4 + rank, 11])  # others on each rank
+        assert "plan is" in refusal(lambda: cp.token_mean(batch["v"], everywhere, **of_batch))
     with ContextParallel(seq_len=11, num_heads=2, head_dim=8, causal=True) as cp:
         ones = cp.shard(torch.ones(1, 11), 1)
         everywhere = torch.ones_like(ones, dtype=torch.bool)

@@ -14,18 +14,20 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.request.tensor_checks import refuse_label
 from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
+from mesh_attention.runtime.session.session import User
 from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
 from mesh_attention.train.loss_kernels import LossKernel
 from mesh_attention.train.losses import cross_entropy
-from mesh_attention.train.means import Means, Reduce, TokenMean
-from mesh_attention.train.policy import Per, log_probs, token_mean
+from mesh_attention.train.means import LossCall, Means, Reduce, TokenMean
+from mesh_attention.train.policy import Per, log_probs, log_probs_together, token_mean
 from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
+from mesh_attention.train.sharded_weight import is_of_fsdp
 from mesh_attention.train.tiled import Tiled
 from mesh_attention.train.whole_batch import MARK
 
@@ -201,6 +203,7 @@ class Training:
         chunk_tokens: int | None = None,
         reduce: Reduce | None = None,
         statistics: Sequence[str] = (),
+        label: str | int | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
         `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
@@ -213,15 +216,17 @@ class Training:
         statistics  what is returned besides, for each token and without gradients: "is_top1",
                     whether it is the most likely one; "mean_logits", over the vocabulary;
                     "log_sum_sq_probs", the logarithm of the sum of squared probabilities
+        label       as in `attention`, where a weight is gathered: for those of several models, say
         """
-        return log_probs(
-            self._calls.ranks,
+        call = LossCall("log_probs", *self._of_call(reduce, label, tokens))
+        is_sent = any(is_of_fsdp(x, self._calls.ranks) for x in (weight, bias))
+        return (log_probs_together if is_sent else log_probs)(
+            call,
             hidden_or_logits,
             tokens,
             weight,
             bias,
             ignore_index,
-            reduce,
             statistics,
             softcap=softcap,
             temperature=temperature,
@@ -303,11 +308,16 @@ class Training:
         label: str | int | None,
         of_batch: Any,
     ) -> Means:
-        refuse_label(label)
-        calls, mark = self._calls, getattr(of_batch, MARK, None)  # where shard_batch made it
+        of_call = self._of_call(reduce, label, of_batch)
+        return Means(name, *of_call, data_parallel, num_targets)
+
+    def _of_call(
+        self, reduce: Reduce | None, label: str | int | None, of_batch: Any
+    ) -> tuple[User, CallOptions, Reduce | None, str | int | None, BatchIdentity | None]:
+        """Fields of a `LossCall`; `of_batch` says of which, where shard_batch made it."""
+        mark = getattr(of_batch, MARK, None)
         batch = mark and BatchIdentity(*mark)
-        asked = (calls.user, calls.options, reduce, data_parallel, num_targets, label, batch)
-        return Means(name, *asked)
+        return self._calls.user, self._calls.options, reduce, label, batch
 
     def context_parallel(
         self,

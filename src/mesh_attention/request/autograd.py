@@ -53,6 +53,8 @@ class Attention(torch.autograd.Function):
         named = {"q": q, "k": k, "v": v, "lse": lse}
         again = [x if name in retaken else None for name, x in named.items()]
         ctx.save_for_backward(*again, out, sinks, *kept)
+        if ctx.prepared is not None:
+            ctx.shapes = _shapes(*again, out, sinks, *kept)
         ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
         return (out, lse, place, *kept)
 
@@ -94,7 +96,13 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     if torch.is_grad_enabled():
         raise second_derivative()
     # In the caller's modes: a checkpoint computes them again, by a call.
-    q, k, v, lse, out, sinks, *kept = ctx.saved_tensors
+    saved = q, k, v, lse, out, sinks, *kept = ctx.saved_tensors
+    if ctx.prepared is not None and _shapes(*saved) != ctx.shapes:
+        raise MeshAttentionError(
+            "a checkpoint without a determinism_check has computed other tensors for the backward "
+            "pass of this call than its forward pass saved; if the call was made in a block of "
+            "context_parallel, call backward in the block"
+        )
     return attention_backward_op(  # type: ignore[no-any-return]
         grad_out,
         grad_lse,
@@ -111,6 +119,10 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         ctx.needs_input_grad[:4],
         *ctx.of_call,
     )
+
+
+def _shapes(*tensors: Tensor | None) -> list[torch.Size | None]:
+    return [None if x is None else x.shape for x in tensors]
 
 
 LIBRARY.impl(attention_op, _with_autograd, "Autograd")

@@ -88,7 +88,7 @@ def _attention_over_ranks(
     if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
         return forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
-        BLOCKS.find(int(block)).count_checkpoints(2)
+        BLOCKS.find(int(block)).note_checkpoints()
     return prepared_in_graph(
         of_call,
         lambda user, call: forward_pass(user, call, *how),

@@ -76,6 +76,7 @@ def refuse_other_shards(
             how = f"from {x.num_tokens} tokens in the {x.kind} layout, with {padding} of padding"
             if not cut.plain[x]:
                 way_out = f"give seq_len={x.num_tokens} and layout={x.kind.value!r}"
+            way_out += f"; if these are other tensors, give seq_len={layout.num_tokens} alone"
         elif not has_length and not alike and layout.slots == cut.latest:
             how = f"from {cut.latest} tokens, so that a rank has fewer"
             way_out = "cut the whole by shard or shard_batch, or say that ranks hold parts of "

@@ -20,8 +20,8 @@ from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Factors, Head
 from mesh_attention.train.loss_kernels import LossKernel, choose_loss
-from mesh_attention.train.means import Means, Reduce, TokenMean
-from mesh_attention.train.sharded_weight import own_weights
+from mesh_attention.train.means import LossCall, Means, TokenMean
+from mesh_attention.train.sharded_weight import count_gathering, own_weights
 from mesh_attention.train.token_losses import CrossEntropy, Targets
 from mesh_attention.train.whole_batch import MARK, index_of_64_bits
 
@@ -45,9 +45,10 @@ def cross_entropy(
     hidden states with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`,
     `softcap` and `chunk_tokens`."""
     groups = means.user.session.groups
+    count_gathering(means, head)
     means.refuse_wrong()
-    name, reduce = "logits" if head is None else "hidden", means.reduce
-    factors, tokens = whole_inputs(groups.ranks, name, x, tokens, head, reduce, means)
+    name = "logits" if head is None else "hidden"
+    factors, tokens = whole_inputs(means, name, x, tokens, head)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
     targets = targets_of(factors, tokens, ignore_index, **how)
@@ -76,17 +77,11 @@ def cross_entropy(
 
 
 def whole_inputs(
-    ranks: tuple[int, ...],
-    name: str,
-    x: Any,
-    tokens: Any,
-    head: Weights | None,
-    reduce: Reduce | None,
-    means: Means | None = None,
+    call: LossCall, name: str, x: Any, tokens: Any, head: Weights | None
 ) -> tuple[Factors, Tensor]:
     """Logits or hidden states, by their `name`, weights and targets, whole on this rank and
-    checked; `reduce` and `means` as in `own_weights`."""
-    mark = getattr(tokens, MARK, None)
+    checked."""
+    ranks, mark = call.user.session.groups.ranks, getattr(tokens, MARK, None)
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
     _refuse_other_batch(name, x, mark)
@@ -95,7 +90,7 @@ def whole_inputs(
     weight, bias, low_rank = head
     few, few_weight = _pair(low_rank)
     weights = {"weight": weight, "bias": bias, "low_rank[1]": few_weight}
-    weight, bias, few_weight = own_weights(ranks, x, reduce, means, **weights)
+    weight, bias, few_weight = own_weights(call, x, **weights)
     _refuse_wrong_head(name, x, weight, bias)
     if few is not None:
         [few] = own_copies(ranks, **{"low_rank[0]": few})

@@ -7,6 +7,8 @@ divides by that count.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral
@@ -19,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.request.tensor_checks import refuse_label
+from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import User, process_group
@@ -51,19 +54,37 @@ _pytree.register_dataclass(TokenMean)
 
 
 @dataclass(frozen=True)
-class Means:
-    """How a mean is taken, and of which ranks; `name` is that of the method that was called."""
+class LossCall:
+    """A loss, or what is made of a head for one; `name` is that of the method that was called."""
 
     name: str
     user: User
     options: CallOptions
-    reduce: Reduce
-    data_parallel: dist.ProcessGroup | DeviceMesh | None
-    num_targets: int | Tensor | None
+    reduce: Reduce | None
     label: str | int | None
     batch: BatchIdentity | None
 
+    def begin(
+        self, statement: Statement, device: torch.device, *, name: str = "", of: int = 0
+    ) -> None:
+        """A pass that ranks of the group make together. `of`: the place of the forward call that a
+        backward pass belongs to, which has a `name` of its own."""
+        session = self.user.session
+        statement = {self.name: self.reduce, "device": device.type} | statement
+        kind = session.calls.agree_on(statement, self.options, ahead=True)
+        batch = OF_FORWARD_CALL if of else self.batch
+        self.user.begin(kind, name or self.name, self.options, device, self.label, of, batch=batch)
+
+
+@dataclass(frozen=True)
+class Means(LossCall):
+    """How a mean is taken, and of which ranks."""
+
+    data_parallel: dist.ProcessGroup | DeviceMesh | None
+    num_targets: int | Tensor | None
+
     def refuse_wrong(self) -> None:
+        refuse_label(self.label)
         self.user.refuse_if_closed()
         refuse_reduce(self.reduce)
         number = self.num_targets
@@ -81,10 +102,7 @@ class Means:
     def add_up(self, statement: Statement, sums: Tensor, *, within: bool = True) -> None:
         """In place, over the context-parallel group: a call that ranks make together."""
         session = self.user.session
-        statement = {self.name: self.reduce, "device": sums.device.type} | statement
-        kind = session.calls.agree_on(statement, self.options, ahead=True)
-        where = (self.options, sums.device, self.label)
-        self.user.begin(kind, self.name, *where, batch=self.batch)
+        self.begin(statement, sums.device)
         with session.guard.whole_or_broken():
             if within and len(session.groups.ranks) > 1:
                 _add_up(sums, session.groups.everybody())
@@ -93,17 +111,6 @@ class Means:
     @property
     def ranks(self) -> LossRanks:
         return LossRanks.of(self.user.session.groups.ranks, self.data_parallel)
-
-    def meet_before_gathering(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Where FSDP2 has the weight on `mesh`: other ranks would wait there in vain for one that
-        is out of step or has failed."""
-        members, number = mesh.mesh.flatten().tolist(), self.ranks.number
-        if mesh.size() != number:
-            raise MeshAttentionError(
-                f"the weight is sharded over the ranks {members}, where its gradient is reduced, "
-                f"and the mean is over {number} ranks: give the others as data_parallel"
-            )
-        self.add_up({"ranks of the weight": members}, torch.zeros(1, device=device))
 
     def mean(
         self,
@@ -234,8 +241,15 @@ def _number(value: int | Tensor | None) -> float | None:
 
 
 def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
-    try:
+    with communicating(f"the sums {whose}could not be added up"):
         dist.all_reduce(x, group=group)
+
+
+@contextmanager
+def communicating(failure: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, dist.DistBackendError) as error:
-        first_line = str(error).splitlines()[0]
-        raise CommunicationError(f"the sums {whose}could not be added up ({first_line})") from error
+        raise CommunicationError(f"{failure} ({str(error).splitlines()[0]})") from error

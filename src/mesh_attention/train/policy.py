@@ -6,6 +6,7 @@ which may lie on several ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,44 +14,57 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import fault_of_kind, refuse_label
+from mesh_attention.runtime.agreement.identity import Statement
+from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import outside_autocast
+from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
-from mesh_attention.train.means import Means, Reduce, TokenMean, refuse_reduce
+from mesh_attention.train.means import LossCall, Means, TokenMean, refuse_reduce
+from mesh_attention.train.sharded_weight import count_gathering
 from mesh_attention.train.token_losses import STATISTICS, LogProbs
 
 Per = Literal["token", "sequence"]
 
 
 def log_probs(
-    ranks: tuple[int, ...],
+    call: LossCall,
     x: Tensor,
     tokens: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     ignore_index: int,
-    reduce: Reduce | None,
     statistics: Sequence[str],
     **numbers: Any,
 ) -> tuple[Tensor, ...]:
     """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
     `chunk_tokens`."""
+    count_gathering(call, (weight, bias))
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
-    if reduce is not None:
-        refuse_reduce(reduce)
+    refuse_label(call.label)
+    if call.reduce is not None:
+        refuse_reduce(call.reduce)
     names = [*STATISTICS]
     if not isinstance(statistics, list | tuple) or any(name not in names for name in statistics):
         raise MeshAttentionError(f"statistics={statistics!r}: give a list of {', '.join(names)}")
     head, name = None if weight is None else (weight, bias, None), "hidden_or_logits"
-    factors, tokens = whole_inputs(ranks, name, x, tokens, head, reduce)
+    factors, tokens = whole_inputs(call, name, x, tokens, head)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     targets = targets_of(factors, tokens, ignore_index, **numbers)
     with outside_autocast():
         results = LogProbs.apply(targets, statistics, *factors)  # type: ignore[no-untyped-call]
     return tuple([result.view(tokens.shape) for result in results])
+
+
+def _together(call: LossCall, *_: Any, **__: Any) -> tuple[Session, CallOptions]:
+    return call.user.session, call.options
+
+
+log_probs_together = collective_call(_together)(log_probs)
 
 
 def token_mean(
@@ -62,9 +76,11 @@ def token_mean(
     values, mask = own_copies(groups.ranks, values=values, mask=mask)
     _refuse_wrong_values(values, mask, per)
     groups.check_device(values.device)
-    statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
+    statement: Statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
     dtype = torch.promote_types(values.dtype, torch.float32)
     if shards is not None:  # slots without a token do not count
+        means = replace(means, batch=means.batch or shards.batch)
+        statement["plan"] = shards.words
         sequences, number = _sequences(shards, values)
         mask = mask & (sequences < number)
     # Where the mask is false nothing is multiplied: values there may be anything, NaN too.

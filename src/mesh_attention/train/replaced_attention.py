@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -72,7 +73,9 @@ class _OverRanks(TorchFunctionMode):
     def __init__(self, calls: ObjectCalls, documents: Documents | None) -> None:
         super().__init__()
         self._calls, self._documents = calls, documents
-        self._to_come = 0
+        # Reentrant checkpoints whose backward pass has not attended again, unless it never will:
+        # PyTorch lets them go where no graph needs them, or when they are over.
+        self._to_come = WeakSet[Any]()
         self.number = torch.tensor([BLOCKS.add(self)], device="cpu")  # in compiled code
 
     def __torch_function__(
@@ -82,7 +85,7 @@ class _OverRanks(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             label = None
             if not is_dynamo_compiling():  # otherwise when the graph runs
-                self.count_checkpoints(2)
+                self.note_checkpoints()
                 label = running_module(sys._getframe(1))
             return _attend(self._calls, self._documents, self.number, label, *args, **kwargs)
         if func is Tensor.backward:
@@ -105,31 +108,25 @@ class _OverRanks(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def count_checkpoints(self, depth: int) -> None:
-        """Calls in reentrant checkpoints whose backward pass has not called again. `depth`: how
-        many of the latest frames are our own."""
-        if self._to_come or not torch.is_grad_enabled():
-            self._to_come += _in_reentrant_checkpoint(sys._getframe(depth))
+    def note_checkpoints(self) -> None:
+        """Those around a call, each by the object that its two passes share."""
+        if torch.is_grad_enabled() and not self._to_come:
+            return  # they attend without gradients first
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                self._to_come.add(frame.f_locals["ctx"])
+            elif frame.f_code is CheckpointFunction.backward.__code__:
+                self._to_come.discard(frame.f_locals["ctx"])
+            frame = frame.f_back
 
     def refuse_backward_to_come(self) -> None:
-        if self._to_come > 0:
+        if self._to_come:
             raise MeshAttentionError(
                 "a checkpoint with use_reentrant=True attends again in its backward pass, which "
                 "has not come yet: after this block it would see the tokens of this rank alone; "
                 "call backward in the block, or torch.no_grad() where no backward pass follows"
             )
-
-
-def _in_reentrant_checkpoint(frame: FrameType | None) -> int:
-    """1 in the forward pass, where a backward pass follows; -1 in that; 0 elsewhere."""
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            return -1
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            arguments = frame.f_locals["args"]
-            return int(any(isinstance(x, Tensor) and x.requires_grad for x in arguments))
-        frame = frame.f_back
-    return 0
 
 
 _PASSES = (torch.autograd.backward, torch.autograd.grad)

@@ -2,49 +2,58 @@
 
 It is gathered for the call, in the dtype of the hidden states (its own under autocast), and its
 gradient is reduced to the parts as FSDP2 reduces those of other parameters, to which it is added
-where the weight is tied.
+where the weight is tied. Ranks compare the call before they gather, and before they reduce: those
+of the context-parallel group as ever, and those of other replicas, with other batches, by how many
+such calls they have made and with what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
+from mesh_attention.runtime.agreement.handshake import verdict_on
+from mesh_attention.runtime.agreement.identity import GATHERED, Statement
+from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
-from mesh_attention.train.means import LossRanks, Means, Reduce
+from mesh_attention.train.means import LossCall, LossRanks, Means, communicating
+
+_SAID_BYTES = 1024  # of what replicas compare
 
 
-def own_weights(
-    ranks: Collection[int],
-    hidden: Tensor,
-    reduce: Reduce | None,
-    means: Means | None = None,
-    **tensors: Any,
-) -> list[Any]:
-    """Whole weight and bias. `reduce`: what becomes of the gradients of those that are gathered;
-    `means`: of the loss, if ranks make it together."""
-    of_loss = None if means is None else means.ranks
-    parts = {name: x for name, x in tensors.items() if _is_of_fsdp(x, ranks, of_loss)}
+def own_weights(call: LossCall, hidden: Tensor, **tensors: Any) -> list[Any]:
+    """Whole weight and bias."""
+    ranks = call.user.session.groups.ranks
+    of_loss = call.ranks if isinstance(call, Means) else None
+    parts = {name: x for name, x in tensors.items() if is_of_fsdp(x, ranks, of_loss)}
     others = {name: x for name, x in tensors.items() if name not in parts}
     whole = dict(zip(others, own_copies(ranks, _WAYS_OUT, **others), strict=True))
-    if reduce is None and need_grad(*parts.values()):
+    if not parts:
+        return [whole[name] for name in tensors]
+    if call.reduce is None and need_grad(*parts.values()):
         raise MeshAttentionError(
             "the weight is sharded by FSDP2: say reduce='fsdp' if gradients are averaged over its "
             "ranks, reduce='sum' if they are added up"
         )
-    for mesh in dict.fromkeys(x.device_mesh for x in parts.values()):
-        if means is not None:
-            means.meet_before_gathering(mesh, hidden.device)
-    for name, x in parts.items():
-        divisor = 1 if reduce == "sum" else x.device_mesh.size()
-        autocast = torch.is_autocast_enabled(hidden.device.type)  # which takes any dtype
-        dtype = x.dtype if autocast else hidden.dtype
-        whole[name] = _Gathered.apply(x, dtype, divisor)  # type: ignore[no-untyped-call]
+    for x in parts.values():
+        if of_loss is not None and x.device_mesh.size() != of_loss.number:
+            raise MeshAttentionError(
+                f"the weight is sharded over the ranks {_members(x.device_mesh)}, where its "
+                f"gradient is reduced, and the mean is over {of_loss.number} ranks: give the "
+                "others as data_parallel"
+            )
+    autocast = torch.is_autocast_enabled(hidden.device.type)  # which takes any dtype
+    gathering = Gathering.of(call, parts, None if autocast else hidden.dtype)
+    gathered = _Gathered.apply(gathering, *parts.values())  # type: ignore[no-untyped-call]
+    whole |= zip(parts, gathered, strict=True)
     return [whole[name] for name in tensors]
 
 
@@ -56,7 +65,7 @@ _WAYS_OUT = (
 )
 
 
-def _is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None) -> bool:
+def is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None = None) -> bool:
     """Sharded along one dimension of its mesh, over ranks with other tokens: the whole group, or
     all ranks of the loss. On other meshes parts may belong to tensor parallelism."""
     if not is_dtensor(x):
@@ -73,27 +82,129 @@ def _is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None) -> bo
     return len(ranks) > 1 and {*ranks} <= {*line.tolist()}
 
 
-class _Gathered(torch.autograd.Function):
+def count_gathering(call: LossCall, head: Sequence[Any] | None) -> None:
+    """Before anything can go wrong with it: a call that fails counts on all ranks. `head`: weight,
+    bias, and a pair if there is one."""
+    weights = [y for x in head or () for y in (x if isinstance(x, tuple | list) else (x,))]
+    for mesh in {x.device_mesh for x in weights if is_dtensor(x)}:
+        call.user.session.gathered[_members(mesh)] += 1
+
+
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+@dataclass
+class Gathering:
+    """
+    statement  what ranks compare of it
+    numbers    how many calls of this session have gathered on a mesh, this one included
+    place      of the forward pass, among the calls of the group
+    """
+
+    call: LossCall
+    statement: Statement
+    numbers: dict[DeviceMesh, int]
+    dtype: torch.dtype | None
+    place: int = 0
+
     @staticmethod
-    def forward(ctx: Any, x: Any, dtype: torch.dtype, divisor: int) -> Tensor:
-        from torch.distributed.tensor import DTensor
+    def of(call: LossCall, parts: dict[str, Any], dtype: torch.dtype | None) -> Gathering:
+        counted, statement = call.user.session.gathered, {}
+        for name, x in parts.items():
+            members = _members(x.device_mesh)
+            statement[f"{name} in parts"] = {
+                "ranks": f"{members[0]} to {members[-1]}",
+                "shape": [*x.shape],
+                "dtype": str(dtype or x.dtype),
+                "requires_grad": need_grad(x),
+            }
+        meshes = dict.fromkeys(x.device_mesh for x in parts.values())
+        return Gathering(call, statement, {m: counted[_members(m)] for m in meshes}, dtype)
 
-        ctx.x, ctx.divisor = x, divisor
-        how = (x.device_mesh, x.placements)
-        part = x.to_local().to(dtype)
-        parts = DTensor.from_local(part, *how, run_check=False, shape=x.shape, stride=x.stride())
-        return parts.full_tensor()
+    def meet(self, device: torch.device, *, backward: bool = False) -> Tensor:
+        """All ranks are about to move the same parts, or it is an error; where the host does not
+        wait for the device it is NaN in place of 0, by which parts are spoilt."""
+        call, session = self.call, self.call.user.session
+        call.user.refuse_if_closed()
+        name = f"backward of {call.name}" if backward else call.name
+        call.begin(self.statement, device, name=name, of=self.place if backward else 0)
+        if not backward:
+            self.place = session.guard.place
+        wrong = torch.zeros(1, device=device)
+        session.guard.settle((wrong,))
+        for mesh, number in self.numbers.items():
+            if not {*_members(mesh)} <= {*session.groups.ranks}:
+                wrong += self._differ(mesh, number, name, device)
+        return wrong[0]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
-        from torch.distributed.tensor import DTensor, Partial
+    def _differ(self, mesh: DeviceMesh, number: int, name: str, device: torch.device) -> Tensor:
+        """Replicas, as `meet` says it."""
+        from torch.distributed.tensor import DTensor, Shard
 
-        x = ctx.x
-        if x.is_cuda and x.is_leaf and x.grad is not None:
-            # To which FSDP2 may be adding on a stream that nobody waits for before the end.
-            torch.cuda.synchronize(x.device)
-        mesh = x.device_mesh
-        summands = DTensor.from_local(
-            grad.to(x.dtype), mesh, [Partial()] * mesh.ndim, run_check=False
+        guard, members = self.call.user.session.guard, _members(mesh)
+        statement = {"pass": name, "reduce": self.call.reduce, GATHERED: number} | self.statement
+        text = json.dumps(statement, sort_keys=True).encode().ljust(_SAID_BYTES)
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)[None]
+        with guard.whole_or_broken(), communicating(f"ranks {[*members]} could not compare calls"):
+            everywhere = [Shard(0)] * mesh.ndim
+            said = DTensor.from_local(own, mesh, everywhere, run_check=False).full_tensor()
+        if device.type != "cpu":
+            return torch.where((said == own).all(), 0.0, torch.nan)
+        rows = zip(members, said.numpy(), strict=True)
+        difference = verdict_on(
+            {rank: {"statement": json.loads(row.tobytes()), "error": None} for rank, row in rows},
+            complete=True,
         )
-        return summands.redistribute(placements=x.placements) / ctx.divisor, None, None
+        if difference:
+            guard.refuse(difference)
+        return torch.zeros((), device=device)
+
+
+class _Gathered(torch.autograd.Function):
+    """All parts of a call, so that their gradients come together too."""
+
+    @staticmethod
+    def forward(ctx: Any, gathering: Gathering, *parts: Any) -> tuple[Tensor, ...]:
+        ctx.gathering, ctx.parts = gathering, parts
+        wrong, guard = gathering.meet(parts[0].device), gathering.call.user.session.guard
+        whole = []
+        with guard.whole_or_broken(), communicating("the weight could not be gathered"):
+            for x in parts:
+                part = x.to_local().to(gathering.dtype or x.dtype)
+                part = part + wrong if part.is_cuda else part
+                whole.append(_spread_like(x, part).full_tensor())
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needed = zip(ctx.parts, grads, ctx.needs_input_grad[1:], strict=True)
+        made = iter(_reduced(ctx.gathering, [(x, grad) for x, grad, wanted in needed if wanted]))
+        return (None, *(next(made) if wanted else None for wanted in ctx.needs_input_grad[1:]))
+
+
+@collective_call(lambda gathering, *_: (gathering.call.user.session, gathering.call.options))
+def _reduced(gathering: Gathering, pairs: list[tuple[Any, Tensor]]) -> list[Any]:
+    from torch.distributed.tensor import DTensor, Partial
+
+    call, reduced = gathering.call, []
+    for x in [x for x, _ in pairs if x.is_cuda and x.is_leaf and x.grad is not None][:1]:
+        # To which FSDP2 may be adding on a stream that nobody waits for before the end.
+        torch.cuda.synchronize(x.device)
+    wrong, guard = gathering.meet(pairs[0][1].device, backward=True), call.user.session.guard
+    with guard.whole_or_broken(), communicating("gradients of the weight could not be reduced"):
+        for x, grad in pairs:
+            mesh = x.device_mesh
+            divisor = wrong + (1 if call.reduce == "sum" else mesh.size())
+            summands = [Partial()] * mesh.ndim
+            total = DTensor.from_local(grad.to(x.dtype), mesh, summands, run_check=False)
+            part = total.redistribute(placements=x.placements).to_local()
+            reduced.append(_spread_like(x, part / divisor))
+    return reduced
+
+
+def _spread_like(x: Any, part: Tensor) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    how = (x.device_mesh, x.placements)
+    return DTensor.from_local(part, *how, run_check=False, shape=x.shape, stride=x.stride())

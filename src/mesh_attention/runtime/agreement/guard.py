@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -113,12 +113,17 @@ class Guard:
             agreed = self._compare(identity, timeout, stream)
         if not agreed:  # nothing has moved, and all ranks know it
             difference = self._difference(self.place, identity)
-            if difference and OUT_OF_STEP not in difference:
-                raise DisagreementError(difference)
+            if difference:
+                self.refuse(difference)
             with self.whole_or_broken():
-                if difference:
-                    raise DisagreementError(difference)
                 raise CommunicationError("the ranks could not compare calls")
+
+    def refuse(self, difference: str) -> NoReturn:
+        """A call that ranks differ in, as all of them know, before anything has moved."""
+        if OUT_OF_STEP not in difference:
+            raise DisagreementError(difference)
+        with self.whole_or_broken():
+            raise DisagreementError(difference)
 
     def _compare(
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None

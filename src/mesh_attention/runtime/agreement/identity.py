@@ -33,11 +33,20 @@ from mesh_attention.version import TESTED_TORCH
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
 BATCH_NUMBER = "number of the batch"
+GATHERED = "number of calls that gather over these ranks"
 # Of what ranks state: where they are in their programs, and not with what they call; and what one
 # kind of call alone states, where they have not come to a pass yet.
-ORDER = ("pass", "number of the object", "label", "number of its forward call", BATCH_NUMBER)
+ORDER = (
+    "pass",
+    "number of the object",
+    "label",
+    "number of its forward call",
+    BATCH_NUMBER,
+    GATHERED,
+)
 OF_ONE_KIND = (
-    "needs_grad", "unshard", "cross_entropy", "linear_cross_entropy", "token_mean", "programs",
+    "needs_grad", "unshard", "cross_entropy", "linear_cross_entropy", "log_probs", "token_mean",
+    "programs",
 )  # fmt: skip
 
 _SPOILT = -1  # in place of the first call that differs

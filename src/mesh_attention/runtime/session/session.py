@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from functools import cache
 from threading import RLock
@@ -62,6 +62,8 @@ class Session:
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
         self.function: User | None = None  # that stands for `mesh_attention()`
+        # Calls with a weight that is sharded over these ranks, replicas of this group among them.
+        self.gathered = Counter[tuple[int, ...]]()
         self.num_users = 0  # that are open
         self._num_objects = 0  # that ever were
 
