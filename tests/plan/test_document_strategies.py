@@ -78,7 +78,7 @@ def test_layers_share_a_layout_and_each_has_its_own_method() -> None:
     assert found.layout is LayoutKind.CONTIGUOUS
     assert [strategy.method for strategy in found.strategies] == ["ulysses", "seen"]
     assert found.reason.startswith("ulysses and seen on contiguous shards: ")
-    assert "of 2 layers" in found.reason
+    assert "for 2 layers" in found.reason
 
 
 def test_a_layout_that_is_given_is_kept() -> None:
