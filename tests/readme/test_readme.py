@@ -121,7 +121,7 @@ def test_the_planning_example_runs_without_torch() -> None:
     assert "mean" in run.stdout
 
 
-@pytest.mark.parametrize("name", ["11-15-replay-waiting", "11-18-replay-search-and-default"])
+@pytest.mark.parametrize("name", ["11-15-replay-waiting", "11-19-replay-search-and-default"])
 def test_tables_of_stored_replays_can_be_printed_again(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
