@@ -142,16 +142,18 @@ def test_the_loss_is_that_of_the_logits_or_they_are_asked_for(
 
 def with_lora(**how: Any) -> Any:
     """A model whose head has two adapters, both of which count."""
-    from peft import LoraConfig
-    from peft.tuners import lora
+    from peft import LoraConfig, inject_adapter_in_model
 
-    model = Model(AFTER["both"])
-    adapters = lora.Linear(model.lm_head, "first", LoraConfig(r=2, **how), r=2, lora_alpha=3)
-    adapters.update_layer("second", r=1, lora_alpha=1, config=LoraConfig(r=1))
+    model: Any = Model(AFTER["both"])
+    first = LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], **how)
+    second = LoraConfig(r=1, lora_alpha=1, target_modules=["lm_head"])
+    for name, config in {"first": first, "second": second}.items():
+        inject_adapter_in_model(config, model, adapter_name=name)
+    adapters = model.lm_head
     adapters.set_adapter(["first", "second"])
     for matrix in (*adapters.lora_A.values(), *adapters.lora_B.values()):
         nn.init.normal_(matrix.weight)
-    setattr(model, "lm_head", adapters)  # noqa: B010
+    model.requires_grad_()
     return model
 
 

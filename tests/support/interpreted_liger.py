@@ -7,19 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
-from triton.runtime import interpreter
+from support.interpreted_triton import mend_bounds_of_loops
 
-_patch_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-    """Bounds of loops are arrays of one element: Triton 3.6 calls `int` on them, which numpy 2.4
-    refuses."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+mend_bounds_of_loops()
 
 
 @contextmanager
@@ -33,10 +25,7 @@ def interpreted_liger() -> Iterator[None]:
     for name in before:
         del sys.modules[name]
     try:
-        with (
-            patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),
-            patch.object(interpreter, "_patch_lang_tensor", _patch_tensor_and_index),
-        ):
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
             yield
     finally:
         for name in loaded():

@@ -28,9 +28,11 @@ from trl import (
 )
 
 from mesh_attention.huggingface import trl as ours
+from support.interpreted_triton import mend_bounds_of_loops
 from support.tiny_models import VOCABULARY, make_model
 from support.tiny_trainer import _name, _whole, counted, launched
 
+mend_bounds_of_loops()  # in TRL's kernels
 __all__ = ["RUNS", "TrlRun", "launched", "tokenizer", "train", "words"]
 
 _TEMPLATE = (

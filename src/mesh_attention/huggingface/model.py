@@ -28,7 +28,6 @@ from mesh_attention.huggingface.door import Door
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
     refuse_model,
-    refuse_token_mixers,
     shifts_labels,
     transformers_model,
 )
@@ -84,8 +83,7 @@ class ModelContextParallel(ContextParallel):
     ) -> None:
         self.model = own = transformers_model(model)
         config = own.config.get_text_config()
-        refuse_model(own, config, untested, reduce, options)
-        refuse_token_mixers(own, handled)
+        refuse_model(own, config, untested, handled, reduce, options)
         first, *rest = _kinds(own, config)
         sizes = {} if untested or getattr(own, "tp_size", None) else _heads(own, config)
         self._of_layers = options | sizes

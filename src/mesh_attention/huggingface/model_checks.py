@@ -37,7 +37,12 @@ _SAID_BY_MODEL = (
 
 
 def refuse_model(
-    model: Any, config: Any, untested: bool, reduce: Any, options: dict[str, Any]
+    model: Any,
+    config: Any,
+    untested: bool,
+    handled: Collection[str],
+    reduce: Any,
+    options: dict[str, Any],
 ) -> None:
     said = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
     if said:
@@ -56,6 +61,7 @@ def refuse_model(
             "that have are in docs/models.md; with untested=True others are taken, if nothing "
             "else is against it, and compared with one process on their first batch"
         )
+    _refuse_token_mixers(model, handled)
     if not model._supports_attention_backend and not any(
         hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS")
         for part in model.modules()
@@ -114,7 +120,7 @@ _NAMES = re.compile(
 )
 
 
-def refuse_token_mixers(model: nn.Module, handled: Collection[str]) -> None:
+def _refuse_token_mixers(model: nn.Module, handled: Collection[str]) -> None:
     """But those whose classes the caller says are `handled`, with all in them."""
     if isinstance(handled, str) or not all(isinstance(name, str) for name in handled):
         raise MeshAttentionError(f"handled={handled!r}: give a list of the names of classes")
