@@ -112,17 +112,14 @@ def executor_alone(
     shape: CallShape,
     *,
     rank: int = 0,
-    workspace: Workspace | None = None,
-    receive: Callable[[Buffer, Tensor], None] | None = None,
     **options: Any,
 ) -> Executor:
-    """The executor of a rank; `receive` writes what its messages would bring."""
+    """The executor of a rank."""
     pass_ = plan.direction(direction)
-    transport = AloneTransport(pass_.programs[rank], receive)
+    transport = AloneTransport(pass_.programs[rank])
     scale = plan.problem.head_dim**-0.5
-    workspace = workspace or Workspace()
     return make_executor(
-        plan, pass_, rank, transport, workspace, shape, softmax_scale=scale, **options
+        plan, pass_, rank, transport, Workspace(), shape, softmax_scale=scale, **options
     )
 
 

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.values import size
-
 
 def script_parser(doc: str | None, *, result: bool = True) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of the script. `result`: with `--json FILE`."""
@@ -50,12 +48,3 @@ def save(path: Path | None, result: Mapping[str, Any]) -> None:
     """Writes a result, where a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def add_tile_options(parser: argparse.ArgumentParser) -> None:
-    """The large plan of which a script measures one rank."""
-    parser.add_argument("--tokens", type=size, default=524288)
-    parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--tile", type=int, nargs=2, default=(16, 16))
-    parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--head-dim", type=int, default=128)

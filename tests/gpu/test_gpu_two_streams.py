@@ -45,10 +45,10 @@ class Noted:
     """Brings known random messages, and notes what is sent. The device rests before and after."""
 
     in_order = True
-    own_stream = True
     shows_workspace = False
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, own_stream: bool) -> None:
+        self.own_stream = own_stream
         self._table = program.buffer_table()
         self.sent: list[Tensor] = []
 
@@ -75,11 +75,10 @@ class Arrived:
 def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> list[Tensor]:
     one = plan.direction(direction)
     program = one.programs[rank]
-    transport = Noted(program)
+    transport = Noted(program, own_stream=two_streams)
     executor = make_executor(
         *(plan, one, rank, transport, Workspace(poison=True), CALL_SHAPE),
         softmax_scale=DIM**-0.5,
-        two_streams=two_streams,
     )
     given = {}
     for at, buffer in enumerate(program.buffers):

@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
-from mesh_attention.huggingface.models import SHOWN
+from mesh_attention.huggingface.model_checks import SHOWN
 from support.model_table import BEGIN, END, Table, as_page, as_toml, table
 from support.pool import WorkerError, WorkerPool
 

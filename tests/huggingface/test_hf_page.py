@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mesh_attention import MeshAttentionError, huggingface
-from mesh_attention.huggingface.models import DIFFERENT, REFUSED, SHOWN
+from mesh_attention.huggingface.model_checks import DIFFERENT, REFUSED, SHOWN
 from support.model_table import BEGIN, END, as_page, table
 from support.pool import WorkerPool
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 from method_settings import Setting, shapes
@@ -229,23 +228,3 @@ def test_256_ranks_move_the_gib_of_the_paper_to_the_digits_shown(key: tuple[str,
     counted = count_cell(cell_of(key))
     assert (f"{counted.total_gib:.1f}", f"{counted.inter_node_gib:.1f}") == REPORTED[key]
     assert counted.agrees
-
-
-def test_with_8x32_tiles_the_causal_mesh_moves_2_4_gib_and_0_6_between_nodes_too() -> None:
-    problem = Problem(1 << 19, num_heads=64, head_dim=128, mask=Mask(causal=True))
-    for alpha in (1, 2):
-        options: dict[str, Any] = {"tile": (8, 32), "chunks": (1, 1), "alpha": alpha}
-        plan = make_plan(
-            problem,
-            256,
-            method="mesh",
-            directions=(Direction.FORWARD,),
-            ranks_per_node=8,
-            **options,
-        )
-        numbers = count(plan)[Direction.FORWARD].to_json()
-        found = [
-            f"{numbers[key]['max'] / 2**30:.1f}"
-            for key in ("bytes_per_rank", "inter_node_bytes_per_rank")
-        ]
-        assert found == ["2.4", "0.6"]

@@ -57,12 +57,10 @@ def inputs(plan: Plan, pass_: Pass) -> dict[str, Tensor]:
     return tensors
 
 
-def test_on_a_cpu_transfers_have_no_stream_whatever_is_asked_for() -> None:
+def test_on_a_cpu_transfers_have_no_stream_whatever_the_transport_says() -> None:
     transport: Any = SimpleNamespace(own_stream=True, shows_workspace=False)
     request = Request(Direction.FORWARD, "cpu", None, torch.float32, 8, 8, 1, 1, MaskKind.FULL)
-    for two_streams in (None, True):
-        target = target_here(request, {}, CALL_SHAPE, transport, usual_links(), two_streams)
-        assert not target.own_stream
+    assert not target_here(request, {}, CALL_SHAPE, transport, usual_links()).own_stream
 
 
 @pytest.fixture(params=list(Direction))

@@ -28,7 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface import ModelContextParallel
-from mesh_attention.huggingface.models import DIFFERENT, SHOWN
+from mesh_attention.huggingface.model_checks import DIFFERENT, SHOWN
 from support.mixing_models import SMALL
 
 HEADS = {

@@ -27,11 +27,11 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.door import Door
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
+    SHOWN,
     refuse_model,
     shifts_labels,
     transformers_model,
 )
-from mesh_attention.huggingface.models import SHOWN
 from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.request.attend import attend
 from mesh_attention.runtime.session.collective_call import collective_call, of_object

@@ -1,11 +1,18 @@
 """Which models may attend over ranks: everything that would be wrong in silence is refused here, by
-name, before a model is touched."""
+name, before a model is touched.
+
+`models.toml` has the types of transformers models that are shown to have losses, logits and
+gradients of one process, and those that do not. `tests/huggingface/model_sweep.py` makes it, and
+the table of `docs/models.md`.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,8 +20,18 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.models import DIFFERENT, REFUSED, SHOWN
 from mesh_attention.huggingface.whole_outputs import fault_of_router, pools, refuse_unreduced
+
+_TABLE = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
+
+
+def _by_type(section: str) -> dict[str, str]:
+    return {name: text for text, names in _TABLE[section].items() for name in names}
+
+
+SHOWN = _by_type("exact")  # by type, what its layers have
+REFUSED = _by_type("refused")  # why: what is seen of each model anew
+DIFFERENT = _by_type("different")  # why: what is not seen, so they are always refused
 
 
 def transformers_model(model: nn.Module) -> Any:

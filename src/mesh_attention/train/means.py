@@ -7,8 +7,6 @@ divides by that count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral
@@ -26,7 +24,7 @@ from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, Bat
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import User, process_group
-from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.runtime.transport.distributed import communicating
 
 Reduce = Literal["ddp", "fsdp", "sum"]
 
@@ -243,13 +241,3 @@ def _number(value: int | Tensor | None) -> float | None:
 def _add_up(x: Tensor, group: dist.ProcessGroup, whose: str = "") -> None:
     with communicating(f"the sums {whose}could not be added up"):
         dist.all_reduce(x, group=group)
-
-
-@contextmanager
-def communicating(failure: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, dist.DistBackendError) as error:
-        raise CommunicationError(f"{failure} ({str(error).splitlines()[0]})") from error

@@ -24,7 +24,8 @@ from mesh_attention.runtime.agreement.handshake import verdict_on
 from mesh_attention.runtime.agreement.identity import GATHERED, Statement
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
-from mesh_attention.train.means import LossCall, LossRanks, Means, communicating
+from mesh_attention.runtime.transport.distributed import communicating
+from mesh_attention.train.means import LossCall, LossRanks, Means
 
 _SAID_BYTES = 1024  # of what replicas compare
 

@@ -31,7 +31,7 @@ from mesh_attention.runtime.agreement.handshake import (
 )
 from mesh_attention.runtime.agreement.identity import DeviceComparison, HostComparison, Identity
 from mesh_attention.runtime.agreement.watch import Watch
-from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.runtime.transport.distributed import CommunicationError, communicating
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError
 
@@ -128,7 +128,7 @@ class Guard:
     def _compare(
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
     ) -> bool:
-        try:
+        with communicating("the ranks could not compare calls"):
             self._timeout = self._groups.timeout(timeout)
             self._groups.set_timeout(self._timeout)
             if self._nccl and stream is not None:
@@ -137,9 +137,6 @@ class Guard:
             if self._comparison is None:
                 self._comparison = HostComparison(self._groups.everybody())
             return self._comparison.agrees(identity.number, self._look_around)
-        except (RuntimeError, dist.DistBackendError) as error:
-            first_line = str(error).splitlines()[0]
-            raise CommunicationError(f"the ranks could not compare calls ({first_line})") from error
 
     def settle(self, results: Iterable[Tensor]) -> None:
         """What a pass has made is right, or NaN."""

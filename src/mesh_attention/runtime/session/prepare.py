@@ -21,7 +21,6 @@ from mesh_attention.kernels import (
     KernelRefusedError,
     MaskKind,
     Request,
-    RowKernels,
     choose,
     choose_rows,
     table_version,
@@ -54,14 +53,11 @@ def target_here(
     call_shape: CallShape,
     transport: Transport,
     links: Links,
-    two_streams: bool | None,
 ) -> Target:
-    """For the pass of the request. `two_streams`: left out, where transfers have a stream of their
-    own. Calls that must have the bits of any number of ranks stay as the plan has them, since what
-    is done for transfers is not done on one rank."""
+    """For the pass of the request. Calls that must have the bits of any number of ranks stay as the
+    plan has them, since what is done for transfers is not done on one rank."""
     by_kind = {str(kind): kernel.name for kind, kernel in kernels.items()}
     forward = request.direction is Direction.FORWARD
-    own_stream = transport.own_stream if two_streams is None else two_streams
     return Target(
         name=request.device_type,
         gpu=_gpu(call_shape.device),
@@ -69,7 +65,7 @@ def target_here(
         forward=by_kind if forward else {},
         backward={} if forward else by_kind,
         links=links,
-        own_stream=request.device_type == "cuda" and own_stream,
+        own_stream=request.device_type == "cuda" and transport.own_stream,
         shows_workspace=transport.shows_workspace,
         element_bytes=call_shape.dtype.itemsize,
         softcap=request.softcap,
@@ -127,9 +123,7 @@ def make_executor(
     lse_gradient: bool = False,
     kernel: str | None = None,
     deterministic: Determinism | None = None,
-    rows: RowKernels | None = None,
     trace: Trace | None = None,
-    two_streams: bool | None = None,
     known_ranges: KnownRanges | None = None,
     links: Links | None = None,
     frames: Callable[[Hashable, Callable[[], Frame]], Frame] = lambda _, make: make(),
@@ -160,9 +154,7 @@ def make_executor(
     offered = _offered(request, kernel, deterministic, table_version())
     # Also for kinds of mask that no call of the program has.
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
-    target = target_here(
-        request, kernels, call_shape, transport, links or usual_links(), two_streams
-    )
+    target = target_here(request, kernels, call_shape, transport, links or usual_links())
     if plan.target is None:
         program, summary = PassCompiler(plan, pass_, target).compiled(at)
     else:
@@ -185,7 +177,7 @@ def make_executor(
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
     row_choice = choose_rows(device.type, call_shape.dtype)
-    row_kernels = rows or row_choice.rows
+    row_kernels = row_choice.rows
     beside = target.takes_turns and runs_beside(program)
 
     def make_frame() -> Frame:

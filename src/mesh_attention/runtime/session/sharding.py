@@ -25,7 +25,7 @@ from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.session import User
-from mesh_attention.runtime.transport.distributed import CommunicationError
+from mesh_attention.runtime.transport.distributed import communicating
 from mesh_attention.runtime.transport.torch_operations import all_gather
 
 Side = Literal["q", "kv"]
@@ -86,12 +86,9 @@ class _Unshard(torch.autograd.Function):
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
             return join_shards([own], join.layout, join.dim)
-        try:
+        with communicating("the shards could not be gathered"):
             group = session.groups.everybody()
             all_gather(gathered, own, group).wait()
-        except (RuntimeError, dist.DistBackendError) as error:
-            first_line = str(error).splitlines()[0]
-            raise CommunicationError(f"the shards could not be gathered ({first_line})") from error
         session.guard.settle((gathered,))
         by_place = gathered.chunk(size)
         # Shards come in the order of our group; the layout counts partitions.
@@ -127,13 +124,8 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
     join.user.begin(join.kind, "backward of unshard", join.options, grad.device, of=ctx.place)
     with session.guard.whole_or_broken():
         if size > 1:
-            try:
+            with communicating("the gradients could not be added up"):
                 dist.all_reduce(whole, group=session.groups.everybody())
-            except (RuntimeError, dist.DistBackendError) as error:
-                first_line = str(error).splitlines()[0]
-                raise CommunicationError(
-                    f"the gradients could not be added up ({first_line})"
-                ) from error
             session.guard.settle((whole,))
     return whole if join.grad == "sum" else whole.div_(size)
 

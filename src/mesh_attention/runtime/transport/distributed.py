@@ -7,7 +7,8 @@ else, and computation that needs it waits for its event; with NCCL the host neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -47,6 +48,17 @@ Ready = Sequence[Begin]
 
 class CommunicationError(MeshAttentionError):
     """A communication did not come about, most often because another rank ended."""
+
+
+@contextmanager
+def communicating(failure: str) -> Iterator[None]:
+    """Around calls of torch.distributed."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise CommunicationError(f"{failure} ({str(error).splitlines()[0]})") from error
 
 
 @dataclass(frozen=True, slots=True)
