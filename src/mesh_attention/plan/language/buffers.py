@@ -148,6 +148,11 @@ class Buffer(_Sized):
     role: Role = Role.WORKSPACE
     offset: int | None = None  # bytes from the begin of the workspace, where it is placed
 
+    def __hash__(self) -> int:
+        """Of the first and the last rows: there may be many stretches."""
+        rows = self.rows[:1], self.rows[-1:]
+        return hash((self.name, rows, self.heads, self.precision, self.role, self.offset))
+
     @property
     def num_rows(self) -> int:
         """Counted once: gathered rows may be many stretches."""

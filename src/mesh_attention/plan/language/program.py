@@ -149,8 +149,15 @@ class ReduceScatter(_Named):
     moves: tuple[Move, ...]
 
 
+class _Exchange(_Named):
+    """A base of exchanges, which may have hundreds of members and are shared by plans. Slots
+    remember what `language/` works out of all their pieces: areas, and flows."""
+
+    __slots__ = ("areas", "flows")
+
+
 @value
-class AllToAll(_Named):
+class AllToAll(_Exchange):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
 
     Sizes may differ and tuples may be empty, so it can feed any assignment of work.
@@ -160,6 +167,10 @@ class AllToAll(_Named):
     group: str
     sends: tuple[tuple[Piece, ...], ...]
     receives: tuple[tuple[Piece, ...], ...]
+
+    def __hash__(self) -> int:
+        """Of one member's pieces: all of them would take long, and most exchanges differ in one."""
+        return hash((self.task, self.group, self.sends[:1], self.receives[:1]))
 
 
 @value

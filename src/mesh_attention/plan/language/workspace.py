@@ -150,8 +150,7 @@ class _Waits:
         if isinstance(op, Free):
             return ()
         matters, history = self._matters, self._history
-        taken = together([piece for piece in reads(op) if piece.buffer in matters])
-        written = together([piece for piece in writes(op) if piece.buffer in matters])
+        taken, written = ([area for area in areas if area[0] in matters] for areas in _areas(op))
         waits: set[int] = set()
         for name in op.touched:
             if name in self._memory.offsets and name not in history:
@@ -203,6 +202,16 @@ def heads_as_bits(heads: tuple[int, int] | None) -> int:
     ('0b110', -1)
     """
     return -1 if heads is None else (1 << heads[1]) - (1 << heads[0])
+
+
+def _areas(op: Operation) -> tuple[list[Area], list[Area]]:
+    """What an operation reads, and what it writes."""
+    if not isinstance(op, AllToAll):
+        return together(reads(op)), together(writes(op))
+    if op.areas is None:
+        object.__setattr__(op, "areas", (together(reads(op)), together(writes(op))))
+    areas: tuple[list[Area], list[Area]] = op.areas
+    return areas
 
 
 def together(pieces: Sequence[Piece]) -> list[Area]:

@@ -202,9 +202,23 @@ class GroupSide:
         """For each member: where its own rows are among the rows of its unit."""
         return unit_rows(self.layout, self._degree, unit, self.slots)[1]
 
+    def member_rows_of(self, unit: int, start: int, stop: int) -> tuple[Spans, ...]:
+        """Of these rows of a unit, counted from the first of them."""
+        return _member_rows(self.layout, self._degree, unit, self.slots, start, stop)
+
     def heads_of(self, chunk: Chunk) -> tuple[int, int]:
         first, last = self.heads
         return (first + chunk.heads[0], first + chunk.heads[1]) if chunk.heads else (first, last)
+
+
+@lru_cache(maxsize=256)  # cuts, tiles and passes of a search have the same chunks
+def _member_rows(
+    layout: Layout, degree: int, unit: int, slots: tuple[Spans, ...], start: int, stop: int
+) -> tuple[Spans, ...]:
+    members = unit_rows(layout, degree, unit, slots)[1]
+    return tuple(
+        [tuple([(a - start, b - start) for a, b in clip_spans(x, start, stop)]) for x in members]
+    )
 
 
 @dataclass(frozen=True)
