@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
+from typing import Any
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Value, value
 
@@ -150,10 +151,19 @@ class ReduceScatter(_Named):
 
 
 class _Exchange(_Named):
-    """A base of exchanges, which may have hundreds of members and are shared by plans. Slots
-    remember what `language/` works out of all their pieces: areas, and flows."""
+    """A base of exchanges, which may have hundreds of members and are shared by plans. A slot
+    remembers what readers work out of all their pieces."""
 
-    __slots__ = ("areas", "flows")
+    __slots__ = ("_known",)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """By a name that a reader chooses."""
+        known: dict[str, Any] | None = self._known  # type: ignore[attr-defined]
+        if known is None:
+            known = {}
+            object.__setattr__(self, "_known", known)
+        return known
 
 
 @value

@@ -70,14 +70,15 @@ class TrafficMeter:
         """Remembered for buffers like these: plans share exchanges."""
         known = self._known
         held = [known[name] if name in known else self._rows_of(name) for name in op.touched]
-        if op.flows is None or op.flows[0] != held:
-            sizes = enumerate(self._sizes(op.sends)), enumerate(self._sizes(op.receives))
-            flows = Flows(
-                {m: size for m, (size, _) in sizes[0] if op.sends[m]},
-                {m: size for m, size in sizes[1] if op.receives[m]},
-            )
-            object.__setattr__(op, "flows", (held, flows))
-        flows = op.flows[1]
+        before: tuple[object, Flows] | None = op.known.get("flows")
+        if before is not None and before[0] == held:
+            return before[1]
+        sizes = enumerate(self._sizes(op.sends)), enumerate(self._sizes(op.receives))
+        flows = Flows(
+            {m: size for m, (size, _) in sizes[0] if op.sends[m]},
+            {m: size for m, size in sizes[1] if op.receives[m]},
+        )
+        op.known["flows"] = held, flows
         return flows
 
     def _sizes(self, members: Iterable[Sequence[Piece]]) -> list[tuple[int, int]]:

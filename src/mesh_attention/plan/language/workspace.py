@@ -208,9 +208,9 @@ def _areas(op: Operation) -> tuple[list[Area], list[Area]]:
     """What an operation reads, and what it writes."""
     if not isinstance(op, AllToAll):
         return together(reads(op)), together(writes(op))
-    if op.areas is None:
-        object.__setattr__(op, "areas", (together(reads(op)), together(writes(op))))
-    areas: tuple[list[Area], list[Area]] = op.areas
+    if "areas" not in op.known:
+        op.known["areas"] = together(reads(op)), together(writes(op))
+    areas: tuple[list[Area], list[Area]] = op.known["areas"]
     return areas
 
 
@@ -269,11 +269,21 @@ class Alike:
         self._by_op: dict[int, tuple[Operation, int]] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._tables: dict[tuple[int, ...], int] = {}
+        self._alone: Program | None = None  # the first, while nobody has asked for a second
         self._by_pieces: dict[int, tuple[tuple[object, ...], int]] = {}
         self._uses: dict[object, int] = {}
 
     def table(self, program: Program) -> int:
-        """By the buffers: their names and sizes."""
+        """By the buffers: their names and sizes. A program alone is not looked at: most searches
+        ask for one."""
+        if not self._tables:
+            if self._alone is None or self._alone is program:
+                self._alone = program
+                return 0
+            self._tables[self._shape_of(self._alone)] = 0
+        return self._tables.setdefault(self._shape_of(program), len(self._tables))
+
+    def _shape_of(self, program: Program) -> tuple[int, ...]:
         numbers = []
         for b in program.buffers:
             known = self._by_buffer.get(id(b))
@@ -282,7 +292,7 @@ class Alike:
                 known = b, self._shapes.setdefault(key, len(self._shapes))
                 self._by_buffer[id(b)] = known
             numbers.append(known[1])
-        return self._tables.setdefault(tuple(numbers), len(self._tables))
+        return tuple(numbers)
 
     def uses(self, program: Program) -> tuple[int, ...]:
         """By the tasks and pieces of each operation. Where also the tables are alike, programs

@@ -43,7 +43,7 @@ _IN_CHUNKS = ("EX-Q", "EX-KV")
 _OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-dQ", "EX-dKV")}
 _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
 # Operations that are kept for the next mask: in training those of one rank.
-_KEPT, _KEPT_CHUNKS = 48, 1024
+_KEPT, _KEPT_CHUNKS, _SHARED = 48, 1024, 256
 _INPUTS = (Kind.Q, Kind.K, Kind.V)
 _OUTPUTS = {
     Direction.FORWARD: (Kind.OUT, Kind.LSE),
@@ -115,7 +115,7 @@ class HeadExchange:
         # Ranks whose own rows are cut alike share these.
         self._sent = cached(partial(HeadExchange._find_sent, own))
         self._held_rows = cached(partial(HeadExchange._find_held, own))
-        self._make = _shared_exchange
+        self._make: Callable[..., AllToAll] = _shared_exchange
         if first.cut is None:
             self._make = partial(_make_exchange, cached(caller_pieces), cached(unit_pieces))
 
@@ -204,7 +204,7 @@ class HeadExchange:
                     for cuts in sent
                 ]
             )
-            sources.append(_Sent(kind.value, side, rows, chunk and chunk.heads))
+            sources.append(_Sent(kind.value, side, rows, chunk.heads if chunk else None))
         return tuple(sources)
 
     def _find_held(self, task: Task, unit: int, index: int) -> tuple[_Held, ...]:
@@ -230,7 +230,6 @@ class HeadExchange:
                     )
                     end = Piece(kind.value, a, b, total)
                     yield Merge(task, MergeRule.SUM, parts, (end,))
-
 
 
 class _Sent(NamedTuple):
@@ -313,10 +312,10 @@ def _make_exchange(
 
 
 # Exchanges of chunks: other cuts, tiles and passes of a search have many of them too.
-_shared_exchange = lru_cache(maxsize=_KEPT_CHUNKS)(
+_shared_exchange = lru_cache(maxsize=_SHARED)(
     partial(
         _make_exchange,
-        lru_cache(maxsize=_KEPT_CHUNKS)(caller_pieces),
-        lru_cache(maxsize=_KEPT_CHUNKS)(unit_pieces),
+        lru_cache(maxsize=_SHARED)(caller_pieces),
+        lru_cache(maxsize=_SHARED)(unit_pieces),
     )
 )
