@@ -162,6 +162,11 @@ class Buffer(_Sized):
             object.__setattr__(self, "_num_rows", rows)
         return rows
 
+    def with_num_rows(self, num_rows: int) -> Buffer:
+        """This buffer, which need not count them: its builder knows how many there are."""
+        object.__setattr__(self, "_num_rows", num_rows)
+        return self
+
     @property
     def num_heads(self) -> int:
         return self.heads[1] - self.heads[0]

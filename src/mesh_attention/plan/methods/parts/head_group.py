@@ -304,7 +304,7 @@ class HeadGroup:
         if self.cut is None:
             return [Buffer(name, kind, side.rows(unit), side.heads, kind.precision, role)]
         return [
-            self.buffer(chunk.name(name), kind, rows, chunk, role=role)
+            self.buffer(chunk.name(name), kind, rows, chunk, role=role, units=1)
             for chunk, rows in zip(side.exchanged, side.chunk_rows(unit), strict=True)
         ]
 
@@ -316,10 +316,13 @@ class HeadGroup:
         chunk: Chunk,
         precision: Precision | None = None,
         role: Role = Role.WORKSPACE,
+        units: int | None = None,
     ) -> Buffer:
-        """A buffer with the heads of a chunk."""
+        """A buffer with the heads of a chunk. `units`: whose chunks the rows are, if that is known;
+        to count many stretches takes longer."""
         heads = self.side(kind).heads_of(chunk)
-        return Buffer(name, kind, rows, heads, precision or kind.precision, role)
+        made = Buffer(name, kind, rows, heads, precision or kind.precision, role)
+        return made if units is None else made.with_num_rows(units * chunk.size)
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"
