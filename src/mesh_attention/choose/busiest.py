@@ -62,18 +62,30 @@ def corner_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> list[in
 def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:
     """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
     and where rows of the grid do not begin where nodes do."""
-    problem, node = plan.problem, np.array(plan.devices) // per_node
+    problem = plan.problem
     weights = problem.num_heads, problem.kv_heads
     if METHODS[method].by_stretches:
         layouts = plan.q_layout, plan.kv_layout
         queries, keys = needed_tokens(*layouts, problem.rows, tile[0], per_node)[1]
         far: Floats = np.max(weights[0] * queries + weights[1] * keys, axis=0)
         return far
-    unit, member = np.divmod(np.arange(plan.num_ranks), degree)
+    return _far_of_grid(plan.devices, weights, degree, tile, per_node)
+
+
+@lru_cache(maxsize=64)  # all cuts ask for the same
+def _far_of_grid(
+    devices: tuple[int, ...],
+    weights: tuple[int, int],
+    degree: int,
+    tile: tuple[int, int],
+    per_node: int,
+) -> Floats:
+    num_ranks, node = len(devices), np.array(devices) // per_node
+    unit, member = np.divmod(np.arange(num_ranks), degree)
     groups = unit // tile[0], unit % tile[0]  # rows and columns of the grid
-    far = np.zeros(plan.num_ranks)  # of each rank
+    far = np.zeros(num_ranks)  # of each rank
     for weight, size, group in zip(weights, tile, groups, strict=True):
-        ids = (group * degree + member) * plan.num_ranks + node
+        ids = (group * degree + member) * num_ranks + node
         _, at, count = np.unique(ids, return_inverse=True, return_counts=True)
         far += weight * (size - count[at])
     return far

@@ -148,6 +148,11 @@ class Buffer(_Sized):
     role: Role = Role.WORKSPACE
     offset: int | None = None  # bytes from the begin of the workspace, where it is placed
 
+    def __hash__(self) -> int:
+        """Of the first and the last rows: there may be many stretches."""
+        rows = self.rows[:1], self.rows[-1:]
+        return hash((self.name, rows, self.heads, self.precision, self.role, self.offset))
+
     @property
     def num_rows(self) -> int:
         """Counted once: gathered rows may be many stretches."""
@@ -156,6 +161,11 @@ class Buffer(_Sized):
             rows = sum([stop - start for start, stop in self.rows])
             object.__setattr__(self, "_num_rows", rows)
         return rows
+
+    def with_num_rows(self, num_rows: int) -> Buffer:
+        """This buffer, which need not count them: its builder knows how many there are."""
+        object.__setattr__(self, "_num_rows", num_rows)
+        return self
 
     @property
     def num_heads(self) -> int:

@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
+from typing import Any
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Value, value
 
@@ -149,8 +150,24 @@ class ReduceScatter(_Named):
     moves: tuple[Move, ...]
 
 
+class _Exchange(_Named):
+    """A base of exchanges, which may have hundreds of members and are shared by plans. A slot
+    remembers what readers work out of all their pieces."""
+
+    __slots__ = ("_known",)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """By a name that a reader chooses."""
+        known: dict[str, Any] | None = self._known  # type: ignore[attr-defined]
+        if known is None:
+            known = {}
+            object.__setattr__(self, "_known", known)
+        return known
+
+
 @value
-class AllToAll(_Named):
+class AllToAll(_Exchange):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
 
     Sizes may differ and tuples may be empty, so it can feed any assignment of work.
@@ -160,6 +177,10 @@ class AllToAll(_Named):
     group: str
     sends: tuple[tuple[Piece, ...], ...]
     receives: tuple[tuple[Piece, ...], ...]
+
+    def __hash__(self) -> int:
+        """Of one member's pieces: all of them would take long, and most exchanges differ in one."""
+        return hash((self.task, self.group, self.sends[:1], self.receives[:1]))
 
 
 @value

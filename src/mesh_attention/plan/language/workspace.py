@@ -150,8 +150,7 @@ class _Waits:
         if isinstance(op, Free):
             return ()
         matters, history = self._matters, self._history
-        taken = together([piece for piece in reads(op) if piece.buffer in matters])
-        written = together([piece for piece in writes(op) if piece.buffer in matters])
+        taken, written = ([area for area in areas if area[0] in matters] for areas in _areas(op))
         waits: set[int] = set()
         for name in op.touched:
             if name in self._memory.offsets and name not in history:
@@ -203,6 +202,16 @@ def heads_as_bits(heads: tuple[int, int] | None) -> int:
     ('0b110', -1)
     """
     return -1 if heads is None else (1 << heads[1]) - (1 << heads[0])
+
+
+def _areas(op: Operation) -> tuple[list[Area], list[Area]]:
+    """What an operation reads, and what it writes."""
+    if not isinstance(op, AllToAll):
+        return together(reads(op)), together(writes(op))
+    if "areas" not in op.known:
+        op.known["areas"] = together(reads(op)), together(writes(op))
+    areas: tuple[list[Area], list[Area]] = op.known["areas"]
+    return areas
 
 
 def together(pieces: Sequence[Piece]) -> list[Area]:
@@ -260,11 +269,21 @@ class Alike:
         self._by_op: dict[int, tuple[Operation, int]] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self._tables: dict[tuple[int, ...], int] = {}
+        self._alone: Program | None = None  # the first, while nobody has asked for a second
         self._by_pieces: dict[int, tuple[tuple[object, ...], int]] = {}
         self._uses: dict[object, int] = {}
 
     def table(self, program: Program) -> int:
-        """By the buffers: their names and sizes."""
+        """By the buffers: their names and sizes. A program alone is not looked at: most searches
+        ask for one."""
+        if not self._tables:
+            if self._alone is None or self._alone is program:
+                self._alone = program
+                return 0
+            self._tables[self._shape_of(self._alone)] = 0
+        return self._tables.setdefault(self._shape_of(program), len(self._tables))
+
+    def _shape_of(self, program: Program) -> tuple[int, ...]:
         numbers = []
         for b in program.buffers:
             known = self._by_buffer.get(id(b))
@@ -273,7 +292,7 @@ class Alike:
                 known = b, self._shapes.setdefault(key, len(self._shapes))
                 self._by_buffer[id(b)] = known
             numbers.append(known[1])
-        return self._tables.setdefault(tuple(numbers), len(self._tables))
+        return tuple(numbers)
 
     def uses(self, program: Program) -> tuple[int, ...]:
         """By the tasks and pieces of each operation. Where also the tables are alike, programs

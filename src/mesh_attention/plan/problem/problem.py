@@ -104,7 +104,7 @@ class Problem:
     @property
     def of_any_mask(self) -> Problem:
         """What remains of it where the mask does not matter: masks share what is made for that."""
-        return replace(self, mask=Mask())
+        return _of_any_mask(self)
 
     def with_documents(self, documents: tuple[int, ...], kv_documents: tuple[int, ...]) -> Problem:
         """The same problem with the documents of a batch, which also set its lengths."""
@@ -114,6 +114,11 @@ class Problem:
         """Floating-point operations of attention over so many (query, key) pairs."""
         forward = 2.0 * pairs * self.num_heads * (self.head_dim + self.v_dim)
         return 2.5 * forward if backward else forward
+
+
+@lru_cache(maxsize=16)  # every setting of a search asks for it
+def _of_any_mask(problem: Problem) -> Problem:
+    return replace(problem, mask=Mask())
 
 
 @lru_cache(maxsize=16)  # choosing a setting and planning it ask for the same

@@ -16,9 +16,10 @@ the attention that hides the exchange. Used by `assemble.py`; the orders of task
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
@@ -27,12 +28,13 @@ from mesh_attention.plan.language.program import AllToAll, Merge, MergeRule, Ope
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.exchanged_rows import (
     Cuts,
+    HeadParts,
     KvReplicas,
-    Part,
     RelayoutRows,
     UnitRows,
+    kv_replicas,
 )
-from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut, heads_of_groups
+from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.problem.spans import Spans, clip_spans
 
 TO_HEADS, TO_TOKENS = Task("EX-IN", (0,)), Task("EX-OUT", (0,))
@@ -41,7 +43,7 @@ _IN_CHUNKS = ("EX-Q", "EX-KV")
 _OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-dQ", "EX-dKV")}
 _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
 # Operations that are kept for the next mask: in training those of one rank.
-_KEPT, _KEPT_CHUNKS = 48, 1024
+_KEPT, _KEPT_CHUNKS, _SHARED = 48, 1024, 256
 _INPUTS = (Kind.Q, Kind.K, Kind.V)
 _OUTPUTS = {
     Direction.FORWARD: (Kind.OUT, Kind.LSE),
@@ -96,17 +98,11 @@ class HeadExchange:
         self._rows = UnitRows(first) if first.shards is None else RelayoutRows(first, first.shards)
         self._shards = first.shards or (first.q_layout, first.kv_layout)
         self.groups = self._rows.groups
-        self._replicas = replicas = KvReplicas(first)
+        self._replicas = kv_replicas(first.problem, first.degree)
         self._kinds = {TO_HEADS.kind: needs, TO_TOKENS.kind: self._outputs}
         for names, kinds in ((_IN_CHUNKS, needs), (_OUT_CHUNKS[direction], self._outputs)):
             for side, name in enumerate(names):
                 self._kinds[name] = tuple(kind for kind in kinds if kind.is_key_side == side)
-        # By head group and side. Only results of KV heads that several head groups hold have parts.
-        whole = [
-            tuple([Part("", heads, None)] for heads in of_group)
-            for of_group in heads_of_groups(first.problem, first.degree)
-        ]
-        self._parts = dict.fromkeys(self._kinds, replicas.parts) | dict.fromkeys(_INCOMING, whole)
         self._at_once = first.is_exchanged and first.cut is None
         self._delta: list[Operation] = []
         if Kind.DELTA in needs:
@@ -117,9 +113,11 @@ class HeadExchange:
         own = proxy(self)  # in a cycle with its caches it would outlive its plan
         self.operations = cached(partial(HeadExchange._operations, own))
         # Ranks whose own rows are cut alike share these.
-        self._caller_pieces = cached(partial(HeadExchange._make_caller_pieces, own))
-        self._unit_pieces = cached(partial(HeadExchange._make_unit_pieces, own))
-        self._member_rows = cached(partial(HeadExchange._make_member_rows, own))
+        self._sent = cached(partial(HeadExchange._find_sent, own))
+        self._held_rows = cached(partial(HeadExchange._find_held, own))
+        self._make: Callable[..., AllToAll] = _shared_exchange
+        if first.cut is None:
+            self._make = partial(_make_exchange, cached(caller_pieces), cached(unit_pieces))
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]
@@ -175,12 +173,11 @@ class HeadExchange:
             return list(self._sums(task))
         if not self._kinds[task.kind]:
             return []  # all that it would bring was kept
-        caller = self._caller_pieces(task, self._rows.sent(unit, index))
+        sent = self._sent(task, self._rows.sent(unit, index))
         # Head groups with equally many heads name their rows alike.
         index = 0 if self._first.cut is not None else index
-        held = self._unit_pieces(task, self._rows.like(unit), index)
-        sends, receives = (caller, held) if task.kind in _INCOMING else (held, caller)
-        return [AllToAll(task, self._rows.group(unit), sends, receives)]
+        held = self._held_rows(task, self._rows.like(unit), index)
+        return [self._make(task, self._rows.group(unit), self._replicas, sent, held)]
 
     def _chunk(self, task: Task, key_side: bool) -> Chunk | None:
         """The chunk that an exchange carries; None: all rows and heads."""
@@ -195,74 +192,33 @@ class HeadExchange:
         slots = self._first.sides[key_side].slots
         return slots[task.index[0] % len(slots)]
 
-    def _make_caller_pieces(self, task: Task, sent: tuple[Cuts, ...]) -> Pieces:
-        """Rows of this rank's own tensors: for each member the rows that its unit works on, with
-        the heads that it holds of them."""
-        kinds = [(kind.value, kind.is_key_side) for kind in self._kinds[task.kind]]
-        heads, rows = {}, {}
-        for side in {side for _, side in kinds}:
+    def _find_sent(self, task: Task, sent: tuple[Cuts, ...]) -> tuple[_Sent, ...]:
+        """Rows of this rank's own tensors, by the units that work on them."""
+        sources = []
+        for kind in self._kinds[task.kind]:
+            side = kind.is_key_side
             chunk, slots = self._chunk(task, side), self._slots(task, side)
-            first, last = (chunk and chunk.heads) or (0, 0)
-            # Results of a head that several head groups hold arrive in copies.
-            heads[side] = [
+            rows = tuple(
                 [
-                    (x.copy, (x.there[0] + first, x.there[0] + last) if last else x.there)
-                    for x in of_group[side]
+                    tuple([cut for span in slots for cut in clip_spans(cuts[side], *span)])
+                    for cuts in sent
                 ]
-                for of_group in self._parts[task.kind]
-            ]
-            rows[side] = [
-                [cut for span in slots for cut in clip_spans(cuts[side], *span)] for cuts in sent
-            ]
-        return tuple(
-            [
-                tuple(
-                    [
-                        Piece(name + copy, a, b, held)
-                        for name, side in kinds
-                        for a, b in rows[side][unit]
-                        for copy, held in heads[side][index]
-                    ]
-                )
-                for unit in range(len(sent))
-                for index in range(len(self._head_groups))
-            ]
-        )
+            )
+            sources.append(_Sent(kind.value, side, rows, chunk.heads if chunk else None))
+        return tuple(sources)
 
-    def _make_unit_pieces(self, task: Task, unit: int, index: int) -> Pieces:
-        """A head group's heads of the rows of its unit: for each member the rows that it owns."""
-        parts, sources = self._parts[task.kind][index], []
+    def _find_held(self, task: Task, unit: int, index: int) -> tuple[_Held, ...]:
+        """A head group's heads of the rows of its unit, by the members that own them."""
+        parts, sources = self._replicas.of(task.kind in _INCOMING)[index], []
         for kind in self._kinds[task.kind]:
             side, name = kind.is_key_side, self._first.local(kind)
-            chunk = self._chunk(task, side)
-            rows = self._member_rows(side, unit, chunk and (chunk.start, chunk.stop))
-            here = [part.here for part in parts[side]]
-            sources.append((chunk.name(name) if chunk else name, rows, here))
-        return tuple(
-            [
-                tuple(
-                    [
-                        Piece(name, a, b, heads)
-                        for name, rows, here in sources
-                        for a, b in rows[member]
-                        for heads in here
-                    ]
-                )
-                for member in range(len(sources[0][1]))
-            ]
-        )
-
-    def _make_member_rows(
-        self, key_side: bool, unit: int, chunk: tuple[int, int] | None
-    ) -> tuple[Spans, ...]:
-        """Rows of each member, counted in a unit's rows or in a chunk of them."""
-        members = self._rows.in_unit(unit, keys=key_side)
-        if chunk is None:
-            return members
-        start = chunk[0]
-        return tuple(
-            tuple([(a - start, b - start) for a, b in clip_spans(rows, *chunk)]) for rows in members
-        )
+            chunk, here = self._chunk(task, side), tuple([part.here for part in parts[side]])
+            if chunk is None:
+                sources.append(_Held(name, self._rows.in_unit(unit, keys=side), here))
+            else:
+                rows = self._first.sides[side].member_rows_of(unit, chunk.start, chunk.stop)
+                sources.append(_Held(chunk.name(name), rows, here))
+        return tuple(sources)
 
     def _sums(self, task: Task) -> Iterator[Operation]:
         for kind in self._kinds[task.kind]:
@@ -274,3 +230,92 @@ class HeadExchange:
                     )
                     end = Piece(kind.value, a, b, total)
                     yield Merge(task, MergeRule.SUM, parts, (end,))
+
+
+class _Sent(NamedTuple):
+    """Of a tensor of a rank's own: rows for each unit of a group, and the heads of a chunk."""
+
+    name: str
+    key_side: bool
+    rows: tuple[Spans, ...]
+    heads: tuple[int, int] | None
+
+
+class _Held(NamedTuple):
+    """Of a tensor inside the method: the rows of each member, and heads."""
+
+    name: str
+    rows: tuple[Spans, ...]
+    heads: tuple[tuple[int, int] | None, ...]
+
+
+def caller_pieces(replicas: KvReplicas, sent: tuple[_Sent, ...], *, incoming: bool) -> Pieces:
+    """For each member of a group, unit by unit, with the heads that it holds."""
+
+    def names(source: _Sent, of_group: HeadParts) -> list[tuple[str, tuple[int, int]]]:
+        # Results of a head that several head groups hold arrive in copies.
+        first, last = source.heads or (0, 0)
+        return [
+            (source.name + x.copy, (x.there[0] + first, x.there[0] + last) if last else x.there)
+            for x in of_group[source.key_side]
+        ]
+
+    by_group = [
+        [(source.rows, names(source, of_group)) for source in sent]
+        for of_group in replicas.of(incoming)
+    ]
+    return tuple(
+        [
+            tuple(
+                [
+                    Piece(name, a, b, held)
+                    for rows, names in of_group
+                    for a, b in rows[unit]
+                    for name, held in names
+                ]
+            )
+            for unit in range(len(sent[0].rows))
+            for of_group in by_group
+        ]
+    )
+
+
+def unit_pieces(held: tuple[_Held, ...]) -> Pieces:
+    """For each member of a group."""
+    return tuple(
+        [
+            tuple(
+                [
+                    Piece(name, a, b, part)
+                    for name, rows, heads in held
+                    for a, b in rows[member]
+                    for part in heads
+                ]
+            )
+            for member in range(len(held[0].rows))
+        ]
+    )
+
+
+def _make_exchange(
+    of_caller: Callable[..., Pieces],
+    of_unit: Callable[[tuple[_Held, ...]], Pieces],
+    task: Task,
+    group: str,
+    replicas: KvReplicas,
+    sent: tuple[_Sent, ...],
+    held: tuple[_Held, ...],
+) -> AllToAll:
+    incoming = task.kind in _INCOMING
+    caller, unit = of_caller(replicas, sent, incoming=incoming), of_unit(held)
+    return AllToAll(task, group, *((caller, unit) if incoming else (unit, caller)))
+
+
+# Exchanges of chunks: other cuts, tiles and passes of a search have many of them too.
+_shared_exchange = lru_cache(maxsize=_SHARED)(
+    partial(
+        _make_exchange,
+        lru_cache(maxsize=_SHARED)(caller_pieces),
+        lru_cache(maxsize=_SHARED)(unit_pieces),
+    )
+)

@@ -22,6 +22,7 @@ from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_gro
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.spans import Spans, joined
 
 Array = NDArray[np.int64]
@@ -198,6 +199,9 @@ class Part(NamedTuple):
     here: tuple[int, int] | None  # inside the head group's own heads; None: all of them
 
 
+HeadParts = tuple[list[Part], list[Part]]  # of query heads, and of KV heads
+
+
 class KvReplicas:
     """The head groups that hold each KV head.
 
@@ -206,10 +210,10 @@ class KvReplicas:
     arrive in copies, copy c from the c-th holder, and the owner adds them.
     """
 
-    def __init__(self, head_group: HeadGroup) -> None:
-        groups = heads_of_groups(head_group.problem, head_group.degree)
+    def __init__(self, problem: Problem, degree: int) -> None:
+        groups = heads_of_groups(problem, degree)
         self._first: dict[int, int] = {}  # holder of each head
-        times = self._times = [0] * head_group.problem.kv_heads
+        times = self._times = [0] * problem.kv_heads
         for index, (_, kv_heads) in enumerate(groups):
             for head in range(*kv_heads):
                 self._first.setdefault(head, index)
@@ -228,10 +232,19 @@ class KvReplicas:
             for first, stop in _equal_runs(times)
             if times[first] > 1
         ]
-        self.parts = [  # of each head group: of its query heads, and of its KV heads
-            ([Part("", heads, None)], self._key_parts(index, kv_heads))
-            for index, (heads, kv_heads) in enumerate(groups)
+        # Of each head group: of its query heads, and of its KV heads. Only results of KV heads
+        # that several head groups hold have parts.
+        self._whole = [([Part("", q, None)], [Part("", kv, None)]) for q, kv in groups]
+        self._parts = [
+            (of_queries, self._key_parts(index, kv_heads))
+            for index, ((of_queries, _), (_, kv_heads)) in enumerate(
+                zip(self._whole, groups, strict=True)
+            )
         ]
+
+    def of(self, incoming: bool) -> list[HeadParts]:
+        """The parts of each head group."""
+        return self._whole if incoming else self._parts
 
     def _key_parts(self, index: int, held: tuple[int, int]) -> list[Part]:
         low, high = held
@@ -250,6 +263,9 @@ class KvReplicas:
             there = (heads[0] - start, heads[1] - start)
             parts.append(Part(name, there, _inside(heads, held)))
         return parts
+
+
+kv_replicas = lru_cache(maxsize=16)(KvReplicas)  # cuts of a search have the same
 
 
 def _inside(heads: tuple[int, int], buffer: tuple[int, int]) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ Used by all builders; pure functions of the problem and its layouts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
@@ -103,12 +103,9 @@ def unit_rows(
     member_rows: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
     at = 0
     ranks = range(first, first + degree)
-    own: list[list[tuple[int, Spans]]] = [[(rank, ((0, slots),))] for rank in ranks]
-    if by_position:  # from a slot to its position, for each part
-        own = [
-            [(layout.runs(r * slots + a, r * slots + b)[0].start - a, ((a, b),)) for a, b in parts]
-            for r, parts in ((rank, layout.parts(rank)) for rank in ranks)
-        ]
+    own: Sequence[Sequence[tuple[int, Spans]]] = [[(rank, ((0, slots),))] for rank in ranks]
+    if by_position:
+        own = _shifted_parts(layout, ranks)
     for chunk in chunks or (((0, slots),),):
         parts = [  # (first position, places), member by member
             (shift + a, rank * slots + a, rank * slots + b)
@@ -126,6 +123,16 @@ def unit_rows(
             member_rows[start // slots - first].append(rows[start])
     places = tuple(unit_places) if by_position else joined(unit_places)
     return places, tuple(map(tuple, member_rows))
+
+
+@lru_cache(maxsize=64)  # of all cuts
+def _shifted_parts(layout: Layout, ranks: range) -> Sequence[Sequence[tuple[int, Spans]]]:
+    """Of each rank, for each part: from a slot to its position, and the part."""
+    slots = layout.slots
+    return [
+        [(layout.runs(r * slots + a, r * slots + b)[0].start - a, ((a, b),)) for a, b in parts]
+        for r, parts in ((rank, layout.parts(rank)) for rank in ranks)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -202,9 +209,37 @@ class GroupSide:
         """For each member: where its own rows are among the rows of its unit."""
         return unit_rows(self.layout, self._degree, unit, self.slots)[1]
 
+    def chunk_rows(self, unit: int) -> tuple[Spans, ...]:
+        """The places of a unit's rows of each chunk that is exchanged."""
+        bounds = tuple([(chunk.start, chunk.stop) for chunk in self.exchanged])
+        return _chunk_rows(self.layout, self._degree, unit, self.slots, bounds)
+
+    def member_rows_of(self, unit: int, start: int, stop: int) -> tuple[Spans, ...]:
+        """Of these rows of a unit, counted from the first of them."""
+        return _member_rows(self.layout, self._degree, unit, self.slots, start, stop)
+
     def heads_of(self, chunk: Chunk) -> tuple[int, int]:
         first, last = self.heads
         return (first + chunk.heads[0], first + chunk.heads[1]) if chunk.heads else (first, last)
+
+
+@lru_cache(maxsize=64)  # all tensors have the same, and tiles and passes of a search
+def _chunk_rows(
+    layout: Layout, degree: int, unit: int, slots: tuple[Spans, ...], bounds: Spans
+) -> tuple[Spans, ...]:
+    rows = unit_rows(layout, degree, unit, slots)[0]
+    known = {span: slice_spans(rows, *span) for span in dict.fromkeys(bounds)}
+    return tuple([known[span] for span in bounds])
+
+
+@lru_cache(maxsize=256)  # cuts, tiles and passes of a search have the same chunks
+def _member_rows(
+    layout: Layout, degree: int, unit: int, slots: tuple[Spans, ...], start: int, stop: int
+) -> tuple[Spans, ...]:
+    members = unit_rows(layout, degree, unit, slots)[1]
+    return tuple(
+        [tuple([(a - start, b - start) for a, b in clip_spans(x, start, stop)]) for x in members]
+    )
 
 
 @dataclass(frozen=True)
@@ -266,11 +301,12 @@ class HeadGroup:
     def local_buffers(self, kind: Kind, unit: int, role: Role) -> list[Buffer]:
         """The buffer of this unit's own rows of a tensor, or one for each chunk exchanged."""
         name, side = self.local(kind), self.side(kind)
-        rows = side.rows(unit)
         if self.cut is None:
-            return [Buffer(name, kind, rows, side.heads, kind.precision, role)]
-        cut = [(chunk, slice_spans(rows, chunk.start, chunk.stop)) for chunk in side.exchanged]
-        return [self.buffer(chunk.name(name), kind, own, chunk, role=role) for chunk, own in cut]
+            return [Buffer(name, kind, side.rows(unit), side.heads, kind.precision, role)]
+        return [
+            self.buffer(chunk.name(name), kind, rows, chunk, role=role, units=1)
+            for chunk, rows in zip(side.exchanged, side.chunk_rows(unit), strict=True)
+        ]
 
     def buffer(
         self,
@@ -280,10 +316,13 @@ class HeadGroup:
         chunk: Chunk,
         precision: Precision | None = None,
         role: Role = Role.WORKSPACE,
+        units: int | None = None,
     ) -> Buffer:
-        """A buffer with the heads of a chunk."""
+        """A buffer with the heads of a chunk. `units`: whose chunks the rows are, if that is known;
+        to count many stretches takes longer."""
         heads = self.side(kind).heads_of(chunk)
-        return Buffer(name, kind, rows, heads, precision or kind.precision, role)
+        made = Buffer(name, kind, rows, heads, precision or kind.precision, role)
+        return made if units is None else made.with_num_rows(units * chunk.size)
 
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"

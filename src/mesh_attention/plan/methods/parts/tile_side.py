@@ -238,7 +238,8 @@ class TileSide:
     def _buffers(self, line: int) -> dict[str, Buffer]:
         made: list[Buffer] = []
         for chunk in self.chunks:
-            rows, make = self.spans(line, chunk.index), self.head_group.buffer
+            rows = self.spans(line, chunk.index)
+            make = partial(self.head_group.buffer, units=len(self._partitions(line)))
             for kind in self.inputs if self.size > 1 else ():
                 role = self._roles.get(kind, Role.WORKSPACE)
                 made.append(make(f"{kind}.{chunk.index}", kind, rows, chunk, role=role))
