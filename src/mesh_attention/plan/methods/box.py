@@ -71,7 +71,7 @@ def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) ->
         box = _within_cap(problem, num_ranks, shape.box, directions, heads, cap)
         shape = _shape_of(problem.of_any_mask, num_ranks, box)
     lowerings = shape.planner.lowerings(problem)
-    make = _pass_of_any_mask if box.one_call else _pass_of
+    make = _pass_of_masks if box.one_call else _pass_of
 
     def build(direction: Direction) -> Pass:
         passes = shape.passes[direction]
@@ -91,9 +91,11 @@ def _pass_of(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | No
     return with_exchanges(OnDemand(len(passes), on_group))
 
 
-# If each task is one call, the mask decides the order of tasks and nothing else: masks that order
-# them alike share the pass, with all programs that were made of it.
-_pass_of_any_mask = lru_cache(maxsize=16)(_pass_of)
+@lru_cache(maxsize=16)
+def _pass_of_masks(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | None) -> Pass:
+    """If each task is one call, the mask decides the order of tasks and nothing else: masks that
+    order them alike share the pass, with all programs that were made of it."""
+    return replace(_pass_of(passes, lowerings, order), shared=True)
 
 
 class _Shape(NamedTuple):

@@ -11,7 +11,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -68,7 +68,7 @@ class Attentions:
         deterministic: bool = False,
     ) -> None:
         """`turns`: the streams on which kernel calls take turns, if they do."""
-        self.operations = program.operations
+        self.operations: Sequence[Operation] = program.operations
         self._follow = set() if turns is None else must_follow(program.operations, memory)
         self.masks = masks
         covered = cache(coverage)  # slices of heads have the same calls
@@ -85,10 +85,10 @@ class Attentions:
         self._deterministic = deterministic
         self._turns = turns
 
-    def with_masks(self, masks: Masks) -> Attentions:
-        """The same calls under other masks of the same kinds."""
+    def with_masks(self, masks: Masks, operations: Sequence[Operation]) -> Attentions:
+        """The same calls under other masks of the same kinds; they may leave more SMs or fewer."""
         other = copy(self)
-        other.masks = masks
+        other.masks, other.operations = masks, operations
         return other
 
     def bind(self, at: int, views: Views) -> Work:

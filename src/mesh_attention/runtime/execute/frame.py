@@ -1,8 +1,7 @@
-"""What the executors of programs that are alike share: all but their attentions.
+"""What the executors of a program for several masks share: all but their attentions.
 
-Batches of a training differ in their masks, and their programs then in the kernel calls of
-attentions alone. Where buffers lie, what waits for what, transfers and merges do not depend on
-calls: they are worked out, and bound to memory, once. `make_executor` finds the frame.
+Batches of a training differ in their masks. Where buffers lie, what waits for what, transfers and
+merges do not depend on them: they are worked out, and bound to memory, once.
 """
 
 from __future__ import annotations
