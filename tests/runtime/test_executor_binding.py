@@ -22,9 +22,10 @@ from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute import frame
+from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import Views
-from mesh_attention.runtime.execute.compute import Attentions, Work, merge_work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.execute.frame import Work, merge_work
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))

@@ -30,9 +30,9 @@ from mesh_attention.kernels import (
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
+from mesh_attention.runtime.execute.attentions import Attentions, Scores
 from mesh_attention.runtime.execute.binding import CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
-from mesh_attention.runtime.execute.compute import Attentions, Scores
 from mesh_attention.runtime.execute.frame import Frame, Work
 from mesh_attention.runtime.execute.memory import (
     call_size,

@@ -37,9 +37,9 @@ from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
-from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.transport.interface import Transport
