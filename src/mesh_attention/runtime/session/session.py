@@ -11,7 +11,6 @@ import os
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import cache
 from threading import RLock
 from typing import NoReturn
@@ -27,9 +26,9 @@ from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIde
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
-from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource, Shardings
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, Plans, PlanSource, Shardings
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.calls import NUM_BASES, Calls
+from mesh_attention.runtime.session.calls import Calls
 from mesh_attention.runtime.session.prepared_call import PassReport
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import Transports
@@ -59,9 +58,7 @@ class Session:
         self.batches = BatchCount()
         self.shardings = Shardings()
         self._planning = RLock()  # batches are made ready by another thread
-        self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
-        # Of plans that share their passes, by these.
-        self._bases: LruCache[tuple[int, ...], RankPlan] = LruCache(NUM_BASES)
+        self.plans = Plans(NUM_PLANS, *self._place)
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
         self.function: User | None = None  # that stands for `mesh_attention()`
@@ -79,28 +76,7 @@ class Session:
 
     def planned(self, question: Question) -> RankPlan:
         with self._planning:
-            made = self.plans.find(question)
-            if made is None:
-                base = question.of_any_mask
-                if base is None:
-                    made = self._on_shared_passes(RankPlan.on(question.plan(), *self._place))
-                elif base == question:
-                    made = RankPlan.on(question.plan(), *self._place)
-                else:
-                    made = self.planned(base).for_mask(question.problem)
-            return self.plans.keep(question, made)
-
-    def _on_shared_passes(self, made: RankPlan) -> RankPlan:
-        """Masks that order tasks alike have one base."""
-        plan = made.plan
-        if not all(pass_.shared for pass_ in plan.passes):
-            return made
-        key = tuple(map(id, plan.passes))
-        base = self._bases.find(key)
-        if base is None:
-            base = RankPlan(replace(plan, problem=plan.problem.of_any_mask), made.rank)
-            self._bases.keep(key, base)  # and with it the passes
-        return base.for_mask(plan.problem, by_mask=True)
+            return self.plans.of(question)
 
     # Faults.
 
@@ -162,7 +138,6 @@ class Session:
         self.guard.rest()
         self._drop()
         self.plans.clear()
-        self._bases.clear()
 
     def _drop(self) -> None:
         """All that calls hold, process groups last. What is in flight is broken off before: graphs
