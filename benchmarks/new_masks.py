@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from one_rank import Work, bare_pass, executor_alone, in_turns, log_normal_pack, mask_of_the_call
@@ -31,6 +32,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session.caches import Plans
 from mesh_attention.runtime.session.rank_plan import RankPlan
 
 K = 1024
@@ -83,7 +85,8 @@ class Maker:
         self.layer = case.layer
         self.packer = Packer((self.layer,), case.ranks)
         self.shape = CallShape(1, torch.bfloat16, device)
-        self.bases: dict[Question, tuple[RankPlan, dict[Direction, Executor]]] = {}
+        self.plans = Plans(2, RANK, case.ranks)
+        self.bases = WeakKeyDictionary[RankPlan, dict[Direction, Executor]]()
         self.reason = ""
 
     def choose(self, documents: tuple[int, ...]) -> Question:
@@ -92,30 +95,26 @@ class Maker:
         return pack.question(self.layer)
 
     def plan(self, question: Question) -> RankPlan:
-        base = question.of_any_mask
-        if base is None:
-            rank_plan = RankPlan(question.plan(), RANK)
-        else:
-            if base not in self.bases:
-                self.bases[base] = RankPlan(base.plan(), RANK), {}
-            rank_plan = self.bases[base][0].for_mask(question.problem)
+        rank_plan = self.plans.of(question)
         for direction in Direction:
             rank_plan.plan.program(RANK, direction)
         assert rank_plan.key
         return rank_plan
 
-    def executors(self, question: Question, rank_plan: RankPlan) -> dict[Direction, Executor]:
+    def executors(self, rank_plan: RankPlan) -> dict[Direction, Executor]:
         known: KnownRanges = {}
-        base = question.of_any_mask
+        base, by_mask = rank_plan.base, rank_plan.by_mask
         executors = {}
         for direction in Direction:
             if base is None:
                 executors[direction] = self._executor(rank_plan, direction, known)
                 continue
-            base_plan, of_any_mask = self.bases[base]
-            if direction not in of_any_mask:
-                of_any_mask[direction] = self._executor(base_plan, direction, {})
-            executors[direction] = of_any_mask[direction].for_mask(rank_plan.plan, known)
+            of_base = self.bases.setdefault(base, {})
+            if direction not in of_base:
+                of_base[direction] = self._executor(base, direction, {})
+            executors[direction] = of_base[direction].for_mask(
+                rank_plan.plan, known, by_mask=by_mask
+            )
         for direction in reversed(Direction):  # what is made for backward may serve both
             executors[direction].prepare_kernels()
         return executors
@@ -146,7 +145,7 @@ def host_times(
         every.append([])
         question = timed(maker.choose, documents)
         rank_plan = timed(maker.plan, question)
-        executors = timed(maker.executors, question, rank_plan)
+        executors = timed(maker.executors, rank_plan)
     del every[0]  # the first step makes what all others share
     medians = [statistics.median(column) for column in zip(*every, strict=True)]
     row: dict[str, Any] = dict(zip(("choice", "plan", "executors"), medians, strict=True))

@@ -20,8 +20,8 @@ from mesh_attention.plan.read.count import recalled
 from mesh_attention.request.operators import rows_first
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
 from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.binding import GRAD_LSE
-from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.execute.sinks import (
     add_sinks,

@@ -119,7 +119,8 @@ def test_a_transfer_begins_on_its_stream_after_what_it_reads_was_computed(
     transport._host_driven, transport._limit = False, ()
     transport._stream = Noted("transfers", log) if on_stream else None
     event: Any = Noted("done", log) if on_stream else None
-    known = _Known("KV-0", lambda _: [], event)
+    op: Any = None
+    known = _Known(op, "KV-0", lambda _: [], event)
 
     def begin(works: list[Any], copies: list[Any]) -> None:
         log.append("begin KV-0")

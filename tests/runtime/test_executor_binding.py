@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,10 @@ from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute import frame
+from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import Views
-from mesh_attention.runtime.execute.compute import Attentions, Work, merge_work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.execute.frame import Frame
+from mesh_attention.runtime.execute.frame import Work, merge_work
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
@@ -93,27 +93,25 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
         assert torch.equal(x, second[name])
 
 
-def test_batches_share_a_frame_and_keep_their_masks(direction: Direction) -> None:
-    frames: dict[Hashable, Frame] = {}
-
-    def shared(key: Hashable, make_frame: Callable[[], Frame]) -> Frame:
-        return frames.setdefault(key, frames.get(key) or make_frame())
-
-    workspace, results = Workspace(poison=True), []
-    for start in (20, 36):
-        mask = Mask(causal=True, documents=(0, start, 64))
+def test_batches_share_what_is_made_ready_and_keep_their_masks(direction: Direction) -> None:
+    def plan_for(*documents: int) -> Plan:
+        mask = Mask(causal=True, documents=(0, *documents, 64)) if documents else Mask()
         problem = Problem(64, 2, 8, element_bytes=4, mask=mask)
-        plan = make_plan(problem, 4, method="mesh", tile=(1, 4), layout="zigzag", one_call=True)
+        return make_plan(problem, 4, method="mesh", tile=(1, 4), layout="zigzag", one_call=True)
+
+    def executor_for(plan: Plan, workspace: Workspace) -> Executor:
         pass_ = plan.direction(direction)
         transport = AloneTransport(pass_.programs[0], receive)
-        alone, alike = (
-            make_executor(
-                plan, pass_, 0, transport, block, CALL_SHAPE, softmax_scale=0.3, frames=frames_of
-            )
-            for block, frames_of in ((Workspace(), lambda _, make: make()), (workspace, shared))
-        )
+        return make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
+
+    base = executor_for(plan_for(), Workspace(poison=True))
+    results = []
+    for start in (20, 36):
+        plan = plan_for(start)
+        pass_ = plan.direction(direction)
+        assert pass_ is plan_for().direction(direction)
+        alone, alike = executor_for(plan, Workspace()), base.for_mask(plan, {}, by_mask=True)
         results.append([run_to_end(x.run(inputs(plan, pass_))) for x in (alone, alike)])
-    assert len(frames) == 1
     for expected, result in results:
         assert all(torch.equal(x, result[name]) for name, x in expected.items())
     first, second = (result for _, result in results)

@@ -19,8 +19,8 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AllGather, Attend, AttendBackward, Communication
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Marks
+from mesh_attention.runtime.execute.attentions import Attentions, Work
 from mesh_attention.runtime.execute.binding import Views
-from mesh_attention.runtime.execute.compute import Attentions, Work
 from mesh_attention.runtime.transport.interface import Handle, View
 from mesh_attention.runtime.transport.local import LocalTransport
 from mesh_attention.testing import run_local

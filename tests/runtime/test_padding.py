@@ -7,7 +7,7 @@ import torch
 
 from mesh_attention import Mask
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.runtime.execute.compute import Scores
+from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.testing import _Run, run_local
 from support.cases import Case

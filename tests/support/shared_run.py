@@ -15,7 +15,7 @@ from mesh_attention import testing
 from mesh_attention.plan.language.buffers import Precision
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.execute.compute import Scores
+from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.copies import Copies, Owner, Steps, steps_of

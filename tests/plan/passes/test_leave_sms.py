@@ -16,7 +16,7 @@ from mesh_attention.machine.rates import usual_links
 from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Program
-from mesh_attention.plan.passes.compile import compile_pass, compile_plan
+from mesh_attention.plan.passes.compile import PassCompiler, compile_pass, compile_plan
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.testing import run_local
@@ -208,3 +208,24 @@ def test_gathers_and_exchanges_are_timed_by_the_links_that_they_take() -> None:
             for ranks in (8, 1)
         )
         assert 0 < inside < between, plan.method
+
+
+def test_a_program_compiled_for_no_mask_leaves_sms_as_a_mask_wants() -> None:
+    """Where each task is one call, masks share all else of a program."""
+    mask = Mask(causal=True, documents=(0, 20 * K, 64 * K))
+    plan = make_plan(
+        Problem(64 * K, 8, 128, mask=mask),
+        4,
+        method="mesh",
+        tile=(2, 2),
+        chunks=(2, 4),
+        layout="zigzag",
+        one_call=True,
+    )
+    base = replace(plan, problem=plan.problem.of_any_mask)
+    target = target_with("flash_attn3", "flash_attn3", "cudnn_ranges", own_stream=True)
+    compiler = PassCompiler(base, plan.forward, target)
+    of_base, _ = compiler.compiled(0)
+    expected, _ = PassCompiler(plan, plan.forward, target).compiled(0)
+    assert compiler.leaving_sms(0, plan) == expected
+    assert calls_of(expected) != calls_of(of_base)

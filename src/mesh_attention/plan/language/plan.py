@@ -86,6 +86,7 @@ class Pass:
     setting   what the method chose, in words for people; no reader needs it
     copies    so many consecutive ranks do the same with other heads of the same rows, as far as the
               builder knows
+    shared    plans that differ in their masks have this same object
     """
 
     direction: Direction
@@ -94,6 +95,7 @@ class Pass:
     order: Schedule = field(compare=False)
     setting: dict[str, str] = field(default_factory=dict)
     copies: int = field(default=1, compare=False)
+    shared: bool = field(default=False, compare=False)
 
     @cached_property
     def members(self) -> dict[str, dict[int, int]]:

@@ -71,18 +71,31 @@ def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) ->
         box = _within_cap(problem, num_ranks, shape.box, directions, heads, cap)
         shape = _shape_of(problem.of_any_mask, num_ranks, box)
     lowerings = shape.planner.lowerings(problem)
+    make = _pass_of_masks if box.one_call else _pass_of
 
     def build(direction: Direction) -> Pass:
         passes = shape.passes[direction]
         order = _order_of(problem, box, passes[0]) if shape.is_even else None
-
-        def on_group(index: int) -> GroupPass:
-            mesh = passes[index]
-            return box_on_group(mesh, lowerings, order or UnevenOrder(mesh))
-
-        return with_exchanges(OnDemand(len(passes), on_group))
+        return make(passes, lowerings, order)
 
     return shape.planner.plan(problem, map(build, directions))
+
+
+def _pass_of(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | None) -> Pass:
+    """`passes`: on each head group; `order`: None if each has its own."""
+
+    def on_group(index: int) -> GroupPass:
+        mesh = passes[index]
+        return box_on_group(mesh, lowerings, order or UnevenOrder(mesh))
+
+    return with_exchanges(OnDemand(len(passes), on_group))
+
+
+@lru_cache(maxsize=16)
+def _pass_of_masks(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | None) -> Pass:
+    """If each task is one call, the mask decides the order of tasks and nothing else: masks that
+    order them alike share the pass, with all programs that were made of it."""
+    return replace(_pass_of(passes, lowerings, order), shared=True)
 
 
 class _Shape(NamedTuple):
@@ -132,9 +145,9 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Kee
 def _order_of(problem: Problem, box: Box, mesh: TilePass) -> Order:
     if box.rotates is Side.KEYS:
         assert box.route is not None, "the gradients of rotating keys are sent step by step"
-        return RingOrder(mesh, box.route, box.inner)
+        return _ring_order(mesh, box.route, box.inner)
     if box.rotates is Side.QUERIES:
-        return QueryOrder(mesh, box.route)
+        return _query_order(mesh, box.route)
     # If all rows are in one unit, and in one call under any mask, its programs serve any mask.
     serves_any = box.one_call and mesh.tile.num_ranks == 1
     rows, cap = (mesh.problem if serves_any else problem).rows, box.max_memory_bytes
@@ -142,7 +155,9 @@ def _order_of(problem: Problem, box: Box, mesh: TilePass) -> Order:
     return _tile_order(mesh, schedule, GREEDY if cap is None else CAPPED)
 
 
-_tile_order = lru_cache(maxsize=16)(TileOrder)  # of masks that order tasks alike
+# Of all masks, or of those that order tasks alike.
+_ring_order, _query_order = lru_cache(maxsize=16)(RingOrder), lru_cache(maxsize=16)(QueryOrder)
+_tile_order = lru_cache(maxsize=16)(TileOrder)
 
 
 def _plan_within_cap(

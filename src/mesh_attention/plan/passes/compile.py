@@ -100,7 +100,9 @@ class PassCompiler:
         self.transfers = TransferCosts(target.links, plan, pass_)
         self.flows = SharedFlows(plan.problem)
         self._two_streams = target.takes_turns
-        # Of programs compiled so far: waits, and numbers that are equal where buffers are alike.
+        # Of programs compiled so far: before calls leave SMs, waits, and numbers that are equal
+        # where buffers are alike.
+        self._whole: dict[int, Program] = {}
         self.waits: dict[int, Waits] = {}
         self.tables: dict[int, int] = {}
         self._alike = Alike()
@@ -118,13 +120,20 @@ class PassCompiler:
         """The program at this place, and what was chosen for its attentions."""
         program, summary = self._with_calls(self._pass.programs[at])
         table = self.tables[at] = self._alike.table(program)
-        program, waits = self._placed(program, table)
-        self.waits[at] = waits
-        if self._two_streams and runs_beside(program):
-            seconds = self._seconds_of(program, table)
-            direction = self._pass.direction
-            program = leave_sms(program, direction, waits, seconds, self.clock, self._target)
-        return program, summary
+        self._whole[at], self.waits[at] = self._placed(program, table)
+        return self._leaving_sms(at, self.clock), summary
+
+    def leaving_sms(self, at: int, plan: Plan) -> Program:
+        """The program at this place, compiled before, for a plan that differs in its mask alone,
+        where that changes no call but by the SMs that it leaves."""
+        return self._leaving_sms(at, CallSeconds(plan, self._pass.direction, self._target))
+
+    def _leaving_sms(self, at: int, clock: CallSeconds) -> Program:
+        program, direction, waits = self._whole[at], self._pass.direction, self.waits[at]
+        if not (self._two_streams and runs_beside(program)):
+            return program
+        seconds = self._seconds_of(program, self.tables[at])
+        return leave_sms(program, direction, waits, seconds, clock, self._target)
 
     def _placed(self, program: Program, table: int) -> tuple[Program, Waits]:
         # From the second program on: most searches ask for one, and to compare takes its time.

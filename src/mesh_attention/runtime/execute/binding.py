@@ -42,19 +42,20 @@ class Views:
 
     workspace: Mapping[str, Tensor]
     passed: Mapping[str, Tensor] = field(default_factory=dict)
-    _rows: dict[Piece, Tensor] = field(default_factory=dict)  # views of the workspace
+    # Of the workspace, by buffer, start, stop and heads.
+    _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def rows(self, piece: Piece) -> Tensor:
         """(rows, batch, heads, width)"""
-        view = self._rows.get(piece)
+        buffer, start, stop, heads = piece.buffer, piece.start, piece.stop, piece.heads
+        whole = self.passed.get(buffer)
+        view = None if whole is not None else self._rows.get((buffer, start, stop, heads))
         if view is None:
-            passed = self.passed.get(piece.buffer)
-            whole = self.workspace[piece.buffer] if passed is None else passed
-            view = cut(whole, 0, piece.start, piece.stop)
-            if piece.heads is not None:
-                view = cut(view, 2, *piece.heads)
-            if passed is None:
-                self._rows[piece] = view
+            view = cut(self.workspace[buffer] if whole is None else whole, 0, start, stop)
+            if heads is not None:
+                view = cut(view, 2, *heads)
+            if whole is None:
+                self._rows[buffer, start, stop, heads] = view
         return view
 
     def tokens(self, piece: Piece) -> Tensor:

@@ -30,9 +30,9 @@ from mesh_attention.kernels import (
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
+from mesh_attention.runtime.execute.attentions import Attentions, Scores
 from mesh_attention.runtime.execute.binding import CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
-from mesh_attention.runtime.execute.compute import Attentions, Scores
 from mesh_attention.runtime.execute.frame import Frame, Work
 from mesh_attention.runtime.execute.memory import (
     call_size,
@@ -63,15 +63,18 @@ class Executor:
         deterministic: bool,
         mask_device: torch.device,
         known_ranges: KnownRanges,
+        leaving: Callable[[Plan], Program] | None = None,
         trace: Trace | None = None,
     ) -> None:
         """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
-        that came before. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
+        that came before. `leaving`: the program with calls that leave SMs to transfers as the mask
+        of a plan wants. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
         self.call_shape = frame.call_shape
         self.program = program
         self._frame, self._trace = frame, trace
         self._problem, self._direction, self._kernels = plan.problem, direction, kernels
         self._masks_for = partial(masks_of, program=program, device=mask_device)
+        self._leaving = leaving
         two_streams = frame.two_streams
         self._attentions = Attentions(
             program,
@@ -98,12 +101,15 @@ class Executor:
         held = mask_bytes(masks, self.call_shape.device)
         return PassMemory(self.workspace_bytes, self.scratch_bytes, held, self._frame.kept_bytes)
 
-    def for_mask(self, plan: Plan, known_ranges: KnownRanges) -> Executor:
+    def for_mask(self, plan: Plan, known_ranges: KnownRanges, *, by_mask: bool = False) -> Executor:
         """The same program for a plan that differs in its mask alone, where all calls go by row
         ranges. What was made ready or bound for this executor serves the other, but for attention.
-        """
+        `by_mask`: calls leave SMs to transfers as this mask wants."""
         other = copy(self)
-        other._attentions = self._attentions.with_masks(self._masks_for(plan, known=known_ranges))
+        if by_mask and self._leaving is not None:
+            other.program = self._leaving(plan)
+        masks = self._masks_for(plan, known=known_ranges)
+        other._attentions = self._attentions.with_masks(masks, other.program.operations)
         return other
 
     def prepare_kernels(self) -> None:

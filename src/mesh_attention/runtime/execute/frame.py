@@ -1,27 +1,36 @@
-"""What the executors of programs that are alike share: all but their attentions.
+"""What the executors of a program for several masks share: all but their attentions.
 
-Batches of a training differ in their masks, and their programs then in the kernel calls of
-attentions alone. Where buffers lie, what waits for what, transfers and merges do not depend on
-calls: they are worked out, and bound to memory, once. `make_executor` finds the frame.
+Batches of a training differ in their masks. Where buffers lie, what waits for what, transfers and
+merges do not depend on them: they are worked out, and bound to memory, once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import Any
+
+from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import RowKernels
 from mesh_attention.plan.language.buffers import Piece, Role
 from mesh_attention.plan.language.plan import Pass
-from mesh_attention.plan.language.program import Attention, Communication, Merge, Program
+from mesh_attention.plan.language.program import (
+    Attention,
+    Communication,
+    Merge,
+    MergeRule,
+    Program,
+)
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify.order import order_fault
 from mesh_attention.runtime.device import ComputeStreams, Workspace, WorkspaceBlock
-from mesh_attention.runtime.execute.binding import Bindings, CallShape, Views
-from mesh_attention.runtime.execute.compute import merge_work
+from mesh_attention.runtime.execute.binding import GRAD_LSE, Bindings, CallShape, Views
 from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
 from mesh_attention.runtime.transport.interface import Transport, started
 
@@ -103,3 +112,49 @@ class Frame:
             block.bound[self] = views, works
         bound: tuple[Views, list[Work | None]] = block.bound[self]
         return bound
+
+
+def merge_work(rows: RowKernels, op: Merge, views: Views) -> Work:
+    tokens, statistics = views.tokens, views.statistics
+    inputs, outputs = op.inputs, op.outputs
+    match op.rule:
+        case MergeRule.SOFTMAX:
+            out, lse = tokens(outputs[0]), statistics(outputs[1])
+            if not inputs:
+                return partial(_clear, out, lse)
+            outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+            return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
+        case MergeRule.LSE:
+            if not inputs:
+                return partial(statistics(outputs[0]).fill_, -inf)
+            return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
+        case MergeRule.RESCALE:
+            out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
+            return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
+        case MergeRule.SUM:
+            total = tokens(outputs[0])
+            if not inputs:
+                return total.zero_
+            return partial(rows.sum, tuple(map(tokens, inputs)), total)
+        case MergeRule.DELTA:
+            out, grad_out = map(tokens, inputs)
+            delta = statistics(outputs[0])
+            if GRAD_LSE not in views.passed:
+                return partial(rows.delta, out, grad_out, delta)
+            grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
+            return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+
+def _clear(out: Tensor, lse: Tensor) -> None:
+    """What rows that have seen nothing hold."""
+    out.zero_()
+    lse.fill_(-inf)
+
+
+def _delta_less(
+    rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
+) -> None:
+    """All that the log-sum-exp of the whole changes in a backward pass: its gradient with respect
+    to a score is the weight of that score, as that of delta is, with the other sign."""
+    rows.delta(out, grad_out, delta)
+    delta.sub_(grad_lse)

@@ -136,6 +136,41 @@ class CallCache(AgreedCache[CallsOfKind]):
         super().clear()
 
 
+class Plans(LruCache[Question, RankPlan]):
+    """Plans by question, as one rank of a group sees them. Those that differ in their masks stand
+    on one plan for no mask, where programs serve any."""
+
+    def __init__(self, limit: int, place: int, num_ranks: int) -> None:
+        super().__init__(limit)
+        self._place = place, num_ranks
+        # Of plans with the same passes, by these, which the bases hold.
+        self._bases: LruCache[tuple[int, ...], RankPlan] = LruCache(limit)
+
+    def of(self, question: Question) -> RankPlan:
+        made = self.find(question)
+        if made is None:
+            base = question.of_any_mask
+            if base is None or base == question:
+                made = RankPlan.on(question.plan(), *self._place)
+                if base is None and all(pass_.shared for pass_ in made.plan.passes):
+                    made = self._on_shared_passes(made)
+            else:
+                made = self.of(base).for_mask(question.problem)
+        return self.keep(question, made)
+
+    def _on_shared_passes(self, made: RankPlan) -> RankPlan:
+        key, problem = tuple(map(id, made.plan.passes)), made.plan.problem
+        base = self._bases.find(key)
+        if base is None:
+            base = RankPlan(replace(made.plan, problem=problem.of_any_mask), made.rank)
+            self._bases.keep(key, base)
+        return base.for_mask(problem, by_mask=True)
+
+    def clear(self) -> None:
+        super().clear()
+        self._bases.clear()
+
+
 class PlanSource:
     """Plans for calls: of one question, for any size of element, or the plan that a caller brings.
 

@@ -41,9 +41,10 @@ from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import TransportName, Transports
 from mesh_attention.runtime.transport.groups import Groups
 
-NUM_BASES = 8  # calls that serve any mask; each holds the mask it was made with
+NUM_BASES = 16  # calls that serve any mask: of both kinds of lse, of a few layers and orders
 NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
+BaseKey = tuple[RankPlan, CallOptions, CallShape]
 _LATER = "made when calls come"  # in place of a plan
 
 
@@ -56,7 +57,7 @@ class Calls:
         # By whether they are captured.
         self._kept = {False: CallCache(NUM_CALLS), True: CallCache(NUM_CAPTURED_CALLS)}
         # Of plans whose programs serve any mask.
-        self._bases: LruCache[CallKey, PreparedCall] = LruCache(NUM_BASES)
+        self._bases: LruCache[BaseKey, PreparedCall] = LruCache(NUM_BASES)
         self._living: WeakSet[PreparedCall] = WeakSet()  # also calls that only autograd holds
         # Kinds of call that are no attention.
         self._agreed: AgreedCache[AgreedKind] = AgreedCache(NUM_CALLS)
@@ -146,7 +147,7 @@ class Calls:
     ) -> PreparedCall:
         base = None
         if rank_plan.base is not None:
-            key = (rank_plan.base.key, options, call_shape)
+            key = (rank_plan.base, options, call_shape)
             with self._making:
                 base = self._bases.find(key) or self._new_call(options, call_shape, rank_plan.base)
                 self._bases.keep(key, base)

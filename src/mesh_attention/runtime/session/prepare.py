@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 
@@ -31,15 +31,14 @@ from mesh_attention.machine.kernel_facts import facts_of
 from mesh_attention.machine.rates import usual_cluster, usual_links
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.program import AttendBackward, Attention, Communication
-from mesh_attention.plan.language.workspace import without_calls
+from mesh_attention.plan.language.program import AttendBackward, Attention, Program
 from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
-from mesh_attention.runtime.execute.compute import Scores
 from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.transport.interface import Transport
@@ -126,10 +125,9 @@ def make_executor(
     trace: Trace | None = None,
     known_ranges: KnownRanges | None = None,
     links: Links | None = None,
-    frames: Callable[[Hashable, Callable[[], Frame]], Frame] = lambda _, make: make(),
 ) -> Executor:
     """Of the program at this place of the pass. `deterministic`: left out, as PyTorch is asked.
-    `links`: by which calls make room for transfers. `frames`: those made so far, by their key."""
+    `links`: by which calls make room for transfers."""
     _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
     problem, device = plan.problem, call_shape.device
@@ -155,8 +153,11 @@ def make_executor(
     # Also for kinds of mask that no call of the program has.
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
     target = target_here(request, kernels, call_shape, transport, links or usual_links())
+    leaving: Callable[[Plan], Program] | None = None
     if plan.target is None:
-        program, summary = PassCompiler(plan, pass_, target).compiled(at)
+        compiler = PassCompiler(plan, pass_, target)
+        program, summary = compiler.compiled(at)
+        leaving = partial(compiler.leaving_sms, at)
     else:
         program, summary = pass_.programs[at], CallSummary()
     calls = [c for op in program.operations if isinstance(op, Attention) for c in op.calls]
@@ -179,30 +180,16 @@ def make_executor(
     row_choice = choose_rows(device.type, call_shape.dtype)
     row_kernels = row_choice.rows
     beside = target.takes_turns and runs_beside(program)
-
-    def make_frame() -> Frame:
-        return Frame(
-            program,
-            pass_,
-            problem,
-            transport,
-            workspace,
-            call_shape,
-            row_kernels,
-            two_streams=beside,
-        )
-
-    used = {op.group for op in program.operations if isinstance(op, Communication)}
-    ranks = {name: pass_.groups[name] for name in sorted(used)}
-    key = (
-        pass_.direction,
-        without_calls(program),
-        problem.of_any_mask,
-        tuple([(name, of, tuple([plan.devices[r] for r in of])) for name, of in ranks.items()]),
-        type(row_kernels),
-        beside,
+    frame = Frame(
+        program,
+        pass_,
+        problem,
+        transport,
+        workspace,
+        call_shape,
+        row_kernels,
+        two_streams=beside,
     )
-    frame = frames(key, make_frame)
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
@@ -216,6 +203,7 @@ def make_executor(
         deterministic=deterministic is not Determinism.ANY,
         mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
+        leaving=leaving if beside else None,
         trace=trace,
     )
     executor.choices, executor.row_choice, executor.calls = choices, row_choice, str(summary)

@@ -78,7 +78,9 @@ class PreparedCall:
             rank_plan = rank_plan.without_lse
         # Signals between blocks of shared memory have not been captured; NCCL's operations are.
         wanted = TransportName.DISTRIBUTED if options.cuda_graph else options.transport
-        self.transport = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
+        if base is None:
+            made = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
+        self.transport: CallTransport = made if base is None else base.transport
         self.kind = kind or AgreedPasses()
         self.options = options
         self.rank_plan = rank_plan
@@ -134,7 +136,8 @@ class PreparedCall:
         plan, rank = self._plan, self._rank
         if self._base is not None:
             self._base.make_ready((direction,))
-            return self._base.executors[direction].for_mask(plan, self._known_ranges)
+            executor = self._base.executors[direction]
+            return executor.for_mask(plan, self._known_ranges, by_mask=self.rank_plan.by_mask)
         scale = self.options.softmax_scale
         return make_executor(
             plan,
@@ -151,7 +154,6 @@ class PreparedCall:
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
             links=self.options.links,
-            frames=self.transport.frame,
         )
 
     def reserve(self) -> None:

@@ -22,14 +22,18 @@ from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, ques
 from mesh_attention.plan.read.count import recalled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankPlan:
-    """`rank` is the logical rank of this process; `base` a plan with the same programs, which serve
-    any mask."""
+    """
+    rank       the logical rank of this process
+    base       a plan with the same passes, and no mask: what is made ready for it serves any
+    by_mask    how many SMs calls leave to transfers depends on the mask all the same
+    """
 
     plan: Plan
     rank: int
     base: RankPlan | None = None
+    by_mask: bool = False
 
     @staticmethod
     def on(plan: Plan, place: int, num_ranks: int) -> RankPlan:
@@ -78,8 +82,7 @@ class RankPlan:
 
     @property
     def _backward(self) -> Program:
-        plan = self.plan if self.base is None else self.base.plan  # the same, and made already
-        return plan.program(self.rank, Direction.BACKWARD)
+        return self.plan.program(self.rank, Direction.BACKWARD)
 
     @cached_property
     def keeps_lse(self) -> bool:
@@ -89,12 +92,13 @@ class RankPlan:
     @cached_property
     def without_lse(self) -> RankPlan:
         """For callers that do not ask for lse."""
-        base = None if self.base is None else self.base.without_lse
-        return RankPlan(without_lse(self.plan), self.rank, base)
+        if self.base is not None:
+            return self.base.without_lse.for_mask(self.plan.problem, by_mask=self.by_mask)
+        return RankPlan(without_lse(self.plan), self.rank)
 
-    def for_mask(self, problem: Problem) -> RankPlan:
+    def for_mask(self, problem: Problem, *, by_mask: bool = False) -> RankPlan:
         """The plan for a problem of another mask, where programs serve any."""
-        return RankPlan(replace(self.plan, problem=problem), self.rank, base=self)
+        return RankPlan(replace(self.plan, problem=problem), self.rank, self, by_mask)
 
     def meetings(self, directions: Iterable[Direction]) -> dict[str, Meetings]:
         """The collectives of this rank's programs, as ranks compare them."""

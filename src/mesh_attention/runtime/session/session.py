@@ -26,7 +26,7 @@ from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIde
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
-from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, PlanSource, Shardings
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, Plans, PlanSource, Shardings
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import Calls
 from mesh_attention.runtime.session.prepared_call import PassReport
@@ -58,7 +58,7 @@ class Session:
         self.batches = BatchCount()
         self.shardings = Shardings()
         self._planning = RLock()  # batches are made ready by another thread
-        self.plans: LruCache[Question, RankPlan] = LruCache(NUM_PLANS)
+        self.plans = Plans(NUM_PLANS, *self._place)
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
         self.function: User | None = None  # that stands for `mesh_attention()`
@@ -76,14 +76,7 @@ class Session:
 
     def planned(self, question: Question) -> RankPlan:
         with self._planning:
-            made = self.plans.find(question)
-            if made is None:
-                base = question.of_any_mask
-                if base is None or base == question:
-                    made = RankPlan.on(question.plan(), *self._place)
-                else:
-                    made = self.planned(base).for_mask(question.problem)
-            return self.plans.keep(question, made)
+            return self.plans.of(question)
 
     # Faults.
 

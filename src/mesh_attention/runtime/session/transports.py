@@ -7,7 +7,7 @@ here too, since the memory that is shared is the workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import StrEnum
 
@@ -19,7 +19,6 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape
-from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.transport.copies import Owner
 from mesh_attention.runtime.transport.distributed import DistributedTransport
@@ -28,8 +27,6 @@ from mesh_attention.runtime.transport.interface import Transport
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric import SymmetricTransport
 from mesh_attention.runtime.transport.symmetric_memory import obstacle
-
-NUM_FRAMES = 16  # of both passes of a few kinds of layers
 
 
 class TransportName(StrEnum):
@@ -47,7 +44,6 @@ class Transports:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._memories: dict[tuple[tuple[int, ...], timedelta], SharedMemory] = {}
         self._workspace: Workspace | None = None
-        self._frames: dict[Hashable, Frame] = {}
 
     @property
     def workspace(self) -> Workspace:
@@ -77,16 +73,7 @@ class Transports:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def frame(self, key: Hashable, make: Callable[[], Frame]) -> Frame:
-        """What programs that are alike share, of the latest kinds of them."""
-        frame = self._frames.pop(key, None) or make()
-        self._frames[key] = frame
-        if len(self._frames) > NUM_FRAMES:
-            del self._frames[next(iter(self._frames))]
-        return frame
-
     def close(self, *, abandon: bool = False) -> None:
-        self._frames.clear()
         for memory in self._memories.values():
             memory.release(abandon=abandon)
         self._memories.clear()
@@ -137,12 +124,6 @@ class CallTransport:
         return SymmetricTransport(
             plan, pass_, rank, batch, dtypes, self._groups, self._memory, self.stream, far
         )
-
-    def frame(self, key: Hashable, make: Callable[[], Frame]) -> Frame:
-        """Shared by calls alike in shape. A transport through shared memory is of one plan."""
-        if self._memory is not None:
-            return make()
-        return self._shared.frame((self._call_shape, self._timeout, key), make)
 
     def check(self) -> None:
         """Raises what this rank knows by itself against such calls."""

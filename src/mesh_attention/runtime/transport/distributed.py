@@ -111,6 +111,7 @@ class _OnStream(Handle):
 class _Known(NamedTuple):
     """What is known of an operation before it has tensors."""
 
+    op: Communication
     what: str  # for errors
     bind: Callable[[View], Ready]
     event: torch.cuda.Event | None  # recorded in every call
@@ -132,13 +133,13 @@ class DistributedTransport:
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
         self._limit = (groups.timeout(timeout),) if self._host_driven else ()
-        self._known: dict[Communication, _Known] = {}
+        self._known: dict[int, _Known] = {}  # by identity; each holds its operation
         self.own_stream = stream is not None
         self.shows_workspace = False
         self.in_order = self.own_stream and not self._host_driven
 
     def prepare(self, op: Communication, view: View) -> Start:
-        known = self._known.get(op) or self._work_out(op)
+        known = self._known.get(id(op)) or self._work_out(op)
         return partial(self._start, known, known.bind(view))
 
     def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
@@ -166,7 +167,7 @@ class DistributedTransport:
         ranks = self._global[op.group]
         what = f"{op.name} among ranks {ranks}"
         event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._known[op] = known = _Known(what, self._bind(op), event)
+        self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
         return known
 
     def _bind(self, op: Communication) -> Callable[[View], Ready]:

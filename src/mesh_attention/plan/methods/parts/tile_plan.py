@@ -204,7 +204,9 @@ class TilePlanner:
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
 
     def lowerings(self, problem: Problem) -> Lowerings:
-        return lowerings_of(*self.layouts, problem.rows, one_call=self._box.one_call)
+        """One call for a task takes all rows under any mask."""
+        rows = (self._problem if self._box.one_call else problem).rows
+        return lowerings_of(*self.layouts, rows, one_call=self._box.one_call)
 
     def tile_passes(
         self,

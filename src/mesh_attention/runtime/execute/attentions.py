@@ -1,8 +1,8 @@
-"""The compute operations of a program on real tensors: attention by kernel calls, and merges.
+"""The attentions of a program on real tensors, by kernel calls.
 
-`Attentions.bind` and `merge_work` take an operation and the tensors behind its pieces, and return
-the work as a function without arguments: what can be known before the tensors hold anything is done
-once, and an operation on workspace buffers keeps its function from call to call.
+`Attentions.bind` takes an operation and the tensors behind its pieces, and returns the work as a
+function without arguments: what can be known before the tensors hold anything is done once, and an
+operation on workspace buffers keeps its function from call to call. A frame has all else.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
@@ -11,10 +11,9 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -26,14 +25,12 @@ from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
     Call,
-    Merge,
-    MergeRule,
     Operation,
     Program,
 )
 from mesh_attention.plan.language.workspace import WorkspaceMap
 from mesh_attention.runtime.device import ComputeStreams
-from mesh_attention.runtime.execute.binding import GRAD_LSE, Views, cut
+from mesh_attention.runtime.execute.binding import Views, cut
 from mesh_attention.runtime.execute.call_masks import Masks
 from mesh_attention.runtime.execute.kernel_calls import (
     KernelCalls,
@@ -68,7 +65,7 @@ class Attentions:
         deterministic: bool = False,
     ) -> None:
         """`turns`: the streams on which kernel calls take turns, if they do."""
-        self.operations = program.operations
+        self.operations: Sequence[Operation] = program.operations
         self._follow = set() if turns is None else must_follow(program.operations, memory)
         self.masks = masks
         covered = cache(coverage)  # slices of heads have the same calls
@@ -85,10 +82,10 @@ class Attentions:
         self._deterministic = deterministic
         self._turns = turns
 
-    def with_masks(self, masks: Masks) -> Attentions:
-        """The same calls under other masks of the same kinds."""
+    def with_masks(self, masks: Masks, operations: Sequence[Operation]) -> Attentions:
+        """The same calls under other masks of the same kinds; they may leave more SMs or fewer."""
         other = copy(self)
-        other.masks = masks
+        other.masks, other.operations = masks, operations
         return other
 
     def bind(self, at: int, views: Views) -> Work:
@@ -142,52 +139,6 @@ class Attentions:
         keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
         block = Block(queries, keys, values, mask, *self._scores, call.leave_sms, into)
         return block._replace(deterministic=self._deterministic)
-
-
-def merge_work(rows: RowKernels, op: Merge, views: Views) -> Work:
-    tokens, statistics = views.tokens, views.statistics
-    inputs, outputs = op.inputs, op.outputs
-    match op.rule:
-        case MergeRule.SOFTMAX:
-            out, lse = tokens(outputs[0]), statistics(outputs[1])
-            if not inputs:
-                return partial(_clear, out, lse)
-            outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
-            return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
-        case MergeRule.LSE:
-            if not inputs:
-                return partial(statistics(outputs[0]).fill_, -inf)
-            return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
-        case MergeRule.RESCALE:
-            out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
-            return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
-        case MergeRule.SUM:
-            total = tokens(outputs[0])
-            if not inputs:
-                return total.zero_
-            return partial(rows.sum, tuple(map(tokens, inputs)), total)
-        case MergeRule.DELTA:
-            out, grad_out = map(tokens, inputs)
-            delta = statistics(outputs[0])
-            if GRAD_LSE not in views.passed:
-                return partial(rows.delta, out, grad_out, delta)
-            grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
-            return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
-
-
-def _clear(out: Tensor, lse: Tensor) -> None:
-    """What rows that have seen nothing hold."""
-    out.zero_()
-    lse.fill_(-inf)
-
-
-def _delta_less(
-    rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
-) -> None:
-    """All that the log-sum-exp of the whole changes in a backward pass: its gradient with respect
-    to a score is the weight of that score, as that of delta is, with the other sign."""
-    rows.delta(out, grad_out, delta)
-    delta.sub_(grad_lse)
 
 
 def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:
