@@ -46,6 +46,12 @@ def beside_an_object_of_plain_batches(rank: int) -> tuple[ContextParallel, Tenso
     return cp, cp.shard(whole(), 1, documents=cp.documents(STARTS))
 
 
+def before_another_cuts_plain_batches(rank: int) -> tuple[ContextParallel, Tensor]:
+    cp, x = fixed(rank)
+    ContextParallel(seq_len=TOKENS, causal=True).shard(whole(), 1)
+    return cp, x
+
+
 def by_another_object(rank: int) -> tuple[ContextParallel, Tensor]:
     cp = ContextParallel(causal=True)
     local = ContextParallel(causal=True, window_size=(9, 0))
@@ -102,6 +108,7 @@ def otherwise(rank: int, world_size: int, make: Callable[..., Any]) -> tuple[str
     [
         (fixed, "were cut by documents"),
         (beside_an_object_of_plain_batches, "were cut by documents"),
+        (before_another_cuts_plain_batches, "were cut by documents"),
         (by_another_object, "were cut by documents"),
         (padding, "from 63 tokens"),
         (padding_of_a_fixed_object, "from 63 tokens"),

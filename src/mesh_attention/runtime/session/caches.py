@@ -218,7 +218,7 @@ class Shardings(threading.local):
         self.of: LruCache[int | tuple[str, int], Cuts] = LruCache(2 * _NUM_CUT)
         self.latest = 0
         self._same: LruCache[tuple[Cut, ...], Cuts] = LruCache(_NUM_CUT)
-        self._since_call: LruCache[Cut, None] = LruCache(_NUM_CUT)
+        self._since_call: LruCache[tuple[int, Cut], None] = LruCache(_NUM_CUT)
         self._num_calls = 0
 
     def keep(self, layout: Layout, cut: Cut, num_calls: int) -> None:
@@ -228,8 +228,8 @@ class Shardings(threading.local):
             self._num_calls = num_calls
         slots, self.latest = layout.slots, layout.num_tokens
         before = self.of[slots].all if slots in self.of else ()
-        now = (*[x for x in before if x != cut and self._stays(x, cut)], cut)[-_NUM_CUT:]
-        self._since_call.keep(cut, None)
+        now = (*[x for x in before if x != cut and self._stays(slots, x, cut)], cut)[-_NUM_CUT:]
+        self._since_call.keep((slots, cut), None)
         self._put(slots, now)
         for by in {x.by for x in (*before, cut)}:
             self._put((by, slots), tuple(x for x in now if x.by == by))
@@ -238,12 +238,13 @@ class Shardings(threading.local):
         """Where an object has cut nothing of so many slots, what others have cut."""
         return self.of.get((by, slots)) or self.of.get(slots)
 
-    def _stays(self, old: Cut, new: Cut) -> bool:
+    def _stays(self, slots: int, old: Cut, new: Cut) -> bool:
+        is_new, by_another = (slots, old) in self._since_call, old.by != new.by
         if old.layout is None:
-            return new.layout is None and old.by != new.by
+            return is_new and by_another
         if new.layout is None and old.of_batch:
             return False
-        return old.by != new.by or old in self._since_call
+        return is_new or by_another
 
     def _put(self, place: int | tuple[str, int], cuts: tuple[Cut, ...]) -> None:
         if cuts:
