@@ -123,6 +123,13 @@ def test_the_verdict_has_tokens_per_second_of_the_model_as_the_step_has_them(
     assert f"trains at {2 * speed:,.0f} tokens a second ({speed:,.0f} a GPU)" in model
 
 
+def test_one_rank_is_told_that_it_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--ranks", "1", "--tokens", "4096", "--heads", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("One rank needs no context parallelism: use scaled_dot_product_attention")
+    assert "\n1 rank of " in out
+
+
 def test_what_does_not_fit_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["advise", "--cluster", "hgx-h100", "--memory", "107374", "--ranks", "2"]
     words += ["--tokens", "512", "--heads", "4", "--pass", "forward"]

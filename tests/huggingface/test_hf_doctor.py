@@ -52,6 +52,7 @@ def test_models_generate_whole_sequences_in_the_middle_of_training(model_pool: W
         assert goes_on
         assert "this is a rank's part" in of_shards
         assert "attention over ranks needs to know its batch" in of_copies
+        assert "call it in `with cp.own_attention():`" in of_copies
 
 
 def compared(rank: int, world_size: int) -> list[Any]:

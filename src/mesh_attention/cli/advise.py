@@ -33,6 +33,7 @@ from mesh_attention.cli.output import (
     missing_kernels_note,
     nodes_text,
     progress,
+    ranks_text,
     show,
     table,
 )
@@ -166,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         lambda: [
             *verdict,
             "",
-            f"{ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{ranks_text(ranks)} of {cluster.name} ({cluster.gpu.name}), "
             f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
             _table(ranking, least),
             *_table_notes(ranking, cluster, problem),
@@ -194,14 +195,20 @@ def _verdict(ranking: Ranking, batch: int, model: str | None) -> list[str]:
         needs, limit = (
             bytes_text(x * batch) for x in (chosen.peak_bytes, gpu_bytes(asked.cluster))
         )
-        lines = [f"Use {chosen.name}. It fits: attention needs {needs} of the {limit} of a GPU."]
-    lines.append(ranking.reason)
+        use = f"Use {chosen.name}." if asked.num_ranks > 1 else _ONE_RANK
+        lines = [f"{use} It fits: attention needs {needs} of the {limit} of a GPU."]
+    if asked.num_ranks > 1:
+        lines.append(ranking.reason)
     lines += batch_note(batch, chosen.seconds)
     if model is not None and len(chosen.passes) > 1:
         lines.append(step_of_model(ranking, batch, model_shape(model)))
     return lines
 
 
+_ONE_RANK = (
+    "One rank needs no context parallelism: use scaled_dot_product_attention. All methods are "
+    "plain attention there, and move nothing."
+)
 _TOO_MUCH, _TIE = "!", "="  # marks what needs more memory than a GPU has, and what is as fast
 
 

@@ -11,7 +11,7 @@ from mesh_attention.choose.ranking import Ranking, name_of
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.command import Flag, UsageError
 from mesh_attention.cli.options import problem_of, question_flags, ranks_of
-from mesh_attention.cli.output import nodes_text, progress, show, table
+from mesh_attention.cli.output import nodes_text, progress, ranks_text, show, table
 from mesh_attention.cli.values import byte_size
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.problem.problem import Problem
@@ -75,7 +75,7 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
             "largest": largest and [step and step.to_json() for step in largest],
         },
         lambda: [
-            f"{asked.num_ranks} ranks of {cluster.name} ({cluster.gpu.name}), "
+            f"{ranks_text(asked.num_ranks)} of {cluster.name} ({cluster.gpu.name}), "
             f"{nodes_text(asked.num_ranks, cluster.node.ranks)}\n{model.name}, "
             f"{model.parameters / 1e9:.2f} billion parameters, sequences of {asked.tokens} "
             f"tokens, {asked.mask.describe()}",
@@ -135,11 +135,11 @@ def _verdict(step: PlannedStep) -> list[str]:
 
 def _largest_text(fitting: PlannedStep | None, beyond: PlannedStep | None, num_ranks: int) -> str:
     if fitting is None:
-        return f"No context fits on {num_ranks} ranks: the model itself is too large for them."
+        return f"No context fits on {ranks_text(num_ranks)}: the model itself is too large."
     ends = "" if beyond is None else f" With {beyond.tokens} {_lacking_text(beyond)}."
     return (
-        f"Largest context on {num_ranks} ranks: {fitting.tokens} tokens, {fitting.seconds:.0f} s "
-        f"a step ({fitting.policy.text}).{ends}"
+        f"Largest context on {ranks_text(num_ranks)}: {fitting.tokens} tokens, "
+        f"{fitting.seconds:.0f} s a step ({fitting.policy.text}).{ends}"
     )
 
 
@@ -172,7 +172,8 @@ def step_of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
     ).best
     if not step.fits:
         return (
-            f"To train all of {model.name}, {ranks} ranks are too few: {_lacking_text(step)}. "
+            f"To train all of {model.name}, {ranks_text(ranks)} {'is' if ranks == 1 else 'are'} "
+            f"too few: {_lacking_text(step)}. "
             "--step compares every split; --step --largest finds the longest context that fits."
         )
     speed = step.tokens_per_second_per_gpu

@@ -82,6 +82,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def ranks_text(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
 def nodes_text(ranks: int, ranks_per_node: int) -> str:
     """
     >>> nodes_text(8, 8), nodes_text(9, 8)

@@ -33,6 +33,7 @@ from mesh_attention.cli.output import (
     nodes_text,
     of_batch,
     progress,
+    ranks_text,
     show,
     table,
 )
@@ -176,7 +177,7 @@ def to_lines(passes: Sequence[Simulated], batch: int = 1) -> list[str]:
         ["peak memory", *(bytes_text(n["peak_bytes"]) for n in numbers)],
     ]
     lines = [
-        f"{' and '.join(methods)} on {plan.num_ranks} ranks of {cluster.name}, "
+        f"{' and '.join(methods)} on {ranks_text(plan.num_ranks)} of {cluster.name}, "
         f"{nodes_text(plan.num_ranks, cluster.node.ranks)}\n{problem_text(plan.problem)}",
         table(rows),
     ]

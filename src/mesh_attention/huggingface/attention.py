@@ -58,8 +58,9 @@ class ModelBatch:
 
 WITHOUT_BATCH = (
     "attention over ranks needs to know its batch: call the model that ModelContextParallel was "
-    "given, as model(**batch.model_inputs()) with batch = cp.shard_batch(...). For generate, and "
-    "all else on whole sequences, close() the object first: the model then attends as before"
+    "given, as model(**batch.model_inputs()) with batch = cp.shard_batch(...). For whole sequences "
+    "on one process call it in `with cp.own_attention():`; generate needs no block, and close() "
+    "gives the model its own attention back for good"
 )
 
 

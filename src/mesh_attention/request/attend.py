@@ -20,9 +20,11 @@ from mesh_attention.request.compiled_attention import OfCall
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
 from mesh_attention.request.object_calls import ObjectCalls, UserCall
 from mesh_attention.request.operators import attention_op, need_grad
+from mesh_attention.runtime.session.caches import Shardings
 from mesh_attention.runtime.session.distributed_tensors import Spread, is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import (
+    OUTSIDE_BACKWARD,
     as_under_autocast,
     outside_autocast,
     outside_inference_mode,
@@ -80,19 +82,17 @@ def attend(
     if isinstance(documents, Documents):
         number, plans = documents.number, documents.plans
     if fault is None and (documents is None or number is not None):
-        key = _key(calls.name, q, k, v, sinks, softmax_scale, is_causal, return_lse)
+        cut = calls.session.shardings if documents is None else None
+        key = _key(calls.name, q, k, v, sinks, softmax_scale, is_causal, return_lse, cut)
     if key is None:
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         fault = fault or spread.fault
         needs_grad = fault is None and need_grad(q, k, v, sinks)
     else:
-        needs_grad, cut = key[0], calls.session.shardings
+        needs_grad = key[0]
         if plans is not None:
             known = plans.warm
-            warm = known.get(key)
-        # Without documents a call is checked again when others were cut meanwhile.
-        elif not cut.packed or not any(map(cut.is_packed, q.shape[1:2])):
-            warm = known.get(key)
+        warm = known.get(key)
     needs_grad = needs_grad or (fault is None and isinstance(around, Recording))
     if warm is not None and warm.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
@@ -169,9 +169,10 @@ def _key(
     softmax_scale: float | None,
     is_causal: bool | None,
     return_lse: bool,
+    cut: Shardings | None,
 ) -> tuple[Any, ...] | None:
     """All that the checks and the preparation of a call depend on, first whether gradients are
-    needed; None where they must look."""
+    needed; None where they must look. `cut`: what was, where the call has no documents."""
     if (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
@@ -190,6 +191,12 @@ def _key(
     needs_grad = needs_grad and torch.is_grad_enabled()
     if needs_grad and is_inference:
         return None
+    # A call that is made again in a backward pass was looked at in the forward pass.
+    if cut is not None and torch._C._current_graph_task_id() == OUTSIDE_BACKWARD:
+        of, latest = cut.of, cut.latest
+        for x in (q, k) if q.ndim == k.ndim == 4 else ():
+            _, slots, heads, _ = x.shape
+            key += of.get((name, slots)) or of.get(slots) or of.get(heads), slots == latest
     return (
         needs_grad,
         name,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +43,10 @@ from mesh_attention.request.sizes import (
 )
 from mesh_attention.request.tensor_checks import fault_of_causal, fault_of_sinks, fault_of_tensors
 from mesh_attention.runtime.execute.binding import CallShape
-from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
+from mesh_attention.runtime.session.caches import Cut, PlanSource, WeakRegistry
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
+from mesh_attention.runtime.session.modes import OUTSIDE_BACKWARD
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import Session, User, process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
@@ -185,20 +187,21 @@ class ObjectCalls:
         nobody looks at lse. `in_backward`: the tensors are stand-ins, and were looked at in the
         forward pass."""
         options, sample, arguments = self.options, None, self.arguments
-        looks = documents is None and not in_backward
+        is_again = in_backward or torch._C._current_graph_task_id() != OUTSIDE_BACKWARD
+        looks = documents is None and not is_again
         try:
             source, options = self._source_for(q, k, v, documents, keeps)
             plan = source.first.plan
             # Who calls the function with a length means it.
             if looks and not (self.is_function and arguments["seq_len"] is not None):
-                refuse_forgotten_documents(self.session, plan, q, k)
+                refuse_forgotten_documents(self.session, self.name, plan, q, k)
             fault = fault or fault_of_tensors(plan, q, k, v)
             if sinks is not None:
                 fault = fault or fault_of_sinks(plan, q, sinks)
             if is_causal is not None:
                 fault = fault or fault_of_causal(plan, is_causal)
             if fault is None and looks:
-                sample = refuse_other_shards(self.session, arguments, plan, k)
+                sample = refuse_other_shards(self.session, self.name, arguments, plan, k)
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing
@@ -313,12 +316,10 @@ class ObjectCalls:
     def cut(self, documents: Documents | None) -> Shards:
         """The same, for tensors that are cut: calls on them are held against it."""
         shards, cut = self.shards(documents), self.session.shardings
+        is_packed = shards.of_batch and max(map(len, shards.starts)) > 2
         for layout in (shards.q_layout, shards.kv_layout):
-            if shards.of_batch and max(map(len, shards.starts)) > 2:
-                cut.keep_packed(layout)
-            else:
-                cut.keep_plain(layout, shards.of_batch)
-            cut.latest = layout.num_tokens
+            what = Cut(None if is_packed else layout, shards.of_batch, self.name)
+            cut.keep(layout, what, self.session.calls.num_begun)
         return shards
 
 

@@ -2,7 +2,9 @@
 
 Nothing would show it but wrong numbers. So calls are held against what is known: what this thread
 has cut on the group, that no model has hundreds of heads, and that ranks with the same keys have
-not cut them. Whoever says `seq_len` means it.
+not cut them. Whoever says `seq_len` means it, unless the object itself has cut otherwise.
+
+A call that is kept is found again only where this thread has cut alike (`attend.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def refuse_heads_first(
         return
     (rows, heads), (keys, kv_heads), cut = q.shape[1:3], k.shape[1:3], session.shardings
     is_grouped = heads == kv_heads and 0 < keys < rows < heads and rows % keys == 0
-    is_cut = cut.has_slots(heads) and not cut.has_slots(rows)
+    is_cut = heads in cut.of and rows not in cut.of
     if is_grouped or is_cut or heads > max(rows, _MOST_HEADS):
         raise MeshAttentionError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}, which looks like (batch, heads, "
@@ -46,37 +48,46 @@ def refuse_heads_first(
         )
 
 
-def refuse_forgotten_documents(session: Session, plan: Plan, q: Any, k: Any) -> None:
+def refuse_forgotten_documents(session: Session, by: str, plan: Plan, q: Any, k: Any) -> None:
     """Of a call without any, before its shapes are compared with what they should be."""
     cut, layout = session.shardings, plan.shards[0]
     is_plain = fault_of_kind(q=q, k=k) is None
     for slots in [x.shape[1] for x in (q, k) if x.ndim == 4] if is_plain else ():
-        if cut.is_packed(slots):
+        known = cut.of_slots(by, slots)
+        if known is not None and known.is_packed:
             raise MeshAttentionError(
-                f"tensors were cut by the documents of {cut.packed[slots]} tokens, and this call "
-                f"takes the {slots} slots of a rank for {layout.num_tokens} tokens in the "
-                f"{layout.kind} layout: {_WITH_DOCUMENTS}, or cut what has none by shard without "
-                "documents"
+                f"tensors were cut by documents, and this call takes the {slots} slots of a rank "
+                f"for {layout.num_tokens} tokens in the {layout.kind} layout: {_WITH_DOCUMENTS}. "
+                "Tensors without documents are cut after the latest call, or by a ContextParallel "
+                "of their own"
             )
 
 
 def refuse_other_shards(
-    session: Session, arguments: Mapping[str, Any], plan: Plan, k: Tensor
+    session: Session, by: str, arguments: Mapping[str, Any], plan: Plan, k: Tensor
 ) -> Callable[[], str | None] | None:
     """Of tensors that fit the plan of a call without documents. Returns what samples them where
     ranks should compare whether they hold the same."""
     cut = session.shardings
     has_length = any(arguments.get(name) is not None for name in ("plan", "seq_len"))
     for layout in dict.fromkeys(plan.shards) if plan.num_ranks > 1 else ():
-        alike = [x for x in cut.plain if x.slots == layout.slots]
+        known = cut.of_slots(by, layout.slots)
+        if known is not None and has_length:
+            known = known if all(x.of_batch and x.by == by for x in known.all) else None
+        alike = {} if known is None else known.plain
         how, way_out = "", _WITH_DOCUMENTS
-        if not has_length and alike and not any(_fits(x, layout, arguments, plan) for x in alike):
-            x = alike[-1]
+        if alike and not any(_fits(x, layout, arguments, plan) for x in alike):
+            x, of_batch = [*alike.items()][-1]
             padding = x.padded_tokens - x.num_tokens
             how = f"from {x.num_tokens} tokens in the {x.kind} layout, with {padding} of padding"
-            if not cut.plain[x]:
+            if not of_batch:
                 way_out = f"give seq_len={x.num_tokens} and layout={x.kind.value!r}"
-            way_out += f"; if these are other tensors, give seq_len={layout.num_tokens} alone"
+            way_out += "; if these are other tensors, "
+            way_out += (
+                "call a ContextParallel that cuts none by documents"
+                if has_length
+                else f"give seq_len={layout.num_tokens} alone"
+            )
         elif not has_length and not alike and layout.slots == cut.latest:
             how = f"from {cut.latest} tokens, so that a rank has fewer"
             way_out = "cut the whole by shard or shard_batch, or say that ranks hold parts of "
@@ -92,7 +103,9 @@ def refuse_other_shards(
 def _fits(x: Layout, layout: Layout, arguments: Mapping[str, Any], plan: Plan) -> bool:
     """Whether tensors in layout `x` give the same result where they are taken for `layout`."""
     if x.num_tokens == layout.num_tokens:  # who names a layout means it
-        return x == layout or any(arguments.get(n) is not None for n in ("layout", "relayout"))
+        is_named = any(arguments.get(name) is not None for name in ("layout", "relayout"))
+        has_no_order = plan.problem.mask.is_full and x.padded_tokens == x.num_tokens
+        return x == layout or is_named or has_no_order
     # Padding lies behind all tokens, so that none of them sees it.
     same = (x.kind, x.block) == (layout.kind, layout.block) and x.kind is not LayoutKind.LISTED
     return same and plan.problem.mask.causal and len({*plan.shards}) == 1

@@ -20,10 +20,10 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.kept_calls import AroundAttention, Held, Recording, Replaying
 from mesh_attention.request.operators import attention_op
+from mesh_attention.runtime.session.modes import OUTSIDE_BACKWARD
 from mesh_attention.train.offloaded import HostMemory, OffloadedBlock
 
 Result = TypeVar("Result")
-_OUTSIDE_BACKWARD = -1  # number of the pass that autograd makes
 
 
 def in_compiled_code(offload: bool) -> Any:
@@ -69,7 +69,7 @@ class KeepAttention(partial[Any]):
         contexts = [*self(inputs=False)]
 
         def forward_then_again(*args: Any, **kwargs: Any) -> Result:
-            outside = torch._C._current_graph_task_id() == _OUTSIDE_BACKWARD
+            outside = torch._C._current_graph_task_id() == OUTSIDE_BACKWARD
             is_forward = outside or len(contexts) == 2
             if len(contexts) != (2 if is_forward else 1):
                 raise MeshAttentionError(

@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+OUTSIDE_BACKWARD = -1  # number of the pass that autograd makes
 
 
 def outside_compile(function: Callable[P, R]) -> Callable[P, R]:
