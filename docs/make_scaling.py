@@ -1,6 +1,6 @@
 """Writes docs/scaling.md: strong and weak scaling of the methods, simulated, and draws some of it.
 
-    python docs/make_scaling.py                      the page; a quarter of an hour on two cores, with a bar
+    python docs/make_scaling.py                      the page; 15 minutes of two cores, with a bar
     python docs/make_scaling.py --max-ranks 256      more rows than the page has; hours
     python docs/make_scaling.py --jobs 8             on so many processes
     python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
