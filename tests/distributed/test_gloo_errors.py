@@ -222,7 +222,9 @@ def test_negated_views_are_read_as_what_they_mean(pool: WorkerPool) -> None:
 def test_two_odd_ranks_are_both_named(pool: WorkerPool) -> None:
     raised = pool.run(call_wrongly_once, 5, without_grad, [1, 3])
     all_raised(raised)
-    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagree" in h.error for h in raised)
+    assert all("ranks [1, 3] of the group [0, 1, 2, 3, 4] disagree" in h.error for h in raised), (
+        raised
+    )
 
 
 def call_wrongly_once(
@@ -281,17 +283,15 @@ def test_sharding_twice_is_detected(pool: WorkerPool) -> None:
 def call_wrongly_when_warm(
     rank: int, world_size: int, mistake: Callable[[Inputs], Inputs], by: int, folder: str
 ) -> None:
-    """One row of tiles: the first thing every rank waits for is a gather with all the others.
-
-    The gather stays in flight, so the process ends when it has written what it raised.
-    """
+    """One row of tiles: the first thing every rank waits for is a gather with all the others."""
     case = replace(CASE, options={"tile": (1, RANKS)})
     cp = context(case)
     inputs = shards(cp, case)
     cp.attention(*inputs)
     given = mistake(inputs) if rank == by else inputs
-    raised = raised_by(lambda: cp.attention(*given))
-    # What is in flight must not be taken for the data of the next call, right as that one is.
+    with mock.patch.object(handshake, "_GRACE_SECONDS", 8.0):  # on a busy machine
+        raised = raised_by(lambda: cp.attention(*given))
+    # Where an error has broken it off, the next call is refused, right as it is.
     after = raised_by(lambda: cp.attention(*inputs))
     leave_with_all(folder, rank, world_size, f"{raised.seconds} {raised.error}\n{after.error}")
 
@@ -308,4 +308,7 @@ def test_a_mistake_after_calls_that_were_agreed_on_is_told_while_waiting_for_a_c
         seconds, _, error = first.partition(" ")
         assert reason in error
         assert float(seconds) < 10
-        assert "was broken off while transfers were in flight" in after
+        broken_off = "was broken off, and transfers may be in flight" in after
+        assert broken_off == (name == "length"), (
+            after
+        )  # else ranks have compared, and nothing moved

@@ -6,15 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
-from mesh_attention.runtime.agreement.handshake import DisagreementError
+from mesh_attention.runtime.agreement import handshake
+from mesh_attention.runtime.agreement.handshake import OUT_OF_STEP, DisagreementError
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import WorkerPool
+from support.raised import raised_by
 from support.reference import attention
 
 RANKS, ODD = 3, 1
@@ -73,6 +77,46 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
 
 def test_a_mistake_that_was_told_leaves_the_same_kinds_known_on_all_ranks(pool: WorkerPool) -> None:
     assert pool.run(kinds_that_come_and_go, RANKS) == [[True] * 13] * RANKS
+
+
+def kinds_that_some_know(rank: int, world_size: int) -> tuple[list[str], list[bool], list[str]]:
+    """Whoever knows its kind of call waits in it, and the others ask for an agreement."""
+    cp = context(CASE, dist.new_group(), seq_len=12)
+    x, odd = cp.shard(CASE.tensors()[0], 1), rank == ODD
+    cp.attention(x, x, x)
+    cp.unshard(x, 1)
+    leaf, wide = x.clone().requires_grad_(), torch.cat([x, x])
+
+    def attend(x: Tensor, label: str | None = None) -> object:
+        return cp.attention(x, x, x, label=label)
+
+    mistakes: list[Callable[[], object]] = [
+        lambda: attend(x if odd else leaf),  # one knows its kind
+        lambda: attend(wide if odd else x),  # two know theirs
+        lambda: cp.unshard(x, 1, grad="sum" if odd else None),
+    ]
+    raised, right = [], []
+    for mistake in mistakes:
+        with mock.patch.object(handshake, "_GRACE_SECONDS", 8.0):  # on a busy machine
+            error = raised_by(mistake)
+        raised.append(f"{error.kind} {error.error}" if error.seconds < 5 else "late")
+        right += [is_right(cp, CASE)]  # kinds that were asked about, and those that were not
+        attend(wide)
+    skipped = [lambda: attend(x if odd else x.half(), "b" if odd else "a"), lambda: attend(x)]
+    with mock.patch.object(handshake, "_GRACE_SECONDS", 8.0):
+        return raised, right, [raised_by(call).error for call in skipped]
+
+
+def test_nothing_is_broken_where_some_ranks_alone_know_their_kind_of_call(pool: WorkerPool) -> None:
+    words = ("needs_grad is False there", "batch is 2 there", "grad is 'sum' there")
+    for raised, right, (mixed, after) in pool.run(kinds_that_some_know, RANKS):
+        for text, word in zip(raised, words, strict=True):
+            assert text.startswith("DisagreementError rank 1 of the group [0, 1, 2]"), text
+            assert word in text
+        assert right == [True] * 3
+        assert "label is" in mixed
+        assert OUT_OF_STEP in mixed
+        assert "out of step since an earlier call" in after
 
 
 def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:

@@ -147,9 +147,9 @@ def padded(rank: int, world_size: int) -> Told:
 
 def test_padding_is_not_taken_for_tokens(pool: WorkerPool) -> None:
     for told, errors in pool.run(padded, 5):
-        for words in told:
+        for words, to in zip(told, (" to ContextParallel(...)", ""), strict=True):
             assert "with 1 of padding" in words
-            assert "if these are other tensors, give seq_len=25 alone" in words
+            assert words.endswith(f"if these are other tensors, give seq_len=25 alone{to}"), words
         assert max(errors) < 1e-5
 
 

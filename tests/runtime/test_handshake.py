@@ -14,7 +14,12 @@ from torch._C._distributed_c10d import HashStore
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE
 from mesh_attention.runtime.agreement import handshake
-from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake, verdict_on
+from mesh_attention.runtime.agreement.handshake import (
+    OUT_OF_STEP,
+    DisagreementError,
+    Handshake,
+    verdict_on,
+)
 from mesh_attention.runtime.transport.job_store import as_number, as_words
 
 RANKS = (3, 5, 8)  # global ranks: a group need not begin at 0
@@ -128,10 +133,12 @@ def test_ranks_that_do_not_come_are_named_when_the_time_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handshake, "_PATIENCE_SECONDS", 0.2)
+    made, said = handshakes(), {"token_mean": "sum"}
     with pytest.warns(UserWarning, match=r"rank 3 has waited \d+ s for ranks \[8\]"):
-        found = together(handshakes(), {3: {}, 5: {}}, timeout=timedelta(seconds=1))
-    told = "ranks [8] did not reach the same attention call within 1 s"
+        found = together(made, {3: said, 5: said}, timeout=timedelta(seconds=1))
+    told = f"ranks [8] did not reach the same call (token_mean) within 1 s; {OUT_OF_STEP}"
     assert texts(found) == {3: told, 5: told}
+    assert texts(together(made, {8: said})) == {8: told}  # at once
 
 
 @pytest.mark.usefixtures("store")
@@ -164,6 +171,28 @@ def test_transfers_are_in_flight_after_an_error_where_a_rank_had_begun(
     made = handshakes()
     together(made, {rank: {} for rank in RANKS}, {5: ValueError("no")}, in_flight=flying)
     assert [one.left_in_flight for one in made.values()] == [bool(flying)] * 3
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    ("waits", "statement", "goes_on"),
+    [
+        (True, {"needs_grad": False}, True),
+        (False, {"needs_grad": False}, False),  # on a device nothing waits for the comparison
+        (True, {"unshard": 4}, False),  # at another point of its program
+    ],
+)
+def test_ranks_that_wait_in_a_call_leave_it_to_that_to_tell_who_is_odd(
+    waits: bool, statement: dict[str, Any], goes_on: bool
+) -> None:
+    made, usual = handshakes(), {"needs_grad": True}
+    with ThreadPoolExecutor(1) as thread:
+        how: dict[str, Any] = {"call": 2, "timeout": LONG, "in_flight": True, "waits": waits}
+        last = thread.submit(made[8].agree, statement, **how)
+        results = together(made, {3: usual, 5: usual})
+        assert (last.exception() is None) == goes_on
+    assert [result is False for result in results.values()] == [goes_on] * 2
+    assert [each.left_to_the_call for each in made.values()] == [goes_on] * 3
 
 
 @pytest.mark.usefixtures("store")

@@ -222,12 +222,14 @@ class ContextParallel(Batches, Training, Reports):
         return (out, lse) if return_lse is True else out
 
     def check(self) -> None:
-        """Raises if a call on this process group went wrong. It never waits for a device.
+        """Raises if a call on this process group went wrong, on any rank that has told the job's
+        store. It never waits for a device.
 
         On a GPU calls return before their work is done. If ranks turn out to be at different calls,
         or one of them has ended, results are NaN; this, or the next call, says why.
         """
         self._calls.user.refuse_if_closed()
+        self._calls.session.guard.hear()
 
     # End.
 

@@ -211,7 +211,8 @@ class Training:
         Takes logits, or hidden states and a `weight`: then logits are made in chunks, and again in
         the backward pass. Logits are divided by `temperature`, after `softcap`. Nothing is sent,
         unless FSDP2 holds the weight in parts, which are gathered: `reduce` then says what becomes
-        of its gradient, as it does in `token_mean`.
+        of its gradient, as it does in `token_mean`. With `reduce` all ranks make the call, and an
+        error of one of them is told to the others, also where the weight is whole.
 
         statistics  what is returned besides, for each token and without gradients: "is_top1",
                     whether it is the most likely one; "mean_logits", over the vocabulary;
@@ -219,8 +220,10 @@ class Training:
         label       as in `attention`, where a weight is gathered: for those of several models, say
         """
         call = LossCall("log_probs", *self._of_call(reduce, label, tokens))
-        is_sent = any(is_of_fsdp(x, self._calls.ranks) for x in (weight, bias))
-        return (log_probs_together if is_sent else log_probs)(
+        # Who says `reduce` trains the weight: all ranks do, also where it is whole at the moment.
+        together = reduce is not None
+        together = together or any(is_of_fsdp(x, self._calls.ranks) for x in (weight, bias))
+        return (log_probs_together if together else log_probs)(
             call,
             hidden_or_logits,
             tokens,

@@ -112,7 +112,7 @@ def attend(
             return_lse=return_lse,
         )
         warm = UserCall(calls.user, call, calls.name, calls.latest, calls.batch)
-        if key is not None:
+        if key is not None and not call.to_be_refused:
             _keep(known, key, warm)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():

@@ -201,7 +201,9 @@ class ObjectCalls:
             if is_causal is not None:
                 fault = fault or fault_of_causal(plan, is_causal)
             if fault is None and looks:
-                sample = refuse_other_shards(self.session, self.name, arguments, plan, k)
+                sample = refuse_other_shards(
+                    self.session, self.name, arguments, plan, k, is_function=self.is_function
+                )
             if softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing

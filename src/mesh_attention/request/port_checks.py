@@ -64,11 +64,18 @@ def refuse_forgotten_documents(session: Session, by: str, plan: Plan, q: Any, k:
 
 
 def refuse_other_shards(
-    session: Session, by: str, arguments: Mapping[str, Any], plan: Plan, k: Tensor
+    session: Session,
+    by: str,
+    arguments: Mapping[str, Any],
+    plan: Plan,
+    k: Tensor,
+    *,
+    is_function: bool,
 ) -> Callable[[], str | None] | None:
     """Of tensors that fit the plan of a call without documents. Returns what samples them where
-    ranks should compare whether they hold the same."""
+    ranks should compare whether they hold the same. `is_function`: the call takes sizes itself."""
     cut = session.shardings
+    to = "" if is_function else " to ContextParallel(...)"
     has_length = any(arguments.get(name) is not None for name in ("plan", "seq_len"))
     for layout in dict.fromkeys(plan.shards) if plan.num_ranks > 1 else ():
         known = cut.of_slots(by, layout.slots)
@@ -81,12 +88,12 @@ def refuse_other_shards(
             padding = x.padded_tokens - x.num_tokens
             how = f"from {x.num_tokens} tokens in the {x.kind} layout, with {padding} of padding"
             if not of_batch:
-                way_out = f"give seq_len={x.num_tokens} and layout={x.kind.value!r}"
+                way_out = f"give seq_len={x.num_tokens} and layout={x.kind.value!r}{to}"
             way_out += "; if these are other tensors, "
             way_out += (
                 "call a ContextParallel that cuts none by documents"
                 if has_length
-                else f"give seq_len={layout.num_tokens} alone"
+                else f"give seq_len={layout.num_tokens} alone{to}"
             )
         elif not has_length and not alike and layout.slots == cut.latest:
             how = f"from {cut.latest} tokens, so that a rank has fewer"

@@ -51,11 +51,17 @@ class Faults:
             return as_words(self.store.compare_set(_CAUSE, "", cause))
         return as_words(cause.encode())
 
+    def cause(self) -> str | None:
+        """The cause, where a rank has told one."""
+        for cause in self.store.there([_CAUSE]).values():
+            return as_words(cause)
+        return None
+
     def find_ended(self) -> str | None:
         """What was told, or that a rank of this host has ended."""
         with suppress(LostStoreError):
-            for cause in self.store.there([_CAUSE]).values():
-                return as_words(cause)
+            if (cause := self.cause()) is not None:
+                return cause
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
             return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
         return None

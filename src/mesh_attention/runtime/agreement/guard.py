@@ -172,8 +172,10 @@ class Guard:
         self._faults.store.allow(limit - waited)
         if self._handshake.is_called_for(self.place) and self._current is not None:
             statement = self._current.kind.agreed_statement
-            timeout = self._timeout
-            self._handshake.agree(statement, call=self.place, timeout=timeout, in_flight=True)
+            timeout, waits = self._timeout, not self._nccl
+            self._handshake.agree(
+                statement, call=self.place, timeout=timeout, in_flight=True, waits=waits
+            )
         cause = self._faults.find_cause(self._groups.releases)
         if cause is not None:
             raise CommunicationError(cause)
@@ -237,6 +239,14 @@ class Guard:
             if drop is not None:
                 drop()
 
+    def hear(self) -> None:
+        """Others may have refused everything before this rank came to a call."""
+        with suppress(LostStoreError):
+            cause = None if self.broken or self._alone else self._faults.cause()
+            if cause is not None:
+                self._break_off(cause)
+        self.refuse_if_broken()
+
     def refuse_if_broken(self) -> None:
         if self._watch is not None:
             self._watch.wait_for_verdict(ANSWER_SECONDS)
@@ -255,7 +265,7 @@ class Guard:
             way_out = "go back to a point that all ranks have in common, a checkpoint say, and "
         else:
             state = (
-                "an earlier call on this process group was broken off while transfers were in "
+                "an earlier call on this process group was broken off, and transfers may be in "
                 f"flight, which a new call could take for its own ({self._cause})"
             )
             way_out = ""

@@ -33,6 +33,8 @@ _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
 _LOOK_AROUND_SECONDS = 1.0
 _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
+# Some know their kinds of call and wait in the comparison, before data moves: it tells them apart.
+_LEFT_TO_THE_CALL = "ranks differ, and compare in the call"
 # In a verdict, and in the cause of what is refused then; all ranks read it there.
 OUT_OF_STEP = (
     "the ranks are at different points of their programs, and this process group is refused from "
@@ -43,6 +45,7 @@ _COUNTED = (
     "on all ranks)"
 )
 _FOLLOW = "follow the first rank: "  # with what it chose by
+_CALLS = {"needs_grad": "attention", "programs": "ContextParallel(...)"}  # of `OF_ONE_KIND`
 
 SAMPLE = "sample of the keys"  # in a statement: the same on all ranks where none of them cut it
 
@@ -66,6 +69,7 @@ class Handshake:
         self._first_kept = 1  # rounds before it have no keys in the store any more
         self.followed: str | None = None  # what the first rank chose by, where others differed
         self.left_in_flight = False  # the last disagreement broke a call off, or may have
+        self.left_to_the_call = False  # ranks differ; those that asked must go on and compare
 
     def is_called_for(self, call: int) -> bool:
         """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
@@ -82,12 +86,13 @@ class Handshake:
         call: int,
         timeout: timedelta,
         in_flight: bool = False,
+        waits: bool = False,
     ) -> bool:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
         who may be past the agreement already. `call`: how many calls this rank has begun;
-        `in_flight`: the last of them waits for this agreement.
+        `in_flight`: the last of them waits for this agreement; `waits`: so does its data.
         True: some ranks made their programs and others were given them; compare all programs.
         """
         with self._lock:
@@ -99,6 +104,7 @@ class Handshake:
                 "statement": statement,
                 "error": error and error_text(error),
                 "in_flight": in_flight,
+                "waits": waits,
             }
             self.store.set(f"{prefix}/{self._me}", json.dumps(said, sort_keys=True))
             if not in_flight:  # those who join later look how far the one got who asks them to
@@ -106,7 +112,7 @@ class Handshake:
             try:
                 # Before the first call nobody can be past an agreement: wait until all have spoken.
                 grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
-                verdict = self._verdict(prefix, error, grace)
+                verdict = self._verdict(prefix, statement, error, grace)
             except Exception:
                 heard = self._statements(prefix, {})
                 silent = len(heard) < len(self._ranks)
@@ -115,6 +121,7 @@ class Handshake:
             self._forget_earlier_rounds()
             follow = verdict.startswith(_FOLLOW)
             self.followed = verdict.removeprefix(_FOLLOW) if follow else None
+            self.left_to_the_call = verdict == _LEFT_TO_THE_CALL
             return verdict == _COMPARE_PROGRAMS
 
     def _forget_earlier_rounds(self) -> None:
@@ -124,7 +131,9 @@ class Handshake:
         self.store.forget([f"round{number}/{name}" for number in earlier for name in names])
         self._first_kept = self._rounds
 
-    def _verdict(self, prefix: str, error: Exception | None, grace: float) -> str:
+    def _verdict(
+        self, prefix: str, statement: Statement, error: Exception | None, grace: float
+    ) -> str:
         """The verdict of a round, as an error unless all agree.
 
         The first rank judges for all; where it does not come, each judges for itself. The first
@@ -147,9 +156,10 @@ class Handshake:
                 if complete or waited > contradicted + grace:
                     verdict = difference or _AGREED
             if waited > limit:
-                own = f"rank {self._me}: {error and error_text(error)}"
-                call = f"did not reach the same attention call within {limit:.0f} s"
-                verdict = f"{self._missing()} {call}" if error is None else own
+                verdict = f"rank {self._me}: {error and error_text(error)}"
+                if error is None:  # those who come later are a round behind: none goes on
+                    verdict = f"{self._missing()} did not reach the same call"
+                    verdict += f"{_named(statement)} within {limit:.0f} s; {OUT_OF_STEP}"
             if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
                 looked = time.monotonic()
                 verdict = self.find_cause() or ""
@@ -160,7 +170,7 @@ class Handshake:
                 warned = True
                 warnings.warn(
                     f"rank {self._me} has waited {waited:.0f} s for {self._missing()} "
-                    "to reach the same attention call",
+                    f"to reach the same call{_named(statement)}",
                     stacklevel=2,
                 )
             time.sleep(pause)
@@ -168,7 +178,8 @@ class Handshake:
         if error is not None:
             raise error
         verdict = self.store.get(key).decode(errors="replace")
-        if verdict not in (_AGREED, _COMPARE_PROGRAMS) and not verdict.startswith(_FOLLOW):
+        goes_on = verdict in (_AGREED, _COMPARE_PROGRAMS, _LEFT_TO_THE_CALL)
+        if not goes_on and not verdict.startswith(_FOLLOW):
             raise DisagreementError(as_words(verdict.encode()))
         return verdict
 
@@ -199,6 +210,12 @@ def read_said(said: bytes) -> dict[str, Any]:
     }
 
 
+def _named(statement: Statement) -> str:
+    """The call that is stated, in brackets, where it has a name."""
+    names = [name for name in OF_ONE_KIND if name in statement]
+    return f" ({_CALLS.get(names[0], names[0])})" if names else ""
+
+
 def verdict_on(said: Said, *, complete: bool) -> str:
     """Empty if all agree; otherwise one line that names the odd ranks."""
     broken = [(rank, its["error"]) for rank, its in said.items() if its["error"]]
@@ -222,6 +239,9 @@ def verdict_on(said: Said, *, complete: bool) -> str:
     differ = _odd_statement(statements)
     if differ and is_of_order(said):
         return f"{differ}{_COUNTED if BATCH_NUMBER in differ else ''}; {OUT_OF_STEP}"
+    begun = [its for its in said.values() if its.get("in_flight")]
+    if differ and complete and begun and all(its.get("waits") for its in begun):
+        return _LEFT_TO_THE_CALL
     if "the whole batch is" in differ:  # as `CallIdentity` names it
         return f"{differ}; all ranks of the group must load the same batch"
     if differ or not complete:

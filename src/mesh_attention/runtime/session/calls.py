@@ -117,6 +117,8 @@ class Calls:
             raise
         if error is not None or not (ahead or known):
             self.agree(statement, options, error)
+            if self._handshake.left_to_the_call:
+                return call.refused(needs_grad, AgreedKind(kind))
             self._connect(call, directions)
         if not known:
             call.kind.agreed[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
@@ -197,6 +199,8 @@ class Calls:
         known = self._agreed.get(key)
         if known is None:
             self.agree(statement, options, None)
+            if self._handshake.left_to_the_call:
+                return AgreedKind(statement)
             with self._guard.whole_or_broken():
                 self._groups.everybody()
             known = AgreedKind(statement, last_call=self.num_begun)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from weakref import finalize, ref
 
@@ -82,6 +83,7 @@ class PreparedCall:
             made = CallTransport(transports, wanted, rank_plan, call_shape, options.timeout)
         self.transport: CallTransport = made if base is None else base.transport
         self.kind = kind or AgreedPasses()
+        self.to_be_refused = False  # ranks are known to differ
         self.options = options
         self.rank_plan = rank_plan
         self.reports: dict[Direction, PassReport] = {}
@@ -110,7 +112,15 @@ class PreparedCall:
         """Whether ranks know such calls and this rank has all it needs for one."""
         kind = self.kind
         ready = Direction.BACKWARD if needs_grad else Direction.FORWARD
-        return kind.is_kept and needs_grad in kind.agreed and ready in self.executors
+        known = kind.is_kept and needs_grad in kind.agreed and ready in self.executors
+        return known or self.to_be_refused
+
+    def refused(self, needs_grad: bool, kind: AgreedKind) -> PreparedCall:
+        """For ranks to compare once, in the call, and refuse: it is not connected."""
+        other = copy(self)
+        other.kind, other.to_be_refused = AgreedPasses(), True
+        other.kind.agreed[needs_grad] = kind
+        return other
 
     def make_ready(self, directions: Iterable[Direction]) -> None:
         """Raises where a kernel refuses what this rank has to do."""
