@@ -93,7 +93,7 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "set meanwhile": "was set to 'sdpa'",
         "pickled": "cannot be pickled",
         "fine": "nothing",
-        "closed": "For generate",
+        "closed": "call it in `with cp.own_attention():`",
         "after": "nothing",
     }
     for rank, told in enumerate(model_pool.run(wrong_calls, 2)):
