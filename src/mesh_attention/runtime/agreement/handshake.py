@@ -148,7 +148,7 @@ class Handshake:
         while not self.store.check([key]):
             waited, verdict = time.monotonic() - begun, ""
             if waited >= judges_from:
-                said |= self._statements(prefix, said)
+                said = dict(sorted((said | self._statements(prefix, said)).items()))
                 complete = len(said) == len(self._ranks)
                 difference = verdict_on(said, complete=complete)
                 contradicted = min(contradicted, waited) if difference else contradicted
