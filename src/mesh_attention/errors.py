@@ -26,6 +26,11 @@ class PlanTextError(MeshAttentionError):
     """A text is not the text form of a plan."""
 
 
+def printable(text: str) -> str:
+    """The text without codes of a terminal, which names and answers of others may hold."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     >>> did_you_mean("zigzg", ["zigzag", "striped"]), did_you_mean("?", ["zigzag"])

@@ -83,6 +83,7 @@ IMPOSSIBLE = [
     ("simulate --trace-ranks 0", "at least 1"),
     ("pln", "unknown command pln (did you mean plan?)"),
     ("\x1b[31m", "unknown command '\\x1b[31m'; commands: "),
+    ("verify --ranks 4 --slices \x1b[31m", "--slices: \\x1b[31m: No such file"),
     ("vol", "commands: plan, volume, verify, simulate, advise, draw"),
     ("--colour", "unknown option --colour"),
 ]

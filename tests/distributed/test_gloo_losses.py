@@ -20,6 +20,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"num_targets": 0}, "fewer than the"),
     "negative": ({"num_targets": -3}, "num_targets=-3: give how many targets"),
     "nan": ({"num_targets": torch.nan}, "num_targets=nan: give how many targets"),
+    "more than counts": ({"num_targets": 10**30}, "num_targets=1000"),
     "words": ({"num_targets": "19"}, "num_targets='19': give how many targets"),
     "smoothing": ({"label_smoothing": 2.0}, "label_smoothing=2.0: must be at most 1"),
     "nan smoothing": ({"label_smoothing": torch.nan}, "must be finite"),

@@ -38,11 +38,13 @@ def test_what_is_not_a_plan_is_refused_by_every_reader(name: str, nonsense: Any)
         ("gather_out", "x"), ("ranks_per_node", 1.5), ("alpha", "2"), ("stripe_block", 2.5),
         ("gamma", float("nan")), ("gamma", "a"), ("costs", {}), ("combine", 5),
         ("layout", "diagonal"), ("max_memory_bytes", "1GiB"), ("backward_tile", 3),
+        ("tile", (0, 4)), ("ranks_per_node", 10**30),
     ],
 )  # fmt: skip
 def test_an_option_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(MeshAttentionError, match=name):
-        make_plan(PROBLEM, 4, method="mesh", **{name: value})
+    for method in ("mesh", "auto"):
+        with pytest.raises(MeshAttentionError, match=name):
+            make_plan(PROBLEM, 4, method=method, **{name: value})
 
 
 @pytest.mark.parametrize("method", METHODS)

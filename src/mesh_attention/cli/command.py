@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
-from mesh_attention.errors import MeshAttentionError, did_you_mean
+from mesh_attention.errors import MeshAttentionError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from mesh_attention.measure.ranks import Ranks
@@ -102,8 +102,7 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             kind = "option" if name.startswith("-") else "argument"
             known = [option for action in self._actions for option in action.option_strings]
-            shown = name if name.isprintable() else ascii(name)
-            self.error(f"unknown {kind} {shown}{did_you_mean(name, known)}")
+            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
         return args
 
     def format_help(self, *, seldom: bool = False) -> str:
@@ -191,7 +190,7 @@ def exit_code(prog: str, work: Callable[[], int]) -> int:
         message = "there is not enough memory for this"
     except Exception:
         return _own_mistake(prog)
-    print(f"{prog}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{prog}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

@@ -90,7 +90,7 @@ class Means(LossCall):
             fits = number.numel() == 1 and number.dtype != torch.bool
         else:
             whole = isinstance(number, Integral) and not isinstance(number, bool)
-            fits = number is None or (whole and number >= 0)
+            fits = number is None or (whole and 0 <= number < 2**63)
         if not fits:
             raise MeshAttentionError(
                 f"num_targets={number!r}: give how many targets all ranks have in all batches "

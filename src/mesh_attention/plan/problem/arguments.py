@@ -19,6 +19,8 @@ from mesh_attention.errors import PlanError
 
 Member = TypeVar("Member", bound=StrEnum)
 
+_MOST = 2**63 - 1  # that numpy and PyTorch count with
+
 
 def number(name: str, value: Any, *, least: int | None = 1) -> int:
     """A whole number; `least` None leaves the bound to the caller.
@@ -26,7 +28,7 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
     >>> number("ranks", 4)
     4
     """
-    if type(value) is int and (least is None or value >= least):
+    if type(value) is int and (-_MOST if least is None else least) <= value <= _MOST:
         return value  # the usual case; batches bring many
     bound = "" if least is None else f" of at least {least}"
     try:
@@ -37,6 +39,8 @@ def number(name: str, value: Any, *, least: int | None = 1) -> int:
         raise PlanError(f"{name}={value!r}: must be a whole number{bound}") from None
     if least is not None and whole < least:
         raise PlanError(f"{name}={whole}: must be a whole number{bound}")
+    if abs(whole) > _MOST:
+        raise PlanError(f"{name}={whole}: must be a whole number below 2**63")
     return whole
 
 
@@ -82,6 +86,8 @@ def pair(name: str, value: Any) -> tuple[int, int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):  # the last of tensors that hold no list
         raise PlanError(f"{name}={value!r}: give two numbers, as in (2, 4) or '2x4'") from None
+    if min(a, b) < 1 or max(a, b) > _MOST:
+        raise PlanError(f"{name}={value!r}: both must be numbers of at least 1")
     return a, b
 
 

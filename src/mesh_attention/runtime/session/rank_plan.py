@@ -51,6 +51,7 @@ class RankPlan:
         """A digest of the question, and enough for people to see in what two plans differ."""
         plan, p = self.plan, self.plan.problem
         heads = f"{p.num_heads} heads of {p.head_dim}, {p.kv_heads} KV heads"
+        heads += "" if p.v_dim == p.head_dim else f", v_head_dim {p.v_dim}"
         setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
         tokens = f"{p.q_tokens} by {p.keys} tokens of {p.element_bytes} bytes"
         summary = f"{plan.method}, {tokens}, {heads}, {p.mask.describe()}, {plan.q_layout.kind}"

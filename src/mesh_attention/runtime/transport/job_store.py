@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, printable
 
 ANSWER_SECONDS = 3.0  # after a fault, for others to say that they are there
 _MOST_CHARACTERS = 10_000  # of what a peer says
@@ -75,9 +75,7 @@ def as_words(said: bytes) -> str:
     have any characters, and any number of them."""
     text = said.decode(errors="replace")
     more = len(text) - _MOST_CHARACTERS
-    text = "".join(
-        c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text[:_MOST_CHARACTERS]
-    )
+    text = printable(text[:_MOST_CHARACTERS])
     return f"{text} ... ({more} more characters)" if more > 0 else text
 
 
