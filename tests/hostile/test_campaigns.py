@@ -75,7 +75,7 @@ def test_a_wrong_number_a_foreign_error_and_a_long_wait_are_wrong(
 
 @pytest.mark.parametrize("mutant", ["arguments", "refusals"])
 def test_a_mutant_that_needs_no_other_process_is_caught(mutant: str) -> None:
-    assert run_campaign(CAUGHT_BY[mutant], 1, ENDLESS, mutant=mutant, stop_at_wrong=True).wrong
+    assert run_campaign(CAUGHT_BY[mutant], 2, ENDLESS, mutant=mutant, stop_at_wrong=True).wrong
 
 
 def compute_without_end() -> None:

@@ -241,7 +241,8 @@ class _Bounds:
     ) -> tuple[float, float]:
         """Queries and keys of other units, and partial results back: seconds of the bytes, and of
         the messages."""
-        (a, b), node, network = tile, self._cluster.node, self._cluster.network
+        node, network = self._cluster.node, self._cluster.network
+        a, b = (max(1, side) for side in tile)  # the method refuses a tile of no side
         if a * b == 1:
             return 0.0, 0.0
         q, out, kv = self._sides(degree)

@@ -86,8 +86,6 @@ def pair(name: str, value: Any) -> tuple[int, int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):  # the last of tensors that hold no list
         raise PlanError(f"{name}={value!r}: give two numbers, as in (2, 4) or '2x4'") from None
-    if min(a, b) < 1 or max(a, b) > _MOST:
-        raise PlanError(f"{name}={value!r}: both must be numbers of at least 1")
     return a, b
 
 
