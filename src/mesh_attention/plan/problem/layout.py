@@ -78,6 +78,7 @@ class Layout:
     num_ranks: int
     block: int = 1
     stretches: Stretches | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", LayoutKind(self.kind))
@@ -198,8 +199,12 @@ class Layout:
     def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
         """The positions of intervals of places as stretches, in order: faster than `runs`. None for
         layouts that may have many."""
-        if self.kind is LayoutKind.CONTIGUOUS:
+        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
             return list(spans)
+        if self.order is not None:
+            spans = self._in_order(spans)
+            if self.kind is LayoutKind.CONTIGUOUS:
+                return list(spans)
         if self.kind is not LayoutKind.ZIGZAG:
             return None
         half, last = self.slots // 2, 2 * self.num_ranks - 1
@@ -222,6 +227,15 @@ class Layout:
         stops = np.minimum(stops[of], (index + 1) * half) + shift
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
+    def _in_order(self, spans: Spans) -> Spans:
+        """The places that these have where every rank owns its own partition."""
+        slots, order = self.slots, self.order
+        return tuple(
+            (max(start, at * slots) + (order[at] - at) * slots, min(stop, (at + 1) * slots) + (order[at] - at) * slots)
+            for start, stop in spans
+            for at in range(start // slots, -(-stop // slots))
+        )
+
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
             case LayoutKind.CONTIGUOUS | LayoutKind.ZIGZAG:
@@ -230,6 +244,7 @@ class Layout:
                 return [Run(low, high - low) for low, high in blocks]
             case LayoutKind.STRIPED:
                 stride = self.num_ranks * self.block
+                rank = rank if self.order is None else self.order[rank]
                 whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
                 first, last = (
                     whole.start + slot // self.block * stride + slot % self.block

@@ -79,7 +79,9 @@ def layout_kind(problem: Problem, box: Box) -> LayoutKind:
     return box.layout or (LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG)
 
 
-def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
+def _layouts_of(
+    problem: Problem, num_ranks: int, box: Box, devices: tuple[int, ...]
+) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if box.relayout and box.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
@@ -90,10 +92,11 @@ def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
             f"layout=listed lists the positions of queries and keys alike, but there are "
             f"{problem.q_tokens} query and {problem.keys} key tokens"
         )
-    q = Layout(kind, problem.q_tokens, num_ranks, box.stripe_block, box.stretches)
+    order = None if devices == tuple(range(num_ranks)) else devices
+    q = Layout(kind, problem.q_tokens, num_ranks, box.stripe_block, box.stretches, order)
     if problem.q_tokens == problem.keys:
         return q, q
-    return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches)
+    return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches, order)
 
 
 def _devices_of(tile: Tile, box: Box) -> tuple[int, ...]:
@@ -193,8 +196,8 @@ class TilePlanner:
         self.backward_tile = self.tile
         if box.backward_tile:
             self.backward_tile = tile_for(box.backward_tile, units, rotation=box.rotation)
-        self.layouts = _layouts_of(problem, num_ranks, box)
         self._devices = _devices_of(self.tile, box)
+        self.layouts = _layouts_of(problem, num_ranks, box, self._devices)
         self.shards: Layouts | None = None  # of the caller's tensors, where they are others
         if box.relayout:
             q, kv = (contiguous_shards(layout.num_tokens, self._devices) for layout in self.layouts)
