@@ -145,10 +145,11 @@ class _Run:
         return self.plan.shards[keys]
 
     def shard(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        return rows_first(take_shard(whole, self.layout(name), rank, 1))
+        return rows_first(take_shard(whole, self.layout(name), self.plan.devices[rank], 1))
 
     def join(self, name: str, results: list[dict[str, Tensor]]) -> Tensor:
-        shards = [result[name].transpose(0, 1) for result in results]
+        ranks = sorted(range(len(results)), key=self.plan.devices.__getitem__)
+        shards = [results[rank][name].transpose(0, 1) for rank in ranks]
         return join_shards(shards, self.layout(name), 1)
 
     def all_ranks(

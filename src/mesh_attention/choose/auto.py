@@ -29,7 +29,7 @@ from mesh_attention.choose.scored import (
     SearchQuestion,
 )
 from mesh_attention.choose.shapes import default_layout
-from mesh_attention.cost.planning import PLACES, ask_on, collector_paused
+from mesh_attention.cost.planning import ask_on, collector_paused
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
@@ -75,9 +75,7 @@ class PlanChoice:
         """Options that say where tokens lie, if not where they are by default."""
         if all(scored.stays for scored in self.chosen.values()):
             return {}
-        options = next(iter(self.chosen.values())).options
-        where = {name: options[name] for name in PLACES if options.get(name) is not None}
-        return {"layout": self.plan().q_layout.kind.value, **where}
+        return {"layout": self.plan().q_layout.kind.value}
 
     @property
     def question(self) -> Question:
@@ -160,7 +158,7 @@ def find_best(
     passes = [PassSearches(asked, a_direction(direction), layouts) for direction in directions]
     for pass_ in passes:
         for search in pass_.searches:
-            search.run(stays=not moves_tokens)
+            search.run()
     if not all(pass_.scored for pass_ in passes):
         for pass_ in passes:  # with nothing but the caller's options, a method says what is wrong
             asked.plan(pass_.direction, names[0], options)

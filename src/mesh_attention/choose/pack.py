@@ -19,7 +19,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Rates, usual_rates
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.plan.problem.arguments import number
-from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches, contiguous_shards
+from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.problem import Problem
 
 
@@ -40,7 +40,6 @@ class Pack:
     """A batch of documents, shared out.
 
     layout     in which the layers work; the tensors lie so too, unless `relayout`
-    devices    the place in the process group of each partition
     num_rows   rows of the batch that are one pack here, one after the other
     reason     what was chosen for it and why, in a line
     """
@@ -52,7 +51,6 @@ class Pack:
     stretches: Stretches | None
     strategies: tuple[tuple[Layer, Strategy], ...]  # of layers whose strategy was chosen
     reason: str
-    devices: tuple[int, ...]
     num_rows: int = 1
     relayout: bool = False  # its tensors are contiguous shards
 
@@ -61,9 +59,8 @@ class Pack:
         """How queries and keys lie on the ranks."""
         if not self.relayout:
             return self.layout, self.kv_layout
-        devices = tuple(range(self.num_ranks))
         tokens = self.documents[-1], self.kv_documents[-1]
-        q, kv = (contiguous_shards(count, devices) for count in tokens)
+        q, kv = (Layout(LayoutKind.CONTIGUOUS, count, self.num_ranks) for count in tokens)
         return q, kv
 
     @cached_property
@@ -89,7 +86,6 @@ class Pack:
             self.stretches,
             self.num_rows,
             self.relayout,
-            self.devices,
         )
         digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
@@ -112,15 +108,6 @@ class Pack:
                 "same in both"
             )
         problem = layer.problem.with_documents(self.documents, self.kv_documents)
-        if (
-            _devices(layer, problem, self.num_ranks, self.layout_kind, self.stretches)
-            != self.devices
-        ):
-            raise PlanError(
-                "this attention places tokens on other ranks than the documents do: "
-                "'alpha' and 'units_per_node' must be equal in all layers of a batch; make the "
-                "documents with also=[...], or set relayout=True in all layers"
-            )
         if layer.question is not None:
             return layer.question.for_batch(problem, self.layout_kind, self.stretches)
         strategy, _ = self._strategy(layer)
@@ -198,8 +185,6 @@ class Packer:
             layout, stretches = _layout_of_questions(self.layers)
             names = [layer.question.method for layer in self.layers if layer.question]
             reason = f"as given: {', '.join(dict.fromkeys(names))}"
-        first = self.layers[0]  # others are asked for their devices when they are called
-        problem = first.problem.with_documents(documents, kv_documents)
         return Pack(
             documents,
             kv_documents,
@@ -208,24 +193,9 @@ class Packer:
             stretches,
             strategies,
             reason,
-            devices=_devices(first, problem, self.num_ranks, layout, stretches),
             num_rows=num_rows,
             relayout=self.relayout,
         )
-
-
-def _devices(
-    layer: Layer,
-    problem: Problem,
-    num_ranks: int,
-    layout: LayoutKind,
-    stretches: Stretches | None,
-) -> tuple[int, ...]:
-    """Where the partitions of a layer lie: in order, unless the caller's options say otherwise.
-    Contiguous shards lie in the order of the process group."""
-    if layer.question is None or layer.relayout:
-        return tuple(range(num_ranks))
-    return layer.question.for_batch(problem, layout, stretches).devices
 
 
 def _rates(layers: Sequence[Layer]) -> Rates:

@@ -17,7 +17,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem
 
-Place = tuple[str, tuple[int, ...]]  # layout, and the device of each logical rank
+Place = str  # the layout, with the order of ranks
 Score = tuple[bool, float]  # whether it needs more memory than there is, and seconds
 
 
@@ -141,7 +141,7 @@ def gpu_bytes(cluster: Cluster) -> int:
 
 
 def place_of(plan: Plan) -> Place:
-    return str(plan.q_layout.to_json()), plan.devices
+    return str(plan.q_layout.to_json())
 
 
 @dataclass(frozen=True)

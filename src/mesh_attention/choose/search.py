@@ -28,7 +28,7 @@ from mesh_attention.choose.cuts import coarser_and_finer, cuts_of, variants_of
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import Shape, setting_key, shapes_of
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.planning import PLACES, Compiled, compiled_for, tokens_stay
+from mesh_attention.cost.planning import Compiled, compiled_for, tokens_stay
 from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -78,8 +78,7 @@ class PassSearch:
     def scored(self) -> list[Scored]:
         return best_first(setting for setting in self._known.values() if setting is not None)
 
-    def run(self, *, stays: bool) -> None:
-        """`stays`: only settings that leave tokens where they are."""
+    def run(self) -> None:
         asked = self._asked
         shapes = shapes_of(
             asked.problem,
@@ -90,13 +89,7 @@ class PassSearch:
             asked.options,
             self._layout,
         )
-        placed = any(asked.options.get(name) is not None for name in PLACES)
-        self._look_at([shape for shape in shapes if placed or not shape.moves_tokens])
-        if not stays and not placed:
-            self._look_at([shape for shape in shapes if shape.moves_tokens])
-
-    def _look_at(self, shapes: list[Shape]) -> None:
-        effort = self._asked.effort
+        effort = asked.effort
         bound = min((shape.least_seconds for shape in shapes), default=0.0)
         enough = (False, bound * (1 + effort.tolerance))
         taken: list[tuple[Score, int]] = []  # and the number of the shape

@@ -23,7 +23,7 @@ from mesh_attention.choose.busiest import (
     needed_tokens,
     shows_little,
 )
-from mesh_attention.cost.planning import PLACES, num_pairs
+from mesh_attention.cost.planning import num_pairs
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
@@ -57,11 +57,6 @@ class Shape:
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)
         return f"{method.by_stretches} {self.degree} {self.tile} {rotates} {rest}"
-
-    @property
-    def moves_tokens(self) -> bool:
-        """Whether partitions lie on other ranks than by default."""
-        return any(self.options.get(name) is not None for name in PLACES)
 
     @property
     def promise(self) -> tuple[float, float]:

@@ -29,7 +29,6 @@ from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 
-PLACES = ("alpha", "units_per_node")  # options that say which rank holds which partition
 
 
 def plan_on(
@@ -74,9 +73,6 @@ def tokens_stay(plan: Plan, options: Mapping[str, Any]) -> bool:
     share a batch, with other masks and so other plans, rely on it."""
     if options.get("relayout"):
         return True
-    in_order = plan.devices == tuple(range(plan.num_ranks))
-    if not in_order and all(options.get(name) is None for name in PLACES):
-        return False
     kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
     return options.get("layout") is not None or plan.q_layout.kind is kind
 

@@ -63,8 +63,8 @@ class Activations:
     def positions(self) -> list[Positions]:
         """Of the slots of each rank of the group."""
         assert self.shards is not None
-        layout, devices = self.shards.q_layout, self.shards.devices
-        return [layout.positions(devices.index(place)) for place in range(len(devices))]
+        layout = self.shards.q_layout
+        return [layout.positions(rank) for rank in range(layout.num_ranks)]
 
     def other_positions(self) -> Iterator[tuple[str, list[Positions]]]:
         """In which people cut sequences, by name."""

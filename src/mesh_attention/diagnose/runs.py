@@ -144,7 +144,7 @@ def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
             taken = calls.source.first
             plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
             (queries, keys), both = plan.shards, (starts, starts)
-            done.shards = Shards(queries, keys, taken.rank, plan.devices, taken.words, both)
+            done.shards = Shards(queries, keys, plan.devices[taken.rank], taken.words, both)
     finally:
         del calls.cut, cp.shard_batch
 

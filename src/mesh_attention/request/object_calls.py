@@ -309,8 +309,7 @@ class ObjectCalls:
         kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
         return Shards(
             *plan.shards,
-            rank_plan.rank,
-            plan.devices,
+            plan.devices[rank_plan.rank],
             rank_plan.words,
             starts=(starts, kv_starts),
         )

@@ -42,7 +42,7 @@ def fault_of_positions(
 
     for row in rows.reshape(-1, layout.slots).numpy():
         if not are(row, right):
-            others = other_ways(layout, starts, shards.devices[shards.rank])
+            others = other_ways(layout, starts, shards.rank)
             name = next((name for name, x in others if are(row, x)), "of no layout known here")
             return MeshAttentionError(
                 f"position_ids are {name}, and shards lie in the {layout.kind} layout: cut tensors "

@@ -19,7 +19,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.program import Program
 from mesh_attention.plan.language.tasks import Schedule, Step
-from mesh_attention.plan.problem.layout import Layout, contiguous_shards
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 
 T = TypeVar("T")
@@ -132,11 +132,13 @@ class Plan:
 
     @property
     def shards(self) -> tuple[Layout, Layout]:
-        """How the caller's queries and keys lie on the ranks."""
-        if not self.relayout:
-            return self.q_layout, self.kv_layout
-        tokens = self.q_layout.num_tokens, self.kv_layout.num_tokens
-        q, kv = (contiguous_shards(count, self.devices) for count in tokens)
+        """How the caller's queries and keys lie on the devices."""
+        layouts = self.q_layout, self.kv_layout
+        if self.relayout:
+            kind, n = LayoutKind.CONTIGUOUS, self.num_ranks
+            q, kv = (Layout(kind, layout.num_tokens, n) for layout in layouts)
+        else:
+            q, kv = (layout.by_device(self.devices) for layout in layouts)
         return q, kv
 
     @property

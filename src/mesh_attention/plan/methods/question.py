@@ -65,11 +65,6 @@ class Question:
         backward = None if self.backward is None else self.backward.of_shards
         return replace(self, setting=replace(self.setting, keep=Keep.SHARDS), backward=backward)
 
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """The devices of the plan, without its programs."""
-        return METHODS[self.method].build(self.problem, self.num_ranks, self.setting, ()).devices
-
     def plan(self) -> Plan:
         build = METHODS[self.method].build
         plan = build(self.problem, self.num_ranks, self.setting, self.directions)

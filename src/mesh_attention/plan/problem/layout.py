@@ -11,6 +11,10 @@ last token is padding, and is known as padding everywhere because no mask shows 
 
 Listed ranks may own different numbers of tokens: all have the slots of the largest.
 
+What a rank owns is its *partition*. A method may number ranks in another order than their process
+group does, so that neighbours in its grid share a node. `order` then says which partition each of
+its ranks owns: tokens lie where they do without it.
+
 A *place* numbers all slots of all ranks: `place = rank * slots + slot`. Buffers name their rows by
 places, so every piece of a partition is one interval whatever the layout.
 """
@@ -18,9 +22,10 @@ places, so every piece of a partition is one interval whatever the layout.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -67,6 +72,8 @@ class Layout:
     [0, 1, 6, 7]
     >>> Layout(LayoutKind.STRIPED, num_tokens=5, num_ranks=2).tokens(1)
     [1, 3, None]
+    >>> Layout(LayoutKind.CONTIGUOUS, num_tokens=6, num_ranks=3, order=(2, 0, 1)).tokens(0)
+    [4, 5]
     >>> Layout(
     ...     LayoutKind.LISTED, num_tokens=5, num_ranks=2, stretches=(((0, 1), (3, 5)), ((1, 3),))
     ... ).tokens(1)
@@ -78,7 +85,7 @@ class Layout:
     num_ranks: int
     block: int = 1
     stretches: Stretches | None = None
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None  # the partition of each rank; None: each its own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", LayoutKind(self.kind))
@@ -104,6 +111,13 @@ class Layout:
             # Equal layouts compare equal, however their stretches were cut.
             object.__setattr__(self, "stretches", tuple(map(joined, self.stretches)))
             self._check_stretches()
+        if self.order is not None:
+            order, in_order = tuple(self.order), range(self.num_ranks)
+            if sorted(order) != list(in_order):
+                raise PlanError(
+                    f"order={order}: name each of the {self.num_ranks} partitions once"
+                )
+            object.__setattr__(self, "order", None if order == tuple(in_order) else order)
 
     def __hash__(self) -> int:
         return self._hash
@@ -112,7 +126,8 @@ class Layout:
     def _hash(self) -> int:
         """Computed once, because layouts of many stretches are often looked up. Made of numbers
         only, so that it is the same in every process."""
-        return hash((self.num_tokens, self.num_ranks, self.block, self.stretches or ()))
+        parts = self.stretches or (), self.order or ()
+        return hash((self.num_tokens, self.num_ranks, self.block, *parts))
 
     def _check_stretches(self) -> None:
         assert self.stretches is not None
@@ -136,8 +151,25 @@ class Layout:
                     "positions belongs to one rank"
                 )
 
+    def on_devices(self, devices: Sequence[int]) -> Layout:
+        """Of ranks that are numbered in another way: rank r is the device `devices[r]` of these."""
+        return replace(self, order=tuple([self.partition(device) for device in devices]))
+
+    def by_device(self, devices: Sequence[int]) -> Layout:
+        """The other way round: the layout of the devices that these ranks are.
+
+        >>> layout = Layout(LayoutKind.ZIGZAG, num_tokens=12, num_ranks=3)
+        >>> layout.on_devices((2, 0, 1)).by_device((2, 0, 1)) == layout
+        True
+        """
+        partitions = {device: self.partition(rank) for rank, device in enumerate(devices)}
+        return replace(self, order=tuple([partitions[device] for device in range(len(devices))]))
+
+    def partition(self, rank: int) -> int:
+        return rank if self.order is None else self.order[rank]
+
     def to_json(self) -> dict[str, Any]:
-        """The fields, without stretches where there are none."""
+        """The fields, without stretches and order where there are none."""
         return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
     @property
@@ -183,7 +215,8 @@ class Layout:
     def parts(self, rank: int) -> Spans:
         """Slots of a rank, cut so that the positions of each part are consecutive; a striped rank
         is one part nevertheless."""
-        cuts = self._listed[rank][1] if self.kind is LayoutKind.LISTED else self.halves
+        is_listed = self.kind is LayoutKind.LISTED
+        cuts = self._listed[self.partition(rank)][1] if is_listed else self.halves
         return tuple(pairwise(cuts))
 
     def runs(self, place_start: int, place_stop: int) -> list[Run]:
@@ -199,14 +232,12 @@ class Layout:
     def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
         """The positions of intervals of places as stretches, in order: faster than `runs`. None for
         layouts that may have many."""
-        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
-            return list(spans)
-        if self.order is not None:
-            spans = self._in_order(spans)
-            if self.kind is LayoutKind.CONTIGUOUS:
-                return list(spans)
-        if self.kind is not LayoutKind.ZIGZAG:
+        if self.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
             return None
+        if self.order is not None:
+            spans = self._of_partitions(spans, self.order)
+        if self.kind is LayoutKind.CONTIGUOUS:
+            return list(spans)
         half, last = self.slots // 2, 2 * self.num_ranks - 1
         if len(spans) < _MANY_SPANS:
             cut = [
@@ -227,14 +258,15 @@ class Layout:
         stops = np.minimum(stops[of], (index + 1) * half) + shift
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    def _in_order(self, spans: Spans) -> Spans:
-        """The places that these have where every rank owns its own partition."""
-        slots, order = self.slots, self.order
-        return tuple(
-            (max(start, at * slots) + (order[at] - at) * slots, min(stop, (at + 1) * slots) + (order[at] - at) * slots)
+    def _of_partitions(self, spans: Spans, order: tuple[int, ...]) -> Spans:
+        """Places where each rank has its own partition, of intervals of places."""
+        slots = self.slots
+        cut = [
+            (max(start, rank * slots), min(stop, (rank + 1) * slots), order[rank] - rank)
             for start, stop in spans
-            for at in range(start // slots, -(-stop // slots))
-        )
+            for rank in range(start // slots, -(-stop // slots))
+        ]
+        return tuple([(a + far * slots, b + far * slots) for a, b, far in cut])
 
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
@@ -243,16 +275,15 @@ class Layout:
                 blocks = self.blocks_of(((first + start, first + stop),)) or ()
                 return [Run(low, high - low) for low, high in blocks]
             case LayoutKind.STRIPED:
-                stride = self.num_ranks * self.block
-                rank = rank if self.order is None else self.order[rank]
-                whole = Run(rank * self.block, self.block, stride, self.slots // self.block)
+                stride, partition = self.num_ranks * self.block, self.partition(rank)
+                whole = Run(partition * self.block, self.block, stride, self.slots // self.block)
                 first, last = (
                     whole.start + slot // self.block * stride + slot % self.block
                     for slot in (start, stop - 1)
                 )
                 return clip_run(whole, first, last + 1)
             case LayoutKind.LISTED:
-                stretches, offsets = self._listed[rank]
+                stretches, offsets = self._listed[self.partition(rank)]
                 inside = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
                 cuts = [start, *offsets[inside.start + 1 : inside.stop], stop]
                 return [
@@ -263,7 +294,8 @@ class Layout:
     def all_runs(self) -> NDArray[np.int64]:
         """The runs of all ranks in order: start, block, stride and count of each."""
         if self.kind is LayoutKind.LISTED:  # there may be thousands, and this is faster
-            rows = [(a, b - a, 0, 1) for own, _ in self._listed for a, b in own]
+            parts = [self._listed[self.partition(rank)][0] for rank in range(self.num_ranks)]
+            rows = [(a, b - a, 0, 1) for own in parts for a, b in own]
         else:
             runs = self.runs(0, self.padded_tokens)
             rows = [(run.start, run.block, run.stride, run.count) for run in runs]
@@ -317,18 +349,3 @@ class Layout:
         """Positions of a rank's slots with None for padding; for reading, not for speed."""
         return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
 
-
-@lru_cache(maxsize=64)
-def contiguous_shards(num_tokens: int, devices: tuple[int, ...]) -> Layout:
-    """Contiguous by device: the rank that device d plays owns block d.
-
-    >>> contiguous_shards(5, (1, 0)).tokens(0)
-    [3, 4, None]
-    """
-    num_ranks = len(devices)
-    plain = Layout(LayoutKind.CONTIGUOUS, num_tokens, num_ranks)
-    if devices == tuple(range(num_ranks)):
-        return plain
-    ends = [min(device * plain.slots, num_tokens) for device in range(num_ranks + 1)]
-    stretches = tuple(((ends[d], ends[d + 1]),) if ends[d] < ends[d + 1] else () for d in devices)
-    return Layout(LayoutKind.LISTED, num_tokens, num_ranks, stretches=stretches)

@@ -101,8 +101,7 @@ class Documents:
         self.pack = pack
         self.shards = Shards(
             *pack.shards,
-            rank=pack.devices.index(place),
-            devices=pack.devices,
+            rank=place,
             words=pack.words,
             starts=(pack.documents, pack.kv_documents),
             num_rows=pack.num_rows,

@@ -105,7 +105,7 @@ class PreparedCall:
     def padding(self) -> Tensor:
         """(rows), true where a row of this rank's queries holds no token."""
         layout, _ = self._plan.shards
-        positions = torch.from_numpy(layout.positions(self._rank))
+        positions = torch.from_numpy(layout.positions(self._plan.devices[self._rank]))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 
     def is_warm(self, needs_grad: bool) -> bool:

@@ -32,9 +32,9 @@ Side = Literal["q", "kv"]
 Grad = Literal["sum", "mean", "own"]
 
 
-def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tensor:
-    """The slots of one partition along `dim`; padding slots are zero."""
-    positions = torch.from_numpy(layout.positions(partition)).to(whole.device)
+def take_shard(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
+    """The slots of one rank along `dim`; padding slots are zero."""
+    positions = torch.from_numpy(layout.positions(rank)).to(whole.device)
     padding = positions >= layout.num_tokens
     shard = whole.index_select(dim, positions.clamp(max=layout.num_tokens - 1))
     if layout.padded_tokens == layout.num_tokens:
@@ -45,12 +45,12 @@ def take_shard(whole: Tensor, layout: Layout, partition: int, dim: int) -> Tenso
 
 
 def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """The whole tensor from the shards of all partitions in order, without padding."""
+    """The whole tensor from the shards of all ranks in order, without padding."""
     joined = torch.cat(shards, dim=dim)
     places = torch.empty(layout.padded_tokens, dtype=torch.int64, device="cpu")
-    for partition in range(layout.num_ranks):
-        first = partition * layout.slots
-        positions = torch.from_numpy(layout.positions(partition))
+    for rank in range(layout.num_ranks):
+        first = rank * layout.slots
+        positions = torch.from_numpy(layout.positions(rank))
         places[positions] = torch.arange(first, first + layout.slots, device="cpu")
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
 
@@ -82,7 +82,7 @@ class _Unshard(torch.autograd.Function):
         session = join.user.session
         ctx.join, ctx.place = join, session.guard.place
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
-        size = len(join.shards.devices)
+        size = join.layout.num_ranks
         gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
             return join_shards([own], join.layout, join.dim)
@@ -91,9 +91,8 @@ class _Unshard(torch.autograd.Function):
             all_gather(gathered, own, group).wait()
         session.guard.settle((gathered,))
         by_place = gathered.chunk(size)
-        # Shards come in the order of our group; the layout counts partitions.
-        ranks = [session.groups.ranks[device] for device in join.shards.devices]
-        places = [dist.get_group_rank(group, rank) for rank in ranks]
+        # Shards come in the order of our group; the layout counts in that of the caller's.
+        places = [dist.get_group_rank(group, rank) for rank in session.groups.ranks]
         return join_shards([by_place[place] for place in places], join.layout, join.dim)
 
     @staticmethod
@@ -120,7 +119,7 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
             "create_graph=False"
         )
     join.user.refuse_if_closed()
-    whole, size = grad.clone(memory_format=torch.contiguous_format), len(join.shards.devices)
+    whole, size = grad.clone(memory_format=torch.contiguous_format), join.layout.num_ranks
     join.user.begin(join.kind, "backward of unshard", join.options, grad.device, of=ctx.place)
     with session.guard.whole_or_broken():
         if size > 1:
@@ -134,7 +133,7 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
 class Shards:
     """How whole tensors of a plan, or of a batch of documents, lie on the ranks: one rank's view.
 
-    devices    the place in the process group of each partition
+    rank       the place in the process group
     words      what other ranks compare with theirs
     starts     cumulative starts of the documents of queries and of keys
     num_rows   rows of a batch that are one pack here: tensors have one row, of all their tokens
@@ -145,7 +144,6 @@ class Shards:
     q_layout: Layout
     kv_layout: Layout
     rank: int
-    devices: tuple[int, ...]
     words: str
     starts: tuple[tuple[int, ...], tuple[int, ...]]
     num_rows: int = 1
@@ -201,7 +199,7 @@ class Shards:
             "grad": grad,
         }
         kind = session.calls.agree_on(statement, options, ahead=self.of_batch)
-        if len(self.devices) > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
+        if layout.num_ranks > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
             wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
             raise MeshAttentionError(
                 f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "

@@ -30,7 +30,7 @@ from mesh_attention.plan.methods.parts.setting import (
 )
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_side import Tiling
-from mesh_attention.plan.problem.layout import Layout, LayoutKind, contiguous_shards
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 
 Layouts = tuple[Layout, Layout]
@@ -79,9 +79,7 @@ def layout_kind(problem: Problem, box: Box) -> LayoutKind:
     return box.layout or (LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG)
 
 
-def _layouts_of(
-    problem: Problem, num_ranks: int, box: Box, devices: tuple[int, ...]
-) -> Layouts:
+def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if box.relayout and box.ulysses == num_ranks:
         # Every rank has all tokens of its heads in any layout: that of the shards is best.
@@ -92,11 +90,10 @@ def _layouts_of(
             f"layout=listed lists the positions of queries and keys alike, but there are "
             f"{problem.q_tokens} query and {problem.keys} key tokens"
         )
-    order = None if devices == tuple(range(num_ranks)) else devices
-    q = Layout(kind, problem.q_tokens, num_ranks, box.stripe_block, box.stretches, order)
+    q = Layout(kind, problem.q_tokens, num_ranks, box.stripe_block, box.stretches)
     if problem.q_tokens == problem.keys:
         return q, q
-    return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches, order)
+    return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches)
 
 
 def _devices_of(tile: Tile, box: Box) -> tuple[int, ...]:
@@ -197,10 +194,13 @@ class TilePlanner:
         if box.backward_tile:
             self.backward_tile = tile_for(box.backward_tile, units, rotation=box.rotation)
         self._devices = _devices_of(self.tile, box)
-        self.layouts = _layouts_of(problem, num_ranks, box, self._devices)
+        # Whatever the order of ranks in the grid, tokens lie where they do in any plan.
+        q, kv = (x.on_devices(self._devices) for x in _layouts_of(problem, num_ranks, box))
+        self.layouts = q, q if q == kv else kv
         self.shards: Layouts | None = None  # of the caller's tensors, where they are others
         if box.relayout:
-            q, kv = (contiguous_shards(layout.num_tokens, self._devices) for layout in self.layouts)
+            kind = LayoutKind.CONTIGUOUS
+            q, kv = (Layout(kind, x.num_tokens, num_ranks, order=x.order) for x in self.layouts)
             self.shards = None if (q, kv) == self.layouts else (q, kv)
         per_node = box.ranks_per_node  # all in one node where that is not known
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit

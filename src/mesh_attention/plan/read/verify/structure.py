@@ -146,17 +146,19 @@ def _kept_fault(plan: Plan, pass_: Pass, rank: int, buffer: Buffer) -> str | Non
 
 def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int, int], Precision]:
     side = int(kind.is_key_side)
-    rows = _shard_places(plan.shards[side], (plan.q_layout, plan.kv_layout)[side], rank)
+    layout = (plan.q_layout, plan.kv_layout)[side]
+    rows: Spans = ((rank * layout.slots, (rank + 1) * layout.slots),)
+    if plan.relayout:
+        rows = _shard_places(plan.shards[side], layout, plan.devices[rank])
     heads = plan.problem.kv_heads if kind.is_key_side else plan.problem.num_heads
     return rows, (0, heads), kind.precision
 
 
 @lru_cache(maxsize=1024)
-def _shard_places(shards: Layout, layout: Layout, rank: int) -> Spans:
+def _shard_places(shards: Layout, layout: Layout, device: int) -> Spans:
     """The places that the positions of a shard have in the layout, one by one."""
-    if shards == layout:
-        return ((rank * layout.slots, (rank + 1) * layout.slots),)
-    return joined((place, place + 1) for place in _places(layout)[shards.positions(rank)].tolist())
+    places = _places(layout)[shards.positions(device)].tolist()
+    return joined((place, place + 1) for place in places)
 
 
 @lru_cache(maxsize=4)
