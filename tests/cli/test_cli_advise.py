@@ -63,7 +63,7 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
     settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
     settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
     for name, options in settings:
-        one = Scored(way, name, options, 1.0, 1, True, ("", ()), True, 1, False)
+        one = Scored(way, name, options, 1.0, 1, True, "", True, 1, False)
         row = RankedMethod({way: one}, known.asked)
         words = [word.split("=") for word in row.setting(way).split() if word != "-"]
         flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
@@ -187,10 +187,10 @@ def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -
 def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
     one = SimpleNamespace(name="ring", seconds=0.002, is_simulated=True)
     found: Any = SimpleNamespace(
-        place={"units_per_node": 4}, unmoved={Direction.FORWARD: one}, seconds=0.001
+        place={"layout": "contiguous"}, unmoved={Direction.FORWARD: one}, seconds=0.001
     )
     told, _ = _moved_note(found)
-    assert "units_per_node=4" in told
+    assert "layout='contiguous'" in told
     assert "ring: 2 ms, 2 times as long" in told
 
 

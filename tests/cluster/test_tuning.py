@@ -19,7 +19,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 
 Every = dict[Direction, list[Scored]]
-HERE, THERE = ("zigzag", (0, 1)), ("striped", (0, 1))
+HERE, THERE = "zigzag", "striped"
 
 
 def setting(

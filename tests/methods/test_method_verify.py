@@ -14,9 +14,9 @@ from method_cases import heads_for, problem_of
 from method_settings import Setting, deal, every_setting, manners, shapes
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.cost.planning import PLACES
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify

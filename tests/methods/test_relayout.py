@@ -46,8 +46,8 @@ def check(case: Case) -> Plan:
     assert not verify(plan), case
     for shards, tokens in zip(plan.shards, (case.q_tokens, case.kv_tokens), strict=True):
         slots = -(-tokens // case.ranks)
-        for rank, device in enumerate(plan.devices):
-            own = [p for p in shards.tokens(rank) if p is not None]
+        for device in plan.devices:
+            own = [p for p in shards.tokens(device) if p is not None]
             assert own == [*range(tokens)][device * slots : (device + 1) * slots], case
     assert parse_plan(plan_text(plan)) == plan
     result = run_local(plan, *tensors)
@@ -84,7 +84,7 @@ def test_the_rank_of_the_group_counts_where_partitions_are_mapped_to_nodes() -> 
     options = {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2, "relayout": True}
     plan = check(Case(8, 43, 43, heads=(2, 1), mask=CAUSAL, options=options))
     assert plan.devices != tuple(range(8))
-    assert [shards.kind.value for shards in plan.shards] == ["listed"] * 2
+    assert [shards.kind.value for shards in plan.shards] == ["contiguous"] * 2
 
 
 def test_keys_of_another_length_have_contiguous_shards_of_their_own() -> None:

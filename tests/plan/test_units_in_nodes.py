@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,11 +14,17 @@ from mesh_attention.api.report import Reports
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.language.text import parse_plan, plan_text
+from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.testing import run_local
+from support.cases import Case
+from support.listed import stretches_for
+from support.reference import NAMES, attention, errors
 
 # Ranks, ranks of a node, Ulysses degree, tile, units in a node.
 SHAPES = [
@@ -94,6 +102,40 @@ def test_programs_with_units_spread_over_nodes_are_proven(
     method: str, ranks: int, options: dict[str, Any]
 ) -> None:
     assert verify(plan_of(method, ranks, **options)) == []
+
+
+PLACED: list[tuple[str, int, dict[str, Any]]] = [
+    ("mesh", 8, {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2}),
+    ("usp", 12, {"ulysses": 2, "ranks_per_node": 4, "units_per_node": 4}),
+    ("mesh-usp", 8, {"ulysses": 2, "tile": (2, 2), "ranks_per_node": 4, "units_per_node": 4}),
+]
+LAYOUTS: list[tuple[dict[str, Any], Mask]] = [
+    ({}, Mask(causal=True)),
+    ({}, Mask()),
+    ({}, Mask(causal=True, documents=(0, 11, 40, 53))),
+    ({"layout": "striped", "stripe_block": 2}, Mask(causal=True)),
+    ({"layout": "listed"}, Mask(causal=True)),
+    ({"relayout": True, "chunks": (2, 1)}, Mask(causal=True, window=(9, 0))),
+]
+
+
+@pytest.mark.parametrize(("layout", "mask"), LAYOUTS, ids=repr)
+@pytest.mark.parametrize(("method", "ranks", "options"), PLACED, ids=repr)
+def test_tokens_lie_where_they_do_without_a_place_and_results_are_exact(
+    method: str, ranks: int, options: dict[str, Any], layout: dict[str, Any], mask: Mask
+) -> None:
+    if layout.get("layout") == "listed":
+        layout = layout | {"stretches": stretches_for("listed", Random(ranks), 53, ranks)}
+    case = Case(ranks, 53, 53, (4, 4), mask=mask, options={"method": method, **options, **layout})
+    plan = case.plan()
+    assert plan.devices != tuple(range(ranks))
+    plain = {name: x for name, x in case.options.items() if name not in PLACES}
+    assert plan.shards == replace(case, options=plain).plan().shards
+    assert verify(plan) == []
+    assert parse_plan(plan_text(plan)) == plan
+    result = run_local(plan, *case.tensors())
+    results = {name: getattr(result, name) for name in NAMES}
+    assert max(errors(results, attention(*case.tensors(), mask)).values()) <= 1e-10
 
 
 def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads_alone() -> None:

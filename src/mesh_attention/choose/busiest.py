@@ -42,7 +42,7 @@ def busiest_ranks(
     degree, tile = degree_and_tile(method, setting, problem, num_ranks)
     # The middle has the mean of the work where a causal mask is not balanced.
     ranks = {num_ranks // 2 if usual is None else usual}
-    if shows_little(problem) and all(x.kind in COUNTED and x.order is None for x in layouts):
+    if shows_little(problem) and all(layout.kind in COUNTED for layout in layouts):
         ranks = {degree * busiest_unit(*layouts, problem.rows, tile, degree)[0]}
     far = _far_rows(plan, method, degree, tile, per_node)
     if far.max() > max(far[rank] for rank in ranks):

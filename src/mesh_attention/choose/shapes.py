@@ -24,11 +24,19 @@ from mesh_attention.choose.busiest import (
     shows_little,
 )
 from mesh_attention.cost.planning import num_pairs
+from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.needed_rows import usual_layout
+from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
+from mesh_attention.plan.methods.parts.placement import (
+    PLACES,
+    devices_of,
+    patch_widths,
+    squarest_width,
+)
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -49,11 +57,12 @@ class Shape:
 
     @property
     def box(self) -> str:
-        """Shapes with the same programs in other words have the same."""
+        """Shapes with the same programs in other words have the same, and so have those in which
+        ranks lie on nodes in patches of another width."""
         method = METHODS[self.name]
         if not (method.is_plain_box or method.by_stretches):
             return setting_key(self.name, self.options)
-        names = ("tile", "ulysses")
+        names = ("tile", "ulysses", "alpha")
         rest = sorted((k, v) for k, v in self.options.items() if k not in names)
         rotates = method.rotates and self.tile != (1, 1)
         return f"{method.by_stretches} {self.degree} {self.tile} {rotates} {rest}"
@@ -156,10 +165,22 @@ class _Bounds:
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
         if kind in COUNTED and self._counts_ranks and not balanced:
+            layouts = [
+                layout.on_devices(self._devices(degree, tile, setting)) for layout in layouts
+            ]
             pairs = max(pairs, busiest_unit(*layouts, problem.rows, tile, degree)[1])
         share = -(-problem.num_heads // degree) / problem.num_heads
         flops = problem.flops(1, backward=self._backward) * pairs * share
         return flops / self._flops_per_second
+
+    def _devices(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        places = {name: setting.get(name) for name in PLACES}
+        try:
+            return devices_of(Tile(*tile), degree, self._cluster.node.ranks, **places)
+        except PlanError:  # the method says why
+            return tuple(range(self._ranks))
 
     def _layouts(
         self, setting: Mapping[str, Any], layout: LayoutKind
@@ -188,6 +209,18 @@ class _Bounds:
         _, _, kv = self._sides(degree)
         rate = self._cluster.node.peer.gb_per_second * 1e9
         return (tile[1] - 1) * degree * kv / rate
+
+    def _patch(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Of a row and of a column of the grid: the units that share a node."""
+        (a, b), units = tile, setting.get("units_per_node")
+        width = setting.get("alpha")
+        if units and not width and patch_widths(a, b, units):
+            width = squarest_width(a, b, units)
+        units = units or max(1, self._cluster.node.ranks // degree)
+        width = min(a, units) if width is None else max(1, width)  # the method refuses none
+        return width, min(b, max(1, units // width))
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
         """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""
@@ -248,8 +281,7 @@ class _Bounds:
             link = network.peer if self._ranks > node.ranks else node.peer
             seconds = (b - 1) * kv_side / (link.gb_per_second * 1e9)
             return seconds, (b - 1) * grads * link.latency_microseconds * 1e-6
-        units = setting.get("units_per_node") or max(1, node.ranks // degree)
-        near_a, near_b = min(a, units), min(b, max(1, units // a))
+        near_a, near_b = self._patch(degree, (a, b), setting)
         near = (near_a - 1) * q_side + (near_b - 1) * kv_side
         far = (a - 1) * q_side + (b - 1) * kv_side - near
         if method.by_stretches:

@@ -86,7 +86,7 @@ def _contenders_of_pass(asked: SearchQuestion, direction: Direction) -> list[Sco
     refusals: dict[str, PlanError] = {}
     for method in asked.methods:
         search = PassSearch(replace(asked, methods=(method,)), direction, layout)
-        search.run(stays=True)
+        search.run()
         best += _best_few(asked, [scored for scored in search.scored if scored.stays])
         refusals |= search.refusals
     if not best:

@@ -30,7 +30,6 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import Run, visible_pairs
 
 
-
 def plan_on(
     cluster: Cluster | str | Path, problem: Problem, num_ranks: int, **options: Any
 ) -> Plan:

@@ -19,7 +19,13 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_blocks, pairs_of_parts
+from mesh_attention.plan.problem.runs import (
+    Run,
+    join_runs,
+    num_visible,
+    pairs_of_blocks,
+    pairs_of_parts,
+)
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
@@ -234,8 +240,12 @@ def pairs_of_tiles(
 
 def _runs(layout: Layout, first: int, step: int, count: int, degree: int) -> list[Run]:
     """The positions of units `first`, `first + step` and so on, as one run for each block that a
-    rank has."""
+    rank has, if its units lie in order."""
     size, units = layout.slots * degree, layout.num_ranks // degree
+    if layout.order is not None:
+        several = range(first, first + step * count, step)
+        spans = tuple([(unit * size, (unit + 1) * size) for unit in several])
+        return list(join_runs(Run(a, b - a) for a, b in sorted(layout.blocks_of(spans) or ())))
     starts = [first * size]
     if layout.kind is LayoutKind.ZIGZAG:
         size //= 2

@@ -167,10 +167,15 @@ def _parse_problem(fields: dict[str, Any]) -> Problem:
 
 
 def _parse_layout(fields: dict[str, Any]) -> Layout:
-    sizes = {n: number(n, v) for n, v in fields.items() if n not in ("kind", "stretches")}
-    listed = fields.get("stretches")
-    stretches = None if listed is None else read_stretches(listed)
-    return Layout(LayoutKind(fields["kind"]), **sizes, stretches=stretches)
+    lists = ("stretches", "order")
+    sizes = {n: number(n, v) for n, v in fields.items() if n not in ("kind", *lists)}
+    stretches, order = (fields.get(name) for name in lists)
+    return Layout(
+        LayoutKind(fields["kind"]),
+        **sizes,
+        stretches=None if stretches is None else read_stretches(stretches),
+        order=None if order is None else tuple(number("order", rank, least=0) for rank in order),
+    )
 
 
 def _parse_passes(lines: list[str]) -> tuple[Pass, ...]:

@@ -114,9 +114,7 @@ class Layout:
         if self.order is not None:
             order, in_order = tuple(self.order), range(self.num_ranks)
             if sorted(order) != list(in_order):
-                raise PlanError(
-                    f"order={order}: name each of the {self.num_ranks} partitions once"
-                )
+                raise PlanError(f"order={order}: name each of the {self.num_ranks} partitions once")
             object.__setattr__(self, "order", None if order == tuple(in_order) else order)
 
     def __hash__(self) -> int:
@@ -348,4 +346,3 @@ class Layout:
     def tokens(self, rank: int) -> list[int | None]:
         """Positions of a rank's slots with None for padding; for reading, not for speed."""
         return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
-

@@ -113,32 +113,3 @@ def tile_for(shape: tuple[int, int], units: int, *, rotation: bool = True) -> Ti
             f"tiles that fit: {fits}"
         )
     return tile
-
-
-def patch_widths(a: int, b: int, ranks_per_node: int) -> list[int]:
-    """Widths of patches of whole tiles that nodes can be."""
-    p = ranks_per_node
-    widths = range(1, min(a, p) + 1)
-    return [w for w in widths if p % w == 0 and a % w == 0 and b % (p // w) == 0]
-
-
-def patch_devices(a: int, b: int, ranks_per_node: int, alpha: int) -> tuple[int, ...]:
-    """Physical rank of each logical rank when a node is an `alpha`-wide patch of the tile grid.
-
-    The grid has b rows and a columns. Patches fill it row by row, and so do ranks inside a patch.
-    """
-    p = ranks_per_node
-    fits = patch_widths(a, b, p)
-    if alpha not in fits:
-        way_out = f"alpha that fits: {', '.join(map(str, fits))}" if fits else "leave 'alpha' out"
-        raise PlanError(
-            f"alpha={alpha}: nodes of {p} ranks do not form {alpha}-wide patches of the "
-            f"{b}x{a} grid of tiles {a}x{b}; {way_out}"
-        )
-    height, patches_across = p // alpha, a // alpha
-    devices = []
-    for g in range(a * b):
-        row, column = divmod(g, a)
-        patch = (row // height) * patches_across + column // alpha
-        devices.append(patch * p + (row % height) * alpha + column % alpha)
-    return tuple(devices)

@@ -15,11 +15,12 @@ from typing import Any, Self
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
-from mesh_attention.plan.methods.parts.assignment import Tile, patch_devices, patch_widths, tile_for
+from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
 from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
+from mesh_attention.plan.methods.parts.placement import PLACES, devices_of
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
 from mesh_attention.plan.methods.parts.setting import (
@@ -96,62 +97,6 @@ def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     return q, Layout(kind, problem.keys, num_ranks, box.stripe_block, box.stretches)
 
 
-def _devices_of(tile: Tile, box: Box) -> tuple[int, ...]:
-    """The physical rank of each logical rank: in order, or by patches of the tile grid."""
-    degree, width = box.ulysses, box.alpha
-    if width is None and box.units_per_node is None:
-        return tuple(range(tile.num_ranks * degree))
-    units, each = _patch_of_node(box, tile)
-    if width is None:
-        width = _squarest_width(tile, units)
-    elif width < 1:
-        raise PlanError(f"alpha={width}: must be at least 1")
-    places = [divmod(place, units) for place in patch_devices(tile.a, tile.b, units, width)]
-    nodes = degree // each  # over which a patch of units is spread
-    return tuple(
-        ((patch * nodes + i // each) * units + place) * each + i % each
-        for patch, place in places
-        for i in range(degree)
-    )
-
-
-def _patch_of_node(box: Box, tile: Tile) -> tuple[int, int]:
-    """The number of units of which a node has ranks, and of ranks of each."""
-    p, degree, units = box.ranks_per_node, box.ulysses, box.units_per_node
-    if p is None:
-        name, it = "alpha", "it is the width of a node's patch of tiles"
-        if units is not None:
-            name, it = "units_per_node", "it says what a node has ranks of"
-        raise PlanError(f"'{name}' needs ranks_per_node: {it}")
-    if units is None:
-        if p % degree:
-            raise PlanError(
-                f"'alpha' with Ulysses degree {degree} needs whole units in a node of {p} ranks; "
-                "leave 'alpha' out, or say units_per_node"
-            )
-        return p // degree, degree
-    # Tried by the ranks of a unit in a node, which are few; ranks_per_node may be any number.
-    possible = [p // n for n in range(degree, 0, -1) if degree % n == 0 and p % n == 0]
-    if units not in possible or units > tile.num_ranks:
-        fits = [n for n in possible if n <= tile.num_ranks and patch_widths(tile.a, tile.b, n)]
-        raise PlanError(
-            f"units_per_node={units}: a node of {p} ranks has no such part of {tile.num_ranks} "
-            f"units of {degree} ranks; units_per_node that fits tiles {tile.a}x{tile.b}: "
-            f"{', '.join(map(str, fits)) or 'none'}"
-        )
-    return units, p // units
-
-
-def _squarest_width(tile: Tile, units: int) -> int:
-    fits = patch_widths(tile.a, tile.b, units)
-    if not fits:
-        raise PlanError(
-            f"units_per_node={units}: {units} units form no patch of the {tile.b}x{tile.a} grid of "
-            f"tiles {tile.a}x{tile.b}; leave 'units_per_node' out"
-        )
-    return min(fits, key=lambda width: (max(width, units // width), -width))
-
-
 def _reduce_by(problem: Problem, box: Box, tile: Tile, nodes: tuple[int, ...]) -> ReduceBy:
     """Auto: partials that could be added inside a node should not each leave it."""
     if box.combine is not Combine.AUTO:
@@ -193,7 +138,8 @@ class TilePlanner:
         self.backward_tile = self.tile
         if box.backward_tile:
             self.backward_tile = tile_for(box.backward_tile, units, rotation=box.rotation)
-        self._devices = _devices_of(self.tile, box)
+        places = {name: getattr(box, name) for name in PLACES}
+        self._devices = devices_of(self.tile, box.ulysses, box.ranks_per_node, **places)
         # Whatever the order of ranks in the grid, tokens lie where they do in any plan.
         q, kv = (x.on_devices(self._devices) for x in _layouts_of(problem, num_ranks, box))
         self.layouts = q, q if q == kv else kv
