@@ -106,7 +106,7 @@ def test_programs_with_units_spread_over_nodes_are_proven(
 
 PLACED: list[tuple[str, int, dict[str, Any]]] = [
     ("mesh", 8, {"tile": (4, 2), "ranks_per_node": 4, "alpha": 2}),
-    ("usp", 12, {"ulysses": 2, "ranks_per_node": 4, "units_per_node": 4}),
+    ("usp", 8, {"ulysses": 4, "ranks_per_node": 4, "units_per_node": 2}),
     ("mesh-usp", 8, {"ulysses": 2, "tile": (2, 2), "ranks_per_node": 4, "units_per_node": 4}),
 ]
 LAYOUTS: list[tuple[dict[str, Any], Mask]] = [
