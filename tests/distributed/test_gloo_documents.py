@@ -70,6 +70,7 @@ def other_places(rank: int, world_size: int) -> tuple[list[float], list[int]]:
             for documents, cuts in ((docs, starts), (None, [0, 64])):
                 q, k, v, _ = (first.shard(x, 1, documents=documents) for x in whole)
                 out = second.attention(q, k, v, documents=documents)
+                assert isinstance(out, Tensor)
                 wanted = one_by_one(cuts, whole)[0]
                 joined = first.unshard(out, 1, documents=documents)
                 errors.append(float((joined - wanted).abs().max()))

@@ -13,6 +13,7 @@ import pytest
 from mesh_attention.api.report import Reports
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.computed_pairs import pairs_of_tasks, pairs_of_tiles
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts.placement import PLACES
@@ -136,6 +137,23 @@ def test_tokens_lie_where_they_do_without_a_place_and_results_are_exact(
     result = run_local(plan, *case.tensors())
     results = {name: getattr(result, name) for name in NAMES}
     assert max(errors(results, attention(*case.tensors(), mask)).values()) <= 1e-10
+
+
+@pytest.mark.parametrize(("method", "ranks", "options"), PLACED, ids=repr)
+def test_bounds_count_the_work_of_every_rank_in_any_order(
+    method: str, ranks: int, options: dict[str, Any]
+) -> None:
+    problem = Problem(53, 4, 8, mask=Mask(causal=True, documents=(0, 11, 40, 53)))
+    degree = options.get("ulysses", 1)
+    a, b = options.get("tile", (1, ranks // degree))
+    for layout in ("zigzag", "contiguous"):
+        plan = make_plan(problem, ranks, method=method, layout=layout, **options)
+        tiles = pairs_of_tiles(plan.q_layout, plan.kv_layout, problem.rows, (a, b), degree)
+        work = [0.0] * ranks
+        for rank, _, pairs in pairs_of_tasks(plan, plan.forward):
+            work[rank] += degree * pairs
+        units = [rank // degree for rank in range(ranks)]
+        assert work == [tiles[unit // a, unit % a] for unit in units]
 
 
 def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads_alone() -> None:

@@ -25,12 +25,18 @@ from mesh_attention.plan.problem.row_ranges import RowRanges
 Floats = NDArray[np.float64]
 COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
 MOST_COUNTED = 1024  # ranks: counting for more takes longer than an estimate
+_MOST_IN_ORDER = 512  # likewise where a method numbers ranks in an order of its own
 
 
 def shows_little(problem: Problem) -> bool:
     """Whether the mask hides more than the future: then rows that nobody sees need not travel."""
     mask = problem.mask
     return mask.window is not None or mask.documents is not None or mask.slices is not None
+
+
+def is_counted(layout: Layout) -> bool:
+    """Whether the work of its tiles is counted quickly."""
+    return layout.kind in COUNTED and (layout.order is None or layout.num_ranks <= _MOST_IN_ORDER)
 
 
 def busiest_ranks(
@@ -42,7 +48,7 @@ def busiest_ranks(
     degree, tile = degree_and_tile(method, setting, problem, num_ranks)
     # The middle has the mean of the work where a causal mask is not balanced.
     ranks = {num_ranks // 2 if usual is None else usual}
-    if shows_little(problem) and all(layout.kind in COUNTED for layout in layouts):
+    if shows_little(problem) and all(is_counted(layout) for layout in layouts):
         ranks = {degree * busiest_unit(*layouts, problem.rows, tile, degree)[0]}
     far = _far_rows(plan, method, degree, tile, per_node)
     if far.max() > max(far[rank] for rank in ranks):

@@ -154,12 +154,16 @@ class PassSearch:
         return min(taken, key=lambda scored: scored.score, default=None)
 
     def _refine(self, shape: Shape) -> None:
-        """The best cut of a shape with fewer and with more chunks. More hide less and less: where
-        half as many are as good, but for the tolerance, twice as many gain nothing."""
+        """The best cut of a shape with whole heads, and with fewer and with more chunks. More hide
+        less and less: where half as many are as good, but for the tolerance, twice as many gain
+        nothing."""
         key = _shape_key(shape.name, shape.options)
         best = next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
         if best is None or "chunks" not in best.options or "chunks" in self._asked.options:
             return
+        if "head_slices" in best.options and "head_slices" not in self._asked.options:
+            whole = {name: x for name, x in best.options.items() if name != "head_slices"}
+            self.attempt(shape.name, whole)
         enough = best.seconds * (1 + self._asked.effort.tolerance)
         for fewer, more in coarser_and_finer(best.options["chunks"]):
             coarser = fewer and self.attempt(shape.name, {**best.options, "chunks": fewer})

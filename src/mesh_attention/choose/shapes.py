@@ -20,6 +20,7 @@ from mesh_attention.choose.busiest import (
     MOST_COUNTED,
     busiest_unit,
     degree_and_tile,
+    is_counted,
     needed_tokens,
     shows_little,
 )
@@ -165,10 +166,11 @@ class _Bounds:
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
         if kind in COUNTED and self._counts_ranks and not balanced:
-            layouts = [
-                layout.on_devices(self._devices(degree, tile, setting)) for layout in layouts
-            ]
-            pairs = max(pairs, busiest_unit(*layouts, problem.rows, tile, degree)[1])
+            devices = self._devices(degree, tile, setting)
+            q_layout, kv_layout = (layout.on_devices(devices) for layout in layouts)
+            if is_counted(q_layout):
+                most = busiest_unit(q_layout, kv_layout, problem.rows, tile, degree)[1]
+                pairs = max(pairs, most)
         share = -(-problem.num_heads // degree) / problem.num_heads
         flops = problem.flops(1, backward=self._backward) * pairs * share
         return flops / self._flops_per_second

@@ -8,7 +8,7 @@ every cell. The assignment matrix, the balance of work and the seconds of calls 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -19,13 +19,7 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import (
-    Run,
-    join_runs,
-    num_visible,
-    pairs_of_blocks,
-    pairs_of_parts,
-)
+from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_blocks, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
@@ -233,19 +227,33 @@ def pairs_of_tiles(
     """Visible pairs of each tile of an a x b mesh of units of `degree` ranks, as an array (b, a).
     Layouts are contiguous or zigzag."""
     a, b = tile
+    if q_layout.order is not None and kv_layout.order is not None:
+        units = q_layout.num_ranks // degree
+        in_order = _pairs_of_partitions(
+            *(replace(x, order=None) for x in (q_layout, kv_layout)), rows
+        )
+        of_ranks = in_order[np.ix_(q_layout.order, kv_layout.order)]
+        of_units = of_ranks.reshape(units, degree, units, degree).sum((1, 3))
+        of_tiles: Array = of_units.reshape(b, a, b, a).sum((1, 2))
+        return of_tiles
     q_parts = [_runs(q_layout, row * a, 1, a, degree) for row in range(b)]
     k_parts = [_runs(kv_layout, column, a, b, degree) for column in range(a)]
     return pairs_of_parts(q_parts, k_parts, rows)
 
 
+@lru_cache(maxsize=8)  # for all tiles, degrees and orders
+def _pairs_of_partitions(q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> Array:
+    q_parts, k_parts = (
+        [_runs(layout, rank, 1, 1, 1) for rank in range(layout.num_ranks)]
+        for layout in (q_layout, kv_layout)
+    )
+    return pairs_of_parts(q_parts, k_parts, rows)
+
+
 def _runs(layout: Layout, first: int, step: int, count: int, degree: int) -> list[Run]:
     """The positions of units `first`, `first + step` and so on, as one run for each block that a
-    rank has, if its units lie in order."""
+    rank has."""
     size, units = layout.slots * degree, layout.num_ranks // degree
-    if layout.order is not None:
-        several = range(first, first + step * count, step)
-        spans = tuple([(unit * size, (unit + 1) * size) for unit in several])
-        return list(join_runs(Run(a, b - a) for a, b in sorted(layout.blocks_of(spans) or ())))
     starts = [first * size]
     if layout.kind is LayoutKind.ZIGZAG:
         size //= 2

@@ -171,8 +171,8 @@ class DegreeSetting(Setting):
     units_per_node: int | None = option(
         None,
         "how many Ulysses groups share each node, with the same number of ranks each: heads are "
-        "then exchanged between nodes, and the tile or ring lies more inside them (needs "
-        "`ranks_per_node`); left out: the ranks of a group are consecutive",
+        "then exchanged between nodes, and the tile or ring lies more inside them; tokens stay "
+        "where they are (needs `ranks_per_node`); left out: the ranks of a group are consecutive",
     )
 
 
