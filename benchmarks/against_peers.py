@@ -14,7 +14,8 @@ what `mesh-attention tune` finds in a few measurements (`peer_contestants.py`). 
 that differs from one device, in out or a gradient; what cannot run has its reason in place of a
 time. Contestants take turns in every round (`peer_rounds.py`). Times are of the slowest rank,
 medians over rounds; backward is the difference of both passes and forward alone. Bytes are what a
-rank receives, the most of all ranks: counted, but for PyTorch's, which follow from its code.
+rank receives, the most of all ranks: counted, but for PyTorch's, which follow from its code. Beside
+ours stands what the simulator predicts by that cluster file (`predicted_against_measured.py`).
 
 Times on a shared GPU follow bytes and host time; they say little about GPUs of their own.
 """
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,17 @@ PATIENCE = 60.0  # seconds beyond those, for the cell that runs when they end
 
 
 def parser() -> argparse.ArgumentParser:
-    arguments = script_parser(__doc__)
-    add = arguments.add_argument
+    reader = script_parser(__doc__)
+    add = reader.add_argument
     add("--gloo", action="store_true", help="on CPUs, in place of NCCL ranks on one GPU")
     add("--mbit", type=float, help="with --gloo: links of so many Mbit/s a rank (needs root)")
+    add(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        help="with --mbit: behind one link of so many Mbit/s",
+    )
+    add("--inside", type=float, default=400.0, help="with nodes of several ranks: Mbit/s of a rank")
     add("--ranks", type=int, nargs="+", help="default 2 4 8, or with --gloo 4")
     add("--tokens", type=size, nargs="+", help="default 32768, or with --gloo 2048")
     add("--heads", nargs="+", type=_heads, help="of Q:KV; default 32:8 16:16, --gloo 16:16 8:2")
@@ -80,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     seconds = "no cell begins later, shared by all numbers of ranks; default 500"
     add("--seconds", type=float, help=seconds)
     add("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank
-    return arguments
+    return reader
 
 
 def _heads(text: str) -> str:
@@ -89,25 +97,28 @@ def _heads(text: str) -> str:
     return text
 
 
-def main() -> None:
-    arguments = parser()
-    args = arguments.parse_args()
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Those of the command line, or these words."""
+    reader = parser()
+    args = reader.parse_args(words)
     vars(args).update({n: x for n, x in USUAL[args.gloo].items() if getattr(args, n) is None})
     args.seconds = args.seconds or USUAL_SECONDS
     try:
         for text in args.contestants:
             entry_of(text)
     except ValueError as error:
-        arguments.error(str(error))
+        reader.error(str(error))
     if args.mbit and not args.gloo:
-        arguments.error("--mbit shapes links of --gloo")
+        reader.error("--mbit shapes links of --gloo")
+    return args
+
+
+def main() -> None:
+    args = arguments()
     if args.folder is not None:
         _be_a_rank(args)
         return
-    try:
-        result = _Run(args).run()
-    except KeyboardInterrupt:
-        raise SystemExit("error: ended by Ctrl-C") from None
+    result = Run(args).run()
     if "broken_off" in result:
         raise SystemExit(f"error: {result['broken_off']}")
 
@@ -122,7 +133,7 @@ def _be_a_rank(args: argparse.Namespace) -> None:
             os._exit(1)  # leaving the group would wait for ranks that wait for this one
 
 
-class _Run:
+class Run:
     """Starts ranks for each number of them; the result is a file that grows meanwhile."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -132,14 +143,17 @@ class _Run:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         self._result: dict[str, Any] = provenance() | {
             "machine": f"{host()}, {versions}",
-            "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
+            "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(argv)}",
             "load_average": os.getloadavg(),  # of other programs: no rank runs yet
             "links": "nccl, sockets",
             "clusters": {},
             "cells": [],
         }
         if args.gloo:
-            shaped = f"{args.mbit:g} Mbit/s a rank" if args.mbit else "loopback"
+            shaped = "loopback"
+            if args.mbit:
+                of = f"node of {args.ranks_per_node}, {args.inside:g} a rank"
+                shaped = f"{args.mbit:g} Mbit/s a {of if args.ranks_per_node > 1 else 'rank'}"
             self._result["links"] = f"gloo, {shaped}"
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
         if args.trace is not None:
@@ -154,6 +168,8 @@ class _Run:
                 share = max(left, 1.0) / (len(args.ranks) - at)
                 try:
                     self._run_ranks(num_ranks, folder, share)
+                except KeyboardInterrupt:
+                    raise SystemExit("error: ended by Ctrl-C") from None
                 except LaunchError as error:
                     result["broken_off"] = f"{num_ranks} ranks: {error}"
                     save(args.json, result)
@@ -166,7 +182,8 @@ class _Run:
         args = self._args
         network: RankProcesses = Sockets(num_ranks, "gloo" if args.gloo else "nccl")
         if args.mbit:
-            network = Namespaces(Links(num_ranks, between=args.mbit))
+            nodes = num_ranks // args.ranks_per_node
+            network = Namespaces(Links(nodes, args.ranks_per_node, args.mbit, args.inside))
         command = [sys.executable, __file__, "--folder", folder, "--seconds", str(seconds)]
         for name in ("tokens", "heads", "masks", "contestants"):
             command += [f"--{name}", *map(str, getattr(args, name))]
@@ -227,7 +244,8 @@ def lines_of(cell: Mapping[str, Any]) -> Iterator[str]:
         yield f"  not run: {cell['not_run']}"
         return
     hand = timed(cell, HAND)
-    rows = [("", "forward ms", "backward", "both", "to hand", "MB in", "back", "error", "rounds")]
+    titles = ("forward ms", "backward", "both", "predicted", "CPU s", "to hand", "MB in", "back")
+    rows = [("", *titles, "error", "rounds")]
     notes = []
     for name, row in cell["contestants"].items():
         if "refused" in row:
@@ -239,6 +257,8 @@ def lines_of(cell: Mapping[str, Any]) -> Iterator[str]:
         times = [f"{row[f'{what}_ms']:.1f}" for what in ("forward", "backward", "both")]
         ratio = f"{row['both_ms'] / hand['both_ms']:.2f}" if hand else "-"
         moved = [f"{row['received_bytes'][what] / 1e6:.1f}" for what in ("forward", "backward")]
+        times.append(f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-")
+        times.append(f"{row['cpu_seconds']:.1f}")
         rows.append((name, *times, ratio, *moved, f"{row['error']:.0e}", str(row["rounds"])))
         notes.append(f"  {name}: {row['setting'][:WIDTH]}")
     yield table(rows)

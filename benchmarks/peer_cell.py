@@ -91,6 +91,7 @@ class Contestant:
 
     setting = ""  # in words
     received = (0, 0)  # bytes, forward and backward, once both have run
+    predicted: float | None = None  # seconds of both passes, by the simulator
 
     @classmethod
     def variants(cls, cell: Cell, options: Options) -> list[Options]:

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel
 from mesh_attention.choose.auto import find_best, question_of
+from mesh_attention.cost import simulate
 from mesh_attention.errors import PlanError
 from mesh_attention.measure.tune import tune_ranks
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS
 
 HAND, DEFAULT = "hand-ulysses", "default"
 TUNING_SECONDS = 0.5  # of one measurement, about
@@ -30,7 +32,8 @@ TUNING_SECONDS = 0.5  # of one measurement, about
 
 class Ours(Contestant):
     """`ContextParallel` with the cluster that was profiled. A method is searched by that cluster,
-    where it is named; `tuned` is what `mesh-attention tune` measures to be the fastest."""
+    where it is named, and over all methods and places of tokens where it is `auto`; `tuned` is what
+    `mesh-attention tune` measures to be the fastest."""
 
     def __init__(
         self,
@@ -57,14 +60,17 @@ class Ours(Contestant):
             tune_ranks(ranks, cell.problem, cluster, output=file, **effort)
             arguments |= {"tuned": file, "cluster": None}
         if method is not None:
-            known = METHODS[method].options()
+            known = METHODS[method].options() if method in METHODS else {}
             fixed = {name: options.pop(name) for name in [*options] if name in known}
             chosen = ranks.of_first(lambda: _searched(cell, here, method, fixed))
             plan = question_of(cluster, cell.problem, ranks.size, chosen).plan()
             arguments = {"plan": plan, "cluster": cluster}
-        self._cp = ContextParallel(ranks.group, **arguments, **options)
+        cp = self._cp = ContextParallel(ranks.group, **arguments, **options)
         self._key = f"{digest(self._cp.plan)} {sorted(options.items())} {tuned}"
         self.setting = self._cp.choice
+        self.predicted = ranks.of_first(
+            lambda: sum(simulate(cp.plan, cluster, way).runtime_seconds for way in Direction)
+        )
 
     def shard(self, whole: Tensor) -> Tensor:
         return self._cp.shard(whole, 1)
@@ -97,9 +103,9 @@ def _searched(
         cell.problem,
         here.ranks.size,
         here.cluster,
-        method=method,
+        method=None if method == AUTO else method,
         options=fixed,
-        moves_tokens=False,
+        moves_tokens=method == AUTO,
     )
     return {direction: (x.name, x.options) for direction, x in best.chosen.items()}
 
@@ -139,6 +145,9 @@ CONTESTANTS: dict[str, Entry] = {
     "ulysses": Entry(Ours, {"method": "ulysses"}),
     "usp": Entry(Ours, {"method": "usp", "ulysses": lambda n: n // 2}, least_ranks=4),
     "mesh-usp": Entry(Ours, {"method": "mesh-usp", "ulysses": 2}, least_ranks=4),
+    "startrail": Entry(Ours, {"method": "startrail", "team": 2}, least_ranks=4),
+    "allgather-kv": Entry(Ours, {"method": "allgather-kv"}),
+    AUTO: Entry(Ours, {"method": AUTO}),
 }
 
 

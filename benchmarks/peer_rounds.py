@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from method_steps import DTYPES, LIMIT, finish, largest_error, say, tensors, truth
 from peer_cell import Cell, Contestant, Surroundings
 from peer_contestants import DEFAULT, HAND, entry_of
+from reference import DTYPES, LIMIT, largest_error, tensors, truth
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,7 +38,8 @@ MOST_CHARACTERS = 300  # of a reason
 
 @dataclass
 class Timed:
-    """A contestant that is exact, its shards, and seconds of the slowest rank in each round."""
+    """A contestant that is exact, its shards, and seconds of the slowest rank in each round; `cpu`:
+    seconds of all threads of all ranks, for both passes."""
 
     contestant: Contestant
     leaves: list[Tensor]
@@ -45,6 +47,7 @@ class Timed:
     error: float
     forward: list[float] = field(default_factory=list)
     both: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     def call(self, ranks: Ranks, *, backward: bool) -> tuple[float, list[Tensor]]:
         """Seconds of this rank, and out with its gradients."""
@@ -60,15 +63,19 @@ class Timed:
 
     def time(self, ranks: Ranks) -> None:
         for backward, seconds in ((False, self.forward), (True, self.both)):
+            begun = time.process_time()
             seconds.append(ranks.longest(self.call(ranks, backward=backward)[0]))
+        self.cpu.append(ranks.size * ranks.average([time.process_time() - begun])[0])
 
     def to_json(self, received: Sequence[float]) -> dict[str, Any]:
         forward, both = (statistics.median(x) * 1e3 for x in (self.forward, self.both))
-        return {
+        predicted = self.contestant.predicted
+        return ({} if predicted is None else {"predicted_ms": predicted * 1e3}) | {
             "forward_ms": forward,
             "both_ms": both,
             "backward_ms": both - forward,
             "rounds": len(self.both),
+            "cpu_seconds": statistics.median(self.cpu),
             "error": self.error,
             "received_bytes": dict(zip(("forward", "backward"), received, strict=True)),
             "setting": self.contestant.setting,
@@ -204,9 +211,9 @@ def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tenso
     if ranks.rank == 0 and not file.exists():
         if cell.dtype == torch.bfloat16:
             with sdpa_kernel(SDPBackend.MATH):
-                exact = truth(whole, mask=cell.mask, dtype=torch.float32, pairs=BLOCK_PAIRS)
+                exact = truth(whole, cell.mask, torch.float32, BLOCK_PAIRS)
         else:
-            exact = truth(whole, mask=cell.mask)
+            exact = truth(whole, cell.mask)
         torch.save([x.contiguous().cpu() for x in exact], file.with_suffix(".part"))
         del exact
         if ranks.is_cuda:
@@ -217,9 +224,17 @@ def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tenso
     return [x.to(ranks.device) for x in torch.load(file, mmap=True)]
 
 
+def finish(ranks: Ranks) -> None:
+    """Waits for the GPU asleep: ranks that share a machine need its cores for their transfers."""
+    if ranks.is_cuda:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+
+
 def say_first(ranks: Ranks, line: str) -> None:
     if ranks.rank == 0:
-        say(line)
+        print(line, file=sys.stderr, flush=True)
 
 
 def run_cells(ranks: Ranks, args: Any) -> None:

@@ -46,6 +46,7 @@ def test_ratios_and_lines_say_what_was_not_timed() -> None:
         "backward_ms": 20.0,
         "both_ms": 30.0,
         "rounds": 20,
+        "cpu_seconds": 0.5,
         "error": 3e-3,
         "received_bytes": {"forward": 2e6, "backward": 1e6},
         "setting": "by FLASH",
