@@ -1,7 +1,7 @@
 """Ours beside its peers: PyTorch's `context_parallel`, Ulysses by hand, other libraries.
 
     python benchmarks/against_peers.py --json result.json
-    python benchmarks/against_peers.py --ranks 8 --tokens 65536 --masks causal --trace traces
+    python benchmarks/against_peers.py --ranks 8 --tokens 65536 --masks causal
     python benchmarks/against_peers.py --contestants hand-ulysses default default,keep=gathered
     python benchmarks/against_peers.py --gloo --json result.json
     sudo python benchmarks/against_peers.py --gloo --mbit 200 --json result.json
@@ -53,6 +53,7 @@ USUAL: dict[bool, dict[str, Any]] = {  # by --gloo
     True: {"ranks": [4], "tokens": [2048], "heads": ["16:16", "8:2"], "dim": 64},
 }
 USUAL_SECONDS = 500.0
+ARGUMENTS = "arguments.json"  # what ranks are told, in their folder
 WIDTH = 140  # characters of a setting, which is whole in the JSON
 PATIENCE = 60.0  # seconds beyond those, for the cell that runs when they end
 
@@ -84,7 +85,6 @@ def parser() -> argparse.ArgumentParser:
     add("--measurements", type=int, default=4, metavar="N", help="of `tuned` a cell; default 4")
     quick = "a profile of seconds, the default, or of a minute for each number of ranks"
     add("--quick", action=argparse.BooleanOptionalAction, default=True, help=quick)
-    add("--trace", type=Path, metavar="FOLDER", help=f"traces of a call of {DEFAULT} and {HAND}")
     seconds = "no cell begins later, shared by all numbers of ranks; default 500"
     add("--seconds", type=float, help=seconds)
     add("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank
@@ -116,14 +116,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if args.folder is not None:
-        _be_a_rank(args)
+        _be_a_rank(args.folder)
         return
     result = Run(args).run()
     if "broken_off" in result:
         raise SystemExit(f"error: {result['broken_off']}")
 
 
-def _be_a_rank(args: argparse.Namespace) -> None:
+def _be_a_rank(folder: Path) -> None:
+    args = argparse.Namespace(**json.loads((folder / ARGUMENTS).read_text()), folder=folder)
     torch.set_num_threads(1)
     with ranks_of_launcher(None, command="") as ranks:
         try:
@@ -138,8 +139,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._begun = args, time.monotonic()
-        hidden = {str(x) for x in (args.json, args.trace) if x is not None}
-        argv = ["FILE" if word in hidden else word for word in sys.argv[1:]]
+        argv = ["FILE" if word == str(args.json) else word for word in sys.argv[1:]]
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         self._result: dict[str, Any] = provenance() | {
             "machine": f"{host()}, {versions}",
@@ -156,9 +156,6 @@ class Run:
                 shaped = f"{args.mbit:g} Mbit/s a {of if args.ranks_per_node > 1 else 'rank'}"
             self._result["links"] = f"gloo, {shaped}"
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the ranks
-        if args.trace is not None:
-            args.trace = args.trace.resolve()
-            args.trace.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> dict[str, Any]:
         args, result = self._args, self._result
@@ -167,7 +164,7 @@ class Run:
                 left = args.seconds - (time.monotonic() - self._begun)
                 share = max(left, 1.0) / (len(args.ranks) - at)
                 try:
-                    self._run_ranks(num_ranks, folder, share)
+                    self._run_ranks(num_ranks, Path(folder), share)
                 except KeyboardInterrupt:
                     raise SystemExit("error: ended by Ctrl-C") from None
                 except LaunchError as error:
@@ -178,20 +175,15 @@ class Run:
         save(args.json, result)
         return result
 
-    def _run_ranks(self, num_ranks: int, folder: str, seconds: float) -> None:
+    def _run_ranks(self, num_ranks: int, folder: Path, seconds: float) -> None:
         args = self._args
         network: RankProcesses = Sockets(num_ranks, "gloo" if args.gloo else "nccl")
         if args.mbit:
             nodes = num_ranks // args.ranks_per_node
             network = Namespaces(Links(nodes, args.ranks_per_node, args.mbit, args.inside))
-        command = [sys.executable, __file__, "--folder", folder, "--seconds", str(seconds)]
-        for name in ("tokens", "heads", "masks", "contestants"):
-            command += [f"--{name}", *map(str, getattr(args, name))]
-        for name in ("dim", "rounds", "slow", "measurements"):
-            command += [f"--{name}", str(getattr(args, name))]
-        command += ["--quick" if args.quick else "--no-quick"]
-        command += ["--gloo"] * args.gloo
-        command += ["--trace", str(args.trace)] if args.trace else []
+        passed = {name: x for name, x in vars(args).items() if name not in ("json", "folder")}
+        (folder / ARGUMENTS).write_text(json.dumps(passed | {"seconds": seconds}))
+        command = (sys.executable, __file__, "--folder", str(folder))
         before = list(self._result["cells"])
 
         def heard(outputs: list[str]) -> None:

@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from peer_cell import Cell, Contestant, Surroundings
-from peer_contestants import DEFAULT, HAND, entry_of
+from peer_contestants import entry_of
 from reference import DTYPES, LIMIT, largest_error, tensors, truth
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -106,8 +105,6 @@ class CellRun:
         for name, timed in self._timed.items():
             received = [self._ranks.longest(x) for x in timed.contestant.received]
             self._result[name] = timed.to_json(received)
-        if self._args.trace is not None:
-            self._trace(self._args.trace)
         for timed in self._timed.values():
             timed.contestant.close()
         return {name: self._result[name] for name in self._args.contestants}
@@ -185,23 +182,6 @@ class CellRun:
             if turn % 5 == 4:
                 words = ", ".join(f"{name} {x * 1e3:.0f}" for name, x in both.items())
                 say_first(self._ranks, f"round {turn + 1} of {self._args.rounds}, ms: {words}")
-
-    def _trace(self, folder: Path) -> None:
-        """One call of ours and of the hand-written one, as the first rank sees it."""
-        for name in (DEFAULT, HAND):
-            if (timed := self._timed.get(name)) is None:
-                continue
-            file = folder / f"{self._ranks.size}-ranks-{self._cell.name}-{name}.json.gz"
-            if self._ranks.rank:
-                timed.call(self._ranks, backward=True)
-                continue
-            with torch.profiler.profile() as profile:
-                timed.call(self._ranks, backward=True)
-            try:
-                profile.export_chrome_trace(str(file))
-                self._result[name]["trace"] = file.name
-            except (RuntimeError, OSError) as error:  # times are there all the same
-                self._result[name]["trace"] = f"none: {error}"
 
 
 def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@
 
 The sample (`mutations.py`) is always the same for a seed. Each mutant meets the tests of its own
 folder that run the changed statement (`touched.py`), the closest first, until one fails. All of it
-happens in copies of the tree, in a folder from which a run that was ended goes on.
+happens in copies of the tree. Ctrl-C ends it with a report of what was tried.
 
 A mutant that ends by a time limit counts as killed. A survivor may be equivalent to the original:
 its diff is printed, to be judged by a person.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import json
 import os
 import shutil
 import signal
@@ -56,41 +55,27 @@ class Result:
 def main() -> None:
     args = arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
-    work: Path = args.folder
-    work.mkdir(parents=True, exist_ok=True)
-    tree = work / "tree"
-    if not tree.exists():
-        copy_tree(tree)
-    files = sorted(
-        str(path.relative_to(tree))
-        for folder in FOLDERS
-        for path in (tree / PACKAGE / folder).rglob("*.py")
-    )
     import torch  # noqa: F401  (here, so that the processes that run tests have it already)
 
-    tests = sorted({name for names in FOLDERS.values() for name in names})
-    statements, touched = recorded(
-        work, tree, files, tests, args.workers, args.record_seconds, args.again
-    )
-    drawn = work / f"sample-{args.seed}-{args.count}{args.only.replace('/', '-')}.json"
-    if not drawn.exists():
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
+        tree = work / "tree"
+        copy_tree(tree)
+        files = sorted(
+            str(path.relative_to(tree))
+            for folder in FOLDERS
+            for path in (tree / PACKAGE / folder).rglob("*.py")
+        )
+        tests = sorted({name for names in FOLDERS.values() for name in names})
+        seen = recorded(work, tree, files, tests, args.workers, args.record_seconds)
         mutants = sample(tree, files, args.seed, args.count, args.only)
-        drawn.write_text(json.dumps([asdict(mutant) for mutant in mutants]))
-    mutants = [Mutant(**stored) for stored in json.loads(drawn.read_text())]
-    results = {result.mutant: result for result in read_results(work / "results.jsonl")}
-    todo = [
-        mutant
-        for mutant in mutants
-        if mutant not in results or (args.again and results[mutant].outcome in SURVIVED)
-    ]
-    try:
-        for result in run_all(work, tree, todo, statements, touched, args):
-            results[result.mutant] = result
-            with (work / "results.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            progress([results[m] for m in mutants if m in results], len(mutants))
-    finally:
-        report([results[m] for m in mutants if m in results], args)
+        try:
+            for result in run_all(work, tree, mutants, *seen, args):
+                results.append(result)
+                progress(results, len(mutants))
+        finally:
+            report(results, args)
 
 
 def choose_tests(
@@ -135,17 +120,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--record-seconds", type=float, default=20, help="of each test file, to see what it runs"
     )
-    parser.add_argument(
-        "--again",
-        action="store_true",
-        help="record more of the test files that took longer, and try survivors again",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "mesh-attention-mutants",
-        help="of the copies; a run goes on from what it finds here, remove it to begin again",
-    )
     return parser.parse_args()
 
 
@@ -179,7 +153,6 @@ def run_all(
 ) -> Iterator[Result]:
     trees = [work / f"mutant-{worker}" for worker in range(args.workers)]
     for copy in trees:
-        shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(tree, copy)
     running: dict[int, Running] = {}
     try:
@@ -232,12 +205,6 @@ def ended(running: dict[int, Running], trees: list[Path], tree: Path) -> Iterato
         by = failed.read_text() if failed.exists() else ""
         seconds = round(time.monotonic() - run.started, 1)
         yield Result(run.mutant, outcome, by, seconds, run.tests, run.diff)
-
-
-def read_results(path: Path) -> list[Result]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    stored = [json.loads(line) for line in lines]
-    return [Result(**(result | {"mutant": Mutant(**result["mutant"])})) for result in stored]
 
 
 def progress(results: list[Result], total: int) -> None:
