@@ -9,13 +9,13 @@
 NCCL ranks share one GPU and talk through sockets (`sockets.py`), in bfloat16; with `--gloo` they
 are on CPUs, in float32, over the loopback, or with `--mbit` over shaped links between network
 namespaces (`namespaces.py`). For each number of ranks processes start once and profile: `default`
-is `ContextParallel` with that cluster file, each of our methods is searched by it, and `tuned` is
-what `mesh-attention tune` finds in a few measurements (`peer_contestants.py`). Nothing is timed
-that differs from one device, in out or a gradient; what cannot run has its reason in place of a
-time. Contestants take turns in every round (`peer_rounds.py`). Times are of the slowest rank,
-medians over rounds; backward is the difference of both passes and forward alone. Bytes are what a
-rank receives, the most of all ranks: counted, but for PyTorch's, which follow from its code. Beside
-ours stands what the simulator predicts by that cluster file (`predicted_against_measured.py`).
+is `ContextParallel` with that cluster file, and each of our methods is searched by it
+(`peer_contestants.py`). Nothing is timed that differs from one device, in out or a gradient; what
+cannot run has its reason in place of a time. Contestants take turns in every round
+(`peer_rounds.py`). Times are of the slowest rank, medians over rounds; backward is the difference
+of both passes and forward alone. Bytes are what a rank receives, the most of all ranks, where they
+can be counted. Beside ours stands what the simulator predicts by that cluster file
+(`predicted_against_measured.py`).
 
 Times on a shared GPU follow bytes and host time; they say little about GPUs of their own.
 """
@@ -39,7 +39,7 @@ import torch
 from namespaces import Links, Namespaces
 from peer_cell import MASKS
 from peer_contestants import CONTESTANTS, DEFAULT, HAND, PEERS, entry_of
-from peer_rounds import ROUNDS_OF_SLOW, run_cells
+from peer_rounds import run_cells
 from rank_processes import LaunchError, RankProcesses
 from script import host, provenance, save, script_parser
 from sockets import Sockets
@@ -76,13 +76,10 @@ def parser() -> argparse.ArgumentParser:
     add("--dim", type=int, help="of a head; default 128, or with --gloo 64")
     add("--masks", nargs="+", choices=MASKS, default=[*MASKS])
     add("--rounds", type=int, default=20, help="in each all contestants take a turn; default 20")
-    slow = f"more than so many times the best after 3 rounds: {ROUNDS_OF_SLOW} rounds; default 4"
-    add("--slow", type=float, default=4.0, metavar="TIMES", help=slow)
     names = (
         f"with options, as ulysses,chunks=(1,1), of {' '.join(CONTESTANTS)}; default: to default"
     )
     add("--contestants", nargs="+", default=PEERS, metavar="NAME", help=names)
-    add("--measurements", type=int, default=4, metavar="N", help="of `tuned` a cell; default 4")
     quick = "a profile of seconds, the default, or of a minute for each number of ranks"
     add("--quick", action=argparse.BooleanOptionalAction, default=True, help=quick)
     seconds = "no cell begins later, shared by all numbers of ranks; default 500"
@@ -248,7 +245,8 @@ def lines_of(cell: Mapping[str, Any]) -> Iterator[str]:
             continue
         times = [f"{row[f'{what}_ms']:.1f}" for what in ("forward", "backward", "both")]
         ratio = f"{row['both_ms'] / hand['both_ms']:.2f}" if hand else "-"
-        moved = [f"{row['received_bytes'][what] / 1e6:.1f}" for what in ("forward", "backward")]
+        received = row.get("received_bytes", {}).values()
+        moved = [f"{x / 1e6:.1f}" for x in received] or ["-", "-"]
         times.append(f"{row['predicted_ms']:.1f}" if "predicted_ms" in row else "-")
         times.append(f"{row['cpu_seconds']:.1f}")
         rows.append((name, *times, ratio, *moved, f"{row['error']:.0e}", str(row["rounds"])))

@@ -142,7 +142,8 @@ def host_times(case: Case, mean: int, device: torch.device, steps: int) -> dict[
         timed(maker.prepare, rank_plan)
     del every[0]  # the first step makes what all others share
     medians = [statistics.median(column) for column in zip(*every, strict=True)]
-    row: dict[str, Any] = dict(zip(("choice", "plan", "executors"), medians, strict=True))
+    row: dict[str, Any] = {"case": case.name, "tokens": case.tokens, "mean": mean}
+    row |= zip(("choice", "plan", "executors"), medians, strict=True)
     row["all"] = statistics.median(map(sum, every))
     return row | {"documents": len(documents) - 1, "reason": maker.reason}
 
@@ -160,8 +161,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in CASES:
         for mean in case.means if args.match in case.name else ():
-            row = {"case": case.name, "tokens": case.tokens, "mean": mean}
-            row |= host_times(case, mean, device, args.steps)
+            row = host_times(case, mean, device, args.steps)
             rows.append(row)
             parts = ", ".join(f"{name} {row[name]:.1f}" for name in ("choice", "plan", "executors"))
             print(

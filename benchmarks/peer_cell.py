@@ -78,19 +78,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a contestant runs: `cluster` was profiled on these ranks, `folder` is for files."""
+    """Where a contestant runs: `cluster` was profiled on these ranks, `folder` has the truth."""
 
     ranks: Ranks
     cluster: Cluster
     folder: Path
-    measurements: int  # of a tuning
 
 
 class Contestant:
     """On one rank. Tensors come as (1, tokens, heads, head_dim) and are cut by `shard`."""
 
     setting = ""  # in words
-    received = (0, 0)  # bytes, forward and backward, once both have run
+    # Bytes, forward and backward, once both have run and where they can be counted.
+    received: tuple[float, float] | None = None
     predicted: float | None = None  # seconds of both passes, by the simulator
 
     @classmethod
@@ -113,7 +113,7 @@ class Contestant:
         return ""
 
     def check(self) -> None:
-        """Raises if a call went wrong, and counts the bytes of one."""
+        """Raises if a call went wrong, and counts the bytes of one where it can."""
 
     def close(self) -> None:
         pass

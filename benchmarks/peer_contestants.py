@@ -21,19 +21,16 @@ from mesh_attention import ContextParallel
 from mesh_attention.choose.auto import find_best, question_of
 from mesh_attention.cost import simulate
 from mesh_attention.errors import PlanError
-from mesh_attention.measure.tune import tune_ranks
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import AUTO, METHODS
 
 HAND, DEFAULT = "hand-ulysses", "default"
-TUNING_SECONDS = 0.5  # of one measurement, about
 
 
 class Ours(Contestant):
     """`ContextParallel` with the cluster that was profiled. A method is searched by that cluster,
-    where it is named, and over all methods and places of tokens where it is `auto`; `tuned` is what
-    `mesh-attention tune` measures to be the fastest."""
+    where it is named, and over all methods and places of tokens where it is `auto`."""
 
     def __init__(
         self,
@@ -41,7 +38,6 @@ class Ours(Contestant):
         here: Surroundings,
         *,
         method: str | None = None,
-        tuned: bool = False,
         **options: Any,
     ) -> None:
         ranks, cluster = here.ranks, here.cluster
@@ -54,11 +50,6 @@ class Ours(Contestant):
             "dtype": cell.dtype,
             "cluster": cluster,
         }
-        if tuned:
-            file = here.folder / f"tuned-{ranks.size}.json"
-            effort: dict[str, Any] = {"measurements": here.measurements, "lasting": TUNING_SECONDS}
-            tune_ranks(ranks, cell.problem, cluster, output=file, **effort)
-            arguments |= {"tuned": file, "cluster": None}
         if method is not None:
             known = METHODS[method].options() if method in METHODS else {}
             fixed = {name: options.pop(name) for name in [*options] if name in known}
@@ -66,7 +57,7 @@ class Ours(Contestant):
             plan = question_of(cluster, cell.problem, ranks.size, chosen).plan()
             arguments = {"plan": plan, "cluster": cluster}
         cp = self._cp = ContextParallel(ranks.group, **arguments, **options)
-        self._key = f"{digest(self._cp.plan)} {sorted(options.items())} {tuned}"
+        self._key = f"{digest(self._cp.plan)} {sorted(options.items())}"
         self.setting = self._cp.choice
         self.predicted = ranks.of_first(
             lambda: sum(simulate(cp.plan, cluster, way).runtime_seconds for way in Direction)
@@ -139,7 +130,6 @@ CONTESTANTS: dict[str, Entry] = {
     "yunchang-ulysses": Entry(Yunchang, {"ulysses": lambda n: n}),
     "yunchang-usp": Entry(Yunchang, {"ulysses": lambda n: n // 2}, least_ranks=4),
     DEFAULT: Entry(Ours, {}),
-    "tuned": Entry(Ours, {"tuned": True}),
     "ring": Entry(Ours, {"method": "ring"}),
     "mesh": Entry(Ours, {"method": "mesh"}),
     "ulysses": Entry(Ours, {"method": "ulysses"}),

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -29,8 +29,6 @@ from mesh_attention.measure.kernel_rates import Sizes
 from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks
 
-JUDGED_AFTER = 3  # rounds
-ROUNDS_OF_SLOW = 5
 BLOCK_PAIRS = 1 << 29  # of the reference on a GPU
 MOST_CHARACTERS = 300  # of a reason
 
@@ -66,17 +64,21 @@ class Timed:
             seconds.append(ranks.longest(self.call(ranks, backward=backward)[0]))
         self.cpu.append(ranks.size * ranks.average([time.process_time() - begun])[0])
 
-    def to_json(self, received: Sequence[float]) -> dict[str, Any]:
+    def to_json(self, ranks: Ranks) -> dict[str, Any]:
         forward, both = (statistics.median(x) * 1e3 for x in (self.forward, self.both))
-        predicted = self.contestant.predicted
-        return ({} if predicted is None else {"predicted_ms": predicted * 1e3}) | {
+        known: dict[str, Any] = {}
+        if (predicted := self.contestant.predicted) is not None:
+            known["predicted_ms"] = predicted * 1e3
+        if (received := self.contestant.received) is not None:
+            most = map(ranks.longest, received)
+            known["received_bytes"] = dict(zip(("forward", "backward"), most, strict=True))
+        return known | {
             "forward_ms": forward,
             "both_ms": both,
             "backward_ms": both - forward,
             "rounds": len(self.both),
             "cpu_seconds": statistics.median(self.cpu),
             "error": self.error,
-            "received_bytes": dict(zip(("forward", "backward"), received, strict=True)),
             "setting": self.contestant.setting,
             "forward_all_ms": [round(x * 1e3, 3) for x in self.forward],
             "both_all_ms": [round(x * 1e3, 3) for x in self.both],
@@ -103,8 +105,7 @@ class CellRun:
         self._admit()
         self._rounds(deadline)
         for name, timed in self._timed.items():
-            received = [self._ranks.longest(x) for x in timed.contestant.received]
-            self._result[name] = timed.to_json(received)
+            self._result[name] = timed.to_json(self._ranks)
         for timed in self._timed.values():
             timed.contestant.close()
         return {name: self._result[name] for name in self._args.contestants}
@@ -166,22 +167,14 @@ class CellRun:
         return timed
 
     def _rounds(self, deadline: float) -> None:
-        slow: set[str] = set()
         for turn in range(self._args.rounds):
             names = [*self._timed] if turn % 2 == 0 else [*reversed(self._timed)]
             for name in names:
-                if name not in slow or turn < ROUNDS_OF_SLOW:
-                    self._timed[name].time(self._ranks)
-            both = {name: statistics.median(timed.both) for name, timed in self._timed.items()}
-            if turn + 1 == JUDGED_AFTER:
-                slow = {
-                    name for name, x in both.items() if x > self._args.slow * min(both.values())
-                }
+                self._timed[name].time(self._ranks)
             if self._ranks.longest(float(time.monotonic() > deadline)):
                 break
             if turn % 5 == 4:
-                words = ", ".join(f"{name} {x * 1e3:.0f}" for name, x in both.items())
-                say_first(self._ranks, f"round {turn + 1} of {self._args.rounds}, ms: {words}")
+                say_first(self._ranks, f"round {turn + 1} of {self._args.rounds}")
 
 
 def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tensor]:
@@ -232,7 +225,7 @@ def run_cells(ranks: Ranks, args: Any) -> None:
     say_first(ranks, f"profiled {ranks.size} ranks in {time.monotonic() - begun:.0f} s")
     device = profile.cluster.gpu.name
     tell({"ranks": ranks.size, "device": device, "cluster": profile.text})
-    here = Surroundings(ranks, profile.cluster, args.folder, args.measurements)
+    here = Surroundings(ranks, profile.cluster, args.folder)
     longest = 0.0
     for cell in cells(args, dtype):
         started = time.monotonic()

@@ -92,14 +92,6 @@ class TorchRing(Contestant):
             q, k, v, is_causal=self._cell.causal, enable_gqa=grouped
         )
 
-    def check(self) -> None:
-        """By its code: all other shards of K and V in each pass, and n times those of dK and dV in
-        float32."""
-        cell, n = self._cell, self._size
-        elements = 2 * cell.tokens // n * cell.kv_heads * self._times * cell.dim
-        forward = (n - 1) * elements * cell.dtype.itemsize
-        self.received = (forward, forward + n * elements * 4)
-
 
 class Exchange(torch.autograd.Function):
     """Part i of the first dimension goes to rank i, and gradients come back the same way."""

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", default="900", help="then the ranks are ended")
     args = parser.parse_args()
     num_ranks = 8 if args.sockets else 4 * args.nodes
-    words = ["--ranks", str(num_ranks), "--masks", "causal", "--slow", "inf"]
+    words = ["--ranks", str(num_ranks), "--masks", "causal"]
     words += ["--tokens", str(args.tokens or (32768 if args.sockets == "nccl" else 512))]
     for name in ("heads", "dim", "rounds", "seconds"):
         words += [f"--{name}", getattr(args, name)]

@@ -67,9 +67,9 @@ def main() -> None:
             for folder in FOLDERS
             for path in (tree / PACKAGE / folder).rglob("*.py")
         )
-        tests = sorted({name for names in FOLDERS.values() for name in names})
-        seen = recorded(work, tree, files, tests, args.workers, args.record_seconds)
         mutants = sample(tree, files, args.seed, args.count, args.only)
+        tests = sorted({name for mutant in mutants for name in FOLDERS[mutant.folder]})
+        seen = recorded(work, tree, files, tests, args.workers, args.record_seconds)
         try:
             for result in run_all(work, tree, mutants, *seen, args):
                 results.append(result)
