@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from namespaces import Links, Namespaces
 from peer_cell import MASKS
-from peer_contestants import CONTESTANTS, DEFAULT, HAND, PEERS, entry_of
+from peer_contestants import CONTESTANTS, HAND, PEERS, entry_of
 from peer_rounds import run_cells
 from rank_processes import LaunchError, RankProcesses
 from script import host, provenance, save, script_parser
@@ -201,19 +201,8 @@ class Run:
             if "cluster" in line:
                 self._result["clusters"][str(line["ranks"])] = line["cluster"]
                 self._result["device"] = line["device"]
-        cells = [x | ratios(x) for x in lines if "cluster" not in x]
-        self._result["cells"] = [*before, *cells]
+        self._result["cells"] = [*before, *(x for x in lines if "cluster" not in x)]
         save(self._args.json, self._result)
-
-
-def ratios(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Of our default to Ulysses by hand."""
-    ours, hand = (timed(cell, name) for name in (DEFAULT, HAND))
-    if not ours or not hand:
-        return {}
-    passes = ("forward_ms", "backward_ms", "both_ms")
-    quotients = {name.removesuffix("_ms"): round(ours[name] / hand[name], 3) for name in passes}
-    return {"default_to_hand": quotients}
 
 
 def timed(cell: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -253,9 +242,6 @@ def lines_of(cell: Mapping[str, Any]) -> Iterator[str]:
         notes.append(f"  {name}: {row['setting'][:WIDTH]}")
     yield table(rows)
     yield from notes
-    if "default_to_hand" in cell:
-        words = ", ".join(f"{name} {x:.2f}" for name, x in cell["default_to_hand"].items())
-        yield f"  {DEFAULT} to {HAND}: {words}"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 flash-attn is built for one version of PyTorch and CUDA, and cannot be installed everywhere; its
 FlashAttention 2 is also inside PyTorch. `install()` puts modules of that name in place, unless the
 real package is there. They hold what ring-flash-attention and yunchang call: forward and backward
-of dense and packed calls (all of whose arguments have names there). On CPUs dense calls without a
-window are PyTorch's, the others refused.
+of dense and packed calls, whose arguments have names there but for the dense backward pass. On CPUs
+dense calls without a window are PyTorch's, the others refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = "2.8.0"  # whose signatures these are
+VERSION = "2.8.0"  # whose functions these are
 # Cumulative starts of documents of queries and of keys, and the longest of each.
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 Lengths = tuple[Any, ...]
@@ -47,37 +47,30 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    **others: Any,
 ) -> Tensor:
     """Differentiable: PyTorch knows the gradient of its own kernels."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    masked = (causal, *window_size, softcap, alibi_slopes)
-    return _flash_attn_forward(q, k, v, dropout_p, scale, *masked)[0]
+    return _flash_attn_forward(q, k, v, scale, causal, *window_size, **others)[0]
 
 
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float,
     softmax_scale: float,
     causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
     *,
     lengths: Lengths | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, None, Tensor]:
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(**others)
     seed = torch.empty(0)
     if q.device.type == "cpu":
         _refuse_on_cpus(window_size_left, window_size_right, lengths)
@@ -116,7 +109,7 @@ def _flash_attn_backward(
     *,
     lengths: Lengths | None = None,
 ) -> None:
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     if q.device.type == "cpu":
         _refuse_on_cpus(window_size_left, window_size_right, lengths)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -157,9 +150,10 @@ def _random_state(q: Tensor) -> tuple[Tensor, Tensor]:
     return seed, torch.empty((), dtype=torch.uint64, device=q.device)
 
 
-def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
-    if dropout_p or softcap or alibi_slopes is not None:
-        raise NotImplementedError("the shim of flash_attn has no dropout, softcap or ALiBi")
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise NotImplementedError(f"the shim of flash_attn has no {name}")
 
 
 def _refuse_on_cpus(left: int, right: int, lengths: Lengths | None) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ from mesh_attention.measure.ranks import Ranks
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
-Options = Mapping[str, Any]
 MASKS = ("causal", "full", "window", "packed")
 
 
@@ -92,11 +89,6 @@ class Contestant:
     # Bytes, forward and backward, once both have run and where they can be counted.
     received: tuple[float, float] | None = None
     predicted: float | None = None  # seconds of both passes, by the simulator
-
-    @classmethod
-    def variants(cls, cell: Cell, options: Options) -> list[Options]:
-        """What to try, in this order, until something runs and is exact."""
-        return [options]
 
     def shard(self, whole: Tensor) -> Tensor:
         raise NotImplementedError

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peer_cell import Cell, Contestant, Options, Surroundings
+from peer_cell import Cell, Contestant, Surroundings
 from peer_libraries import Llama3FlashAttention, RingFlashAttention, Yunchang
 from peer_torch import HandUlysses, TorchRing
 from torch import Tensor
@@ -26,6 +27,7 @@ from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods.table import AUTO, METHODS
 
 HAND, DEFAULT = "hand-ulysses", "default"
+Options = Mapping[str, Any]
 
 
 class Ours(Contestant):
@@ -109,15 +111,14 @@ class Entry:
     options: Options
     least_ranks: int = 2
 
-    def variants(self, cell: Cell, num_ranks: int) -> list[Options]:
+    def options_on(self, num_ranks: int) -> Options:
         if num_ranks < self.least_ranks:
             raise PlanError(f"on {num_ranks} ranks it is another method; {self.least_ranks} needed")
-        options = {n: x(num_ranks) if callable(x) else x for n, x in self.options.items()}
-        return self.kind.variants(cell, options)
+        return {n: x(num_ranks) if callable(x) else x for n, x in self.options.items()}
 
-    def make(self, cell: Cell, here: Surroundings, options: Options) -> Contestant:
+    def make(self, cell: Cell, here: Surroundings) -> Contestant:
         kind: Any = self.kind  # each takes options of its own
-        contestant: Contestant = kind(cell, here, **options)
+        contestant: Contestant = kind(cell, here, **self.options_on(here.ranks.size))
         return contestant
 
 

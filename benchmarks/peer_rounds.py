@@ -116,7 +116,7 @@ class CellRun:
         wanted = reference(self._cell, self._here, whole)
         keys: dict[str, str] = {}
         for name in self._args.contestants:
-            result = self._attempts(name, keys, whole, wanted)
+            result = self._attempt(name, keys, whole, wanted)
             if isinstance(result, Timed):
                 self._timed[name] = result
                 result.call(self._ranks, backward=False)  # a warm-up; comparing was the other
@@ -127,34 +127,27 @@ class CellRun:
         if self._ranks.is_cuda:
             torch.cuda.empty_cache()  # ranks share the GPU
 
-    def _attempts(
+    def _attempt(
         self, name: str, keys: dict[str, str], whole: list[Tensor], wanted: list[Tensor]
     ) -> Timed | dict[str, Any]:
-        entry, reasons = entry_of(name), []
+        contestant: Contestant | None = None
+        timed: Timed | None = None
+        reason = ""
         try:
-            variants = entry.variants(self._cell, self._ranks.size)
-        except MeshAttentionError as error:
-            return {"refused": str(error)}
-        for options in variants:
-            made: list[Contestant] = []
-            timed: Timed | None = None
-            reason = ""
-            try:
-                made.append(entry.make(self._cell, self._here, options))
-                if same := keys.get(made[0].key()):
-                    made[0].close()
-                    return {"same_as": same, "setting": made[0].setting}
-                timed = self._compared(made[0], whole, wanted)
-            except Exception as error:  # of others too, whatever it is
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_CHARACTERS]
-            reason = next(filter(None, self._ranks.everyones(reason)), "")
-            if timed is not None and not reason:
-                keys |= {made[0].key(): name} if made[0].key() else {}
-                return timed
-            reasons.append(reason)
-            for contestant in made:
+            contestant = entry_of(name).make(self._cell, self._here)
+            if same := keys.get(contestant.key()):
                 contestant.close()
-        return {"refused": "; ".join(dict.fromkeys(reasons))}
+                return {"same_as": same, "setting": contestant.setting}
+            timed = self._compared(contestant, whole, wanted)
+        except Exception as error:  # of others too, whatever it is
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_CHARACTERS]
+        reason = next(filter(None, self._ranks.everyones(reason)), "")
+        if timed is not None and not reason:
+            keys |= {timed.contestant.key(): name} if timed.contestant.key() else {}
+            return timed
+        if contestant is not None:
+            contestant.close()
+        return {"refused": reason}
 
     def _compared(self, contestant: Contestant, whole: list[Tensor], wanted: list[Tensor]) -> Timed:
         *leaves, grad = (contestant.shard(x) for x in whole)

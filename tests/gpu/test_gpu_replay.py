@@ -1,8 +1,8 @@
 """Stand-ins on a real GPU: what they write, how long they last, which SMs they take; a small replay
 and its memory.
 
-Other tests use the GPU too, so that times have a lower bound only: a stand-in that is over early, or
-leaves SMs that it should take, would flatter a replay. What they last on an idle GPU: docs/replay.md.
+Other tests use the GPU too, so that times have a lower bound only: a stand-in that is over early,
+or leaves SMs that it should take, would flatter a replay. On an idle GPU: docs/replay.md.
 """
 
 from __future__ import annotations
