@@ -46,29 +46,22 @@ class Case:
     ranks: int
     means: tuple[int, ...]
     window: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()  # without any the setting is chosen
+    in_one_piece: bool = False  # heads first; else the setting is chosen
 
     @property
     def layer(self) -> Layer:
         window = None if self.window is None else (self.window - 1, 0)
         mask = Mask(causal=True, window=window)
         problem = Problem(self.tokens, self.heads, DIM, num_kv_heads=self.kv_heads, mask=mask)
-        options = dict(self.options)
-        return Layer(problem, ask(problem, self.ranks, **options) if options else None)
+        if not self.in_one_piece:
+            return Layer(problem, None)
+        options: dict[str, Any] = {"layout": "contiguous", "chunks": (1, 1)}
+        return Layer(problem, ask(problem, self.ranks, method="ulysses", **options))
 
 
-IN_ONE_PIECE = (("method", "ulysses"), ("layout", "contiguous"), ("chunks", (1, 1)))
 CASES = (
     Case("64 heads on 64 ranks", 512 * K, 64, 64, 64, (32 * K, 8 * K, 4 * K, 2 * K)),
-    Case(
-        "64 heads on 64 ranks, heads first in one piece",
-        tokens=512 * K,
-        heads=64,
-        kv_heads=64,
-        ranks=64,
-        means=(32 * K, 8 * K, 2 * K),
-        options=IN_ONE_PIECE,
-    ),
+    Case("in one piece", 512 * K, 64, 64, 64, (32 * K, 8 * K, 2 * K), in_one_piece=True),
     Case("64:8 heads on 8 ranks", 128 * K, 64, 8, 8, (32 * K, 8 * K, 2 * K)),
     Case("64:8 heads on 64 ranks", 512 * K, 64, 8, 64, (4 * K,)),
     Case("window of 4,096 on 64 ranks", 512 * K, 64, 8, 64, (32 * K,), window=4096),
