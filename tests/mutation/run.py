@@ -1,7 +1,7 @@
 """Mutation testing: one small change of the code at a time, and whether a test of its folder fails.
 
     make mutants                                    # 300 of them, about an hour on two cores
-    python benchmarks/run_mutants.py --count 20 --workers 8 --json results.json
+    python tests/mutation/run.py --count 20 --workers 8 --json results.json
 
 The sample (`mutations.py`) is always the same for a seed. Each mutant meets the tests of its own
 folder that run the changed statement (`touched.py`), the closest first, until one fails. All of it
@@ -14,24 +14,38 @@ its diff is printed, to be judged by a person.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import os
 import shutil
-import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
-from mutations import Mutant, sample
-from script import host, provenance, save, script_parser
-from touched import PACKAGE, InOrder, Statement, Touch, recorded, start
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2] / name) for name in ("tests", "benchmarks")]
 
-ROOT = Path(__file__).parent.parent
+from script import host, provenance, save, script_parser
+
+from mutation.mutations import Mutant, sample
+from mutation.touched import (
+    PACKAGE,
+    InOrder,
+    Statement,
+    Touch,
+    mark_statements,
+    own_copy,
+    record,
+    start,
+    wait_for,
+)
+
+ROOT = Path(__file__).parents[2]
 FOLDERS = {  # `package` has the examples in docstrings
     "plan": ("plan", "methods", "package"),
     "cost": ("cluster", "package"),
@@ -54,28 +68,50 @@ class Result:
 
 def main() -> None:
     args = arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave no process behind
     import torch  # noqa: F401  (here, so that the processes that run tests have it already)
 
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        work = Path(folder)
-        tree = work / "tree"
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ProcessPoolExecutor(args.workers, get_context("fork")) as pool,
+    ):
+        tree, marked = Path(folder) / "tree", Path(folder) / "marked"
         copy_tree(tree)
         files = sorted(
             str(path.relative_to(tree))
-            for folder in FOLDERS
-            for path in (tree / PACKAGE / folder).rglob("*.py")
+            for name in FOLDERS
+            for path in (tree / PACKAGE / name).rglob("*.py")
         )
         mutants = sample(tree, files, args.seed, args.count, args.only)
-        tests = sorted({name for mutant in mutants for name in FOLDERS[mutant.folder]})
-        seen = recorded(work, tree, files, tests, args.workers, args.record_seconds)
+        shutil.copytree(tree, marked)
+        statements = mark_statements(marked, files)
+        touched: Touch = {}
+        recording = [
+            pool.submit(record, marked, name, args.record_seconds)
+            for name in test_files(tree, mutants)
+        ]
+        for done, recorded in enumerate(as_completed(recording), 1):
+            touched |= recorded.result()
+            print(f"\rrecorded {done} of {len(recording)} test files", end="", flush=True)
+        trying = []
+        for number, mutant in enumerate(mutants):
+            tests = choose_tests(mutant, statements[mutant.file], touched, args.max_seconds)
+            trying.append(pool.submit(try_mutant, number, tree, mutant, tests))
         try:
-            for result in run_all(work, tree, mutants, *seen, args):
-                results.append(result)
+            for tried in as_completed(trying):
+                results.append(tried.result())
                 progress(results, len(mutants))
         finally:
+            pool.shutdown(cancel_futures=True)
             report(results, args)
+
+
+def test_files(tree: Path, mutants: list[Mutant]) -> list[str]:
+    folders = sorted({name for mutant in mutants for name in FOLDERS[mutant.folder]})
+    paths = (
+        path for name in folders for path in sorted((tree / "tests" / name).rglob("test_*.py"))
+    )
+    return [str(path.relative_to(tree)) for path in paths]
 
 
 def choose_tests(
@@ -133,78 +169,28 @@ def copy_tree(tree: Path) -> None:
             shutil.copy2(ROOT / name, tree / name)
 
 
-@dataclass(slots=True)
-class Running:
-    mutant: Mutant
-    tree: Path
-    started: float
-    deadline: float
-    tests: int
-    diff: str
-
-
-def run_all(
-    work: Path,
-    tree: Path,
-    mutants: list[Mutant],
-    statements: dict[str, list[Statement]],
-    touched: Touch,
-    args: argparse.Namespace,
-) -> Iterator[Result]:
-    trees = [work / f"mutant-{worker}" for worker in range(args.workers)]
-    for copy in trees:
-        shutil.copytree(tree, copy)
-    running: dict[int, Running] = {}
-    try:
-        for number, mutant in enumerate(mutants):
-            while not trees:
-                yield from ended(running, trees, tree)
-            source = (tree / mutant.file).read_text()
-            changed = mutant.apply(source) or ""
-            before, after = source.splitlines(True), changed.splitlines(True)
-            diff = "".join(difflib.unified_diff(before, after, mutant.file, mutant.file, n=1))
-            tests = choose_tests(mutant, statements[mutant.file], touched, args.max_seconds)
-            if not tests:
-                yield Result(mutant, "not reached", "", 0.0, 0, diff)
-                continue
-            place = trees.pop()
-            (place / mutant.file).write_text(changed)
-            # Python notices that a compiled file is out of date by the second of the change.
-            os.utime(place / mutant.file, (number + 1, number + 1))
-            (place / "failed").unlink(missing_ok=True)
-            files = list(dict.fromkeys(name.split("::")[0] for name in tests))
-            pid = start(place, ["-x", *files], InOrder(tests, place / "failed"))
-            now = time.monotonic()
-            limit = 60 + 5 * sum(tests.values())
-            running[pid] = Running(mutant, place, now, now + limit, len(tests), diff)
-        while running:
-            yield from ended(running, trees, tree)
-    finally:
-        for pid in running:  # after a keyboard interrupt
-            os.killpg(pid, signal.SIGKILL)
-
-
-def ended(running: dict[int, Running], trees: list[Path], tree: Path) -> Iterator[Result]:
-    """Results of the mutants that are through with their tests by now; their trees are free."""
-    time.sleep(0.1)
-    for pid, run in list(running.items()):
-        late = time.monotonic() > run.deadline
-        if late:
-            os.killpg(pid, signal.SIGKILL)
-        is_over, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-        if not is_over:
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # processes that its tests have left behind
-        shutil.copy2(tree / run.mutant.file, run.tree / run.mutant.file)
-        trees.append(run.tree)
-        del running[pid]
-        code = os.waitstatus_to_exitcode(status)
-        outcome = "survived" if code == 0 else "timeout" if code < 0 else "killed"
-        failed = run.tree / "failed"
-        by = failed.read_text() if failed.exists() else ""
-        seconds = round(time.monotonic() - run.started, 1)
-        yield Result(run.mutant, outcome, by, seconds, run.tests, run.diff)
+def try_mutant(number: int, tree: Path, mutant: Mutant, tests: dict[str, float]) -> Result:
+    source = (tree / mutant.file).read_text()
+    changed = mutant.apply(source) or ""
+    before, after = source.splitlines(True), changed.splitlines(True)
+    diff = "".join(difflib.unified_diff(before, after, mutant.file, mutant.file, n=1))
+    if not tests:
+        return Result(mutant, "not reached", "", 0.0, 0, diff)
+    copy = own_copy(tree)
+    file, failed = copy / mutant.file, copy / "failed"
+    failed.unlink(missing_ok=True)
+    file.write_text(changed)
+    # Python notices that a compiled file is out of date by the second of the change.
+    os.utime(file, (number + 1, number + 1))
+    started = time.monotonic()
+    pid = start(
+        copy, ["-x", *dict.fromkeys(name.split("::")[0] for name in tests)], InOrder(tests, failed)
+    )
+    code = wait_for(pid, 60 + 5 * sum(tests.values()))
+    shutil.copy2(tree / mutant.file, file)
+    outcome = "survived" if code == 0 else "timeout" if code < 0 else "killed"
+    by = failed.read_text() if failed.exists() else ""
+    return Result(mutant, outcome, by, round(time.monotonic() - started, 1), len(tests), diff)
 
 
 def progress(results: list[Result], total: int) -> None:
