@@ -2,7 +2,8 @@
 
     python benchmarks/default_against_best.py --parts parts.jsonl --jobs 2 --json RESULT.json
 
-The questions are those of `results/best_of_0.2.json`. For each: the default (what `auto` takes) and
+The questions are those of `results/best_of_0.2.json`, which `best_of_0.2.py.txt` beside it made. For
+each: the default (what `auto` takes) and
 its CPU seconds, the full search, and the best that version 0.2 found, whose settings are simulated
 again by today's clock. The default leaves tokens where they are by default, so it is judged twice:
 with the best that leaves them there too, and with the best of all. Each question is a line of
