@@ -39,13 +39,11 @@ def test_loops_read_numbers_of_rows_without_a_mask(code: list[dict[str, Any]]) -
 
 
 def test_loops_multiply_and_keep_in_registers_what_they_write(code: list[dict[str, Any]]) -> None:
-    for kernel_loop in code:
-        whole, masked = kernel_loop["loops"]  # blocks
-        assert whole["spill_stores"] <= 2, kernel_loop["pass"]
-        assert masked["spill_stores"] <= 9, kernel_loop[
-            "pass"
-        ]  # 8, 6 and 9 by Triton 3.6, 3.7 and 3.9
-        described = kernel_loop["tile"][4]
+    for of_pass in code:
+        whole, masked = of_pass["loops"]  # blocks
+        assert whole["spill_stores"] <= 2, of_pass["pass"]
+        assert masked["spill_stores"] <= 9, of_pass["pass"]  # 8, 6 and 9 by Triton 3.6, 3.7 and 3.9
+        described = of_pass["tile"][4]
         for loop in (whole, masked):
             assert loop["products"] >= 16
             # Tiles of tokens come by their descriptors, or in whole 16 bytes.

@@ -208,5 +208,5 @@ def test_what_documents_cannot_use_is_refused_by_name(pool: WorkerPool) -> None:
     ]
     for messages in pool.run(mistakes, 2):
         assert len(messages) == len(parts)
-        for first, part in zip(messages, parts, strict=True):
-            assert part in first
+        for text, part in zip(messages, parts, strict=True):
+            assert part in text

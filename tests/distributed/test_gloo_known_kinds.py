@@ -56,8 +56,8 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     shared.calls._kept[False]._limit = 3
     shared.calls._agreed._limit = 3
     results = [is_right(cp, case) for case in cases[:3]]
-    for each, other in ((0, 1), (1, 2)):
-        at = each if rank == ODD else other
+    for usual, other in ((0, 1), (1, 2)):
+        at = usual if rank == ODD else other
         q, k, v = (cp.shard(x, 1).requires_grad_() for x in cases[at].tensors()[:3])
         try:
             cp.attention(q, k, v)

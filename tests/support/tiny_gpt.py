@@ -55,8 +55,8 @@ def make_model() -> Model:
 
 @dataclass(frozen=True)
 class WholeCase:
-    """`arguments` are those of shard_batch besides ids and labels; `documents` of each row, by hand,
-    and how many of them are padding at the end or, negative, at the begin."""
+    """`arguments` are those of shard_batch besides ids and labels; `documents` of each row, by
+    hand, and how many of them are padding at the end or, negative, at the begin."""
 
     arguments: dict[str, Any]
     documents: list[list[int]]
