@@ -61,7 +61,7 @@ $(DOCS)/.installed: requirements-docs.txt
 # Are the tests sharp? 300 small changes of the code, one at a time: about an hour on two cores.
 mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-mutation.txt
-	$(BIN)/python benchmarks/run_mutants.py
+	$(BIN)/python tests/mutation/run.py
 
 # Wrong use, damaged plans and random cases, each against an oracle of its own, by seed: an hour, or
 # make hostile SECONDS=300 SEED=2. Exit status 1 where something is wrong.

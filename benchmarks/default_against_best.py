@@ -2,11 +2,12 @@
 
     python benchmarks/default_against_best.py --parts parts.jsonl --jobs 2 --json RESULT.json
 
-The questions are those of `results/best_of_0.2.json`. For each: the default (what `auto` takes) and
-its CPU seconds, the full search, and the best that version 0.2 found, whose settings are simulated
-again by today's clock. The default leaves tokens where they are by default, so it is judged twice:
-with the best that leaves them there too, and with the best of all. Each question is a line of
-`--parts`: a run goes on where it was ended. Modelled, not measured.
+The questions are those of `results/best_of_0.2.json`, made by `best_of_0.2.py.txt` beside it. For
+each: the default (what `auto` takes) and its CPU seconds, the full search, and the best that
+version 0.2 found, whose settings are simulated again by today's clock. The default leaves tokens
+where they are by default, so it is judged twice: with the best that leaves them there too, and with
+the best of all. Each question is a line of `--parts`: a run goes on where it was ended. Modelled,
+not measured.
 """
 
 from __future__ import annotations

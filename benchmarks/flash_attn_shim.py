@@ -3,7 +3,8 @@
 flash-attn is built for one version of PyTorch and CUDA, and cannot be installed everywhere; its
 FlashAttention 2 is also inside PyTorch. `install()` puts modules of that name in place, unless the
 real package is there. They hold what ring-flash-attention and yunchang call: forward and backward
-of dense and packed calls. On CPUs dense calls without a window are PyTorch's, the others refused.
+of dense and packed calls, whose arguments have names there but for the dense backward pass. On CPUs
+dense calls without a window are PyTorch's, the others refused.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-VERSION = "2.8.0"  # whose signatures these are
+VERSION = "2.8.0"  # whose functions these are
+# Cumulative starts of documents of queries and of keys, and the longest of each.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+Lengths = tuple[Any, ...]
 
 
 def install() -> str:
@@ -42,44 +47,39 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float = 0.0,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    **others: Any,
 ) -> Tensor:
     """Differentiable: PyTorch knows the gradient of its own kernels."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    masked = (causal, *window_size, softcap, alibi_slopes)
-    return _flash_attn_forward(q, k, v, dropout_p, scale, *masked)[0]
+    return _flash_attn_forward(q, k, v, scale, causal, *window_size, **others)[0]
 
 
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float,
     softmax_scale: float,
     causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
+    *,
+    lengths: Lengths | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, None, Tensor]:
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(**others)
     seed = torch.empty(0)
     if q.device.type == "cpu":
-        _refuse_window(window_size_left, window_size_right)
+        _refuse_on_cpus(window_size_left, window_size_right, lengths)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, scale=softmax_scale
         )
         return out.transpose(1, 2), lse, None, seed
     out, lse, seed, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False),
+        *(q, k, v, *(lengths or _dense(q, k)), 0.0, causal, False),
         scale=softmax_scale,
         window_size_left=window_size_left,
         window_size_right=window_size_right,
@@ -106,10 +106,12 @@ def _flash_attn_backward(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     rng_state: Tensor | None = None,
+    *,
+    lengths: Lengths | None = None,
 ) -> None:
-    _refuse(dropout_p, softcap, alibi_slopes)
+    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     if q.device.type == "cpu":
-        _refuse_window(window_size_left, window_size_right)
+        _refuse_on_cpus(window_size_left, window_size_right, lengths)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
             *(softmax_lse, 0.0, causal),
@@ -118,7 +120,7 @@ def _flash_attn_backward(
         grads = [x.transpose(1, 2) for x in grads]
     else:
         grads = torch.ops.aten._flash_attention_backward(
-            *(dout, q, k, v, out, softmax_lse, None, None, q.shape[1], k.shape[1], 0.0, causal),
+            *(dout, q, k, v, out, softmax_lse, *(lengths or _dense(q, k)), 0.0, causal),
             *_random_state(q),
             scale=softmax_scale,
             window_size_left=window_size_left,
@@ -128,70 +130,18 @@ def _flash_attn_backward(
         buffer.copy_(grad)
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, None, Tensor]:
-    _refuse(dropout_p, softcap, alibi_slopes)
-    _refuse_packed(q)
-    out, lse, seed, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False),
-        scale=softmax_scale,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-    )
-    return out, lse, None, seed
+def _flash_attn_varlen_forward(**packed: Any) -> tuple[Tensor, Tensor, None, Tensor]:
+    lengths = tuple(packed.pop(name) for name in LENGTHS)
+    return _flash_attn_forward(**packed, lengths=lengths)
 
 
-def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
-) -> None:
-    _refuse(dropout_p, softcap, alibi_slopes)
-    _refuse_packed(q)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    grads = torch.ops.aten._flash_attention_backward(
-        *(dout, q, k, v, out, softmax_lse, *lengths, 0.0, causal),
-        *_random_state(q),
-        scale=softmax_scale,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-    )
-    for buffer, grad in zip((dq, dk, dv), grads, strict=True):
-        buffer.copy_(grad)
+def _flash_attn_varlen_backward(**packed: Any) -> None:
+    lengths = tuple(packed.pop(name) for name in LENGTHS)
+    _flash_attn_backward(**packed, lengths=lengths)
+
+
+def _dense(q: Tensor, k: Tensor) -> Lengths:
+    return None, None, q.shape[1], k.shape[1]
 
 
 def _random_state(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,16 +150,12 @@ def _random_state(q: Tensor) -> tuple[Tensor, Tensor]:
     return seed, torch.empty((), dtype=torch.uint64, device=q.device)
 
 
-def _refuse(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
-    if dropout_p or softcap or alibi_slopes is not None:
-        raise NotImplementedError("the shim of flash_attn has no dropout, softcap or ALiBi")
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value:
+            raise NotImplementedError(f"the shim of flash_attn has no {name}")
 
 
-def _refuse_window(left: int, right: int) -> None:
-    if left >= 0 or right >= 0:
-        raise NotImplementedError("the shim of flash_attn has no windows on CPUs")
-
-
-def _refuse_packed(q: Tensor) -> None:
-    if q.device.type == "cpu":
-        raise NotImplementedError("the shim of flash_attn has no packed documents on CPUs")
+def _refuse_on_cpus(left: int, right: int, lengths: Lengths | None) -> None:
+    if left >= 0 or right >= 0 or lengths is not None:
+        raise NotImplementedError("the shim of flash_attn has no windows or documents on CPUs")

@@ -5,9 +5,8 @@
 TFLOP/s by the pairs that the mask shows, forward and backward, bf16, heads of 128: cuDNN Frontend's
 interval kernel, our Triton kernels, compiled `flex_attention` of PyTorch, FlashAttention 3 varlen
 (documents, forward only). And through the library: a plan for one rank, where one call is all there
-is to do, in milliseconds beside the bare kernel it chose: one call at a time, which holds the
-host's launch, and in turns with calls that follow each other, as layers do. Kernels that are not
-installed are left out, and named.
+is to do, beside the bare kernel it chose. All take turns, with calls that follow each other as
+layers do. Kernels that are not installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from one_rank import (
     in_turns,
     log_normal_pack,
     mask_of_the_call,
-    milliseconds,
     need_cuda,
 )
 from script import provenance, save, script_parser
@@ -133,33 +131,32 @@ def by_varlen(tensors: list[Tensor], mask: Mask) -> Passes:
     return {Direction.FORWARD: forward}
 
 
-def by_library(tensors: list[Tensor], mask: Mask, repeats: int) -> dict[str, Any]:
-    """A plan for one rank: what everything around the kernel costs."""
+def by_library(tensors: list[Tensor], mask: Mask) -> tuple[Passes, Passes, dict[str, Any]]:
+    """A plan for one rank, what it does with no more than its kernel call, if that is one, and what
+    was chosen."""
     q, k, v, grad_out = (x.transpose(0, 1).contiguous() for x in tensors)
     tokens, _, heads, _ = q.shape
     problem = Problem(tokens, heads, DIM, num_kv_heads=k.shape[2], mask=mask)
     plan = make_plan(problem, 1, method="mesh", chunks=(1, 1))
-    result: dict[str, Any] = {}
     inputs = {"q": q, "k": k, "v": v}
+    library: Passes = {}
+    bare: Passes = {}
+    chosen: dict[str, Any] = {}
     for direction in Direction:
         executor = executor_alone(plan, direction, CallShape(1, DTYPE, DEVICE))
 
-        def work(executor: Executor = executor) -> Any:
+        def work(executor: Executor = executor, inputs: dict[str, Tensor] = inputs) -> Any:
             return run_to_end(executor.run(inputs))
 
-        outputs = work()
-        result[direction.value] = milliseconds(work, repeats)
-        chosen = {choice.kernel.name: choice.kernel for choice in executor.choices.values()}
-        result[f"{direction.value} kernels"] = sorted(chosen)
-        works: dict[str, Work] = {"library": work}
+        inputs = inputs | work() | {"grad_out": grad_out}
+        library[direction] = work
+        kernels = {choice.kernel.name: choice.kernel for choice in executor.choices.values()}
+        chosen[direction.value] = {"kernels": sorted(kernels), "calls": executor.calls}
         call_mask = mask_of_the_call(executor)
         if call_mask is not None:
-            (kernel,) = chosen.values()
-            works["bare"] = bare_pass(kernel, direction, tensors, call_mask)
-        result[f"{direction.value}, in turns"] = in_turns(works)
-        result[f"{direction.value} calls"] = executor.calls
-        inputs.update(outputs | {"grad_out": grad_out})
-    return result
+            (kernel,) = kernels.values()
+            bare[direction] = bare_pass(kernel, direction, tensors, call_mask)
+    return library, bare, chosen
 
 
 def installed_kernels() -> list[Kernel]:
@@ -175,7 +172,7 @@ def installed_kernels() -> list[Kernel]:
     return kernels
 
 
-def measure(name: str, case: Case, kernels: list[Kernel], repeats: int, flex: bool) -> Any:
+def measure(name: str, case: Case, kernels: list[Kernel], rounds: int, flex: bool) -> Any:
     tokens, heads, kv_heads, mask = case
     tensors = [
         torch.randn(1, tokens, h, DIM, device=DEVICE, dtype=DTYPE)
@@ -195,39 +192,40 @@ def measure(name: str, case: Case, kernels: list[Kernel], repeats: int, flex: bo
         makers["flex_attention"] = lambda: by_flex(tensors, visible)
     if not mask.prefix:
         makers["flash_attn3 varlen"] = lambda: by_varlen(tensors, mask)
+    library, bare, chosen = by_library(tensors, mask)
+    ways = {"library": library, "its kernel": bare}
     row: dict[str, Any] = {"mask": name, "tokens": tokens, "heads": [heads, kv_heads]}
+    row |= {"chosen": chosen, "failed": {}, **{d.value: {} for d in Direction}}
     for way, make in makers.items():
         try:
-            times = {d: milliseconds(work, repeats) for d, work in make().items()}
+            ways[way] = make()
+            for work in ways[way].values():
+                work()
         except Exception as error:  # a kernel that is missing or fails must not end the table
-            row[way] = {"failed": f"{type(error).__name__}: {error}"[:200]}
-            continue
-        factor = {Direction.FORWARD: 1.0, Direction.BACKWARD: 2.5}
-        row[way] = {
-            d.value: {"ms": ms, "tflops": factor[d] * flops / ms / 1e9} for d, ms in times.items()
-        }
-    row["through the library, ms"] = by_library(tensors, mask, repeats)
+            ways.pop(way, None)
+            row["failed"][way] = f"{type(error).__name__}: {error}"[:200]
+    for direction, factor in zip(Direction, (1.0, 2.5), strict=True):
+        works = {way: passes[direction] for way, passes in ways.items() if direction in passes}
+        for way, ms in in_turns(works, rounds).items():
+            row[direction.value][way] = {"ms": ms, "tflops": factor * flops / ms / 1e9}
     return row
 
 
 def line_of(row: dict[str, Any]) -> str:
-    words = [f"{row['mask']}:"]
-    library = row["through the library, ms"]
-    for way, passes in row.items():
-        if isinstance(passes, dict) and passes is not library:
-            rates = " / ".join(f"{x['tflops']:.0f}" for x in passes.values() if "tflops" in x)
-            words.append(f"{way} {rates or passes['failed'][:60]};")
+    lines = [f"{row['mask']}:"]
     for direction in Direction:
-        times = library[f"{direction.value}, in turns"]
-        words += [f"{direction.value}, ms:", *(f"{name} {ms:.3f}" for name, ms in times.items())]
-        words.append(f"by {library[f'{direction.value} kernels']};")
-    return " ".join(words)
+        rates = (
+            f"{way} {x['tflops']:.0f} ({x['ms']:.3f} ms)" for way, x in row[direction.value].items()
+        )
+        kernels = ", ".join(row["chosen"][direction.value]["kernels"])
+        lines.append(f"  {direction}, TFLOP/s: {', '.join(rates)}; chosen {kernels}")
+    return "\n".join([*lines, *(f"  {way}: {why}" for way, why in row["failed"].items())])
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--match", default="", help="only masks with this in their name")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=7, help="of ten calls of each")
     parser.add_argument("--without-flex", action="store_true", help="it takes a minute to compile")
     args = parser.parse_args()
     need_cuda()
@@ -235,7 +233,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, case in cases().items():
         if args.match in name:
-            rows.append(measure(name, case, kernels, args.repeats, not args.without_flex))
+            rows.append(measure(name, case, kernels, args.rounds, not args.without_flex))
             print(line_of(rows[-1]), flush=True)
             result = provenance() | {
                 "machine": torch.cuda.get_device_name(),

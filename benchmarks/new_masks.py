@@ -1,13 +1,12 @@
-"""What a new mask costs a rank at every step, and how fast attention under it then runs.
+"""What a new mask costs a rank at every step: host time.
 
-    python benchmarks/new_masks.py --json out.json  # host time, on any computer
-    python benchmarks/new_masks.py --gpu --json out.json  # the same beside a GPU, and its speed
+    python benchmarks/new_masks.py --json out.json  # on any computer
+    python benchmarks/new_masks.py --gpu --json out.json  # the same beside a GPU
 
 One rank of many, with new log-normal documents at every step: the choice of a setting, the plan and
 this rank's programs for both passes, and what executors and kernels make of the mask. In
-milliseconds of one core without a GPU; with one by the clock, the device idle before. Nothing is
-sent: communication is silent, so what is measured on the GPU is attention with what is around it,
-beside the bare kernel on tensors of the same shape.
+milliseconds of one core without a GPU; with one by the clock, the device idle before. How fast
+attention under such masks then runs: `kernels_on_masks.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from one_rank import Work, bare_pass, executor_alone, in_turns, log_normal_pack, mask_of_the_call
-from replay.stand_in_data import inputs_of
+from one_rank import executor_alone, log_normal_pack, need_cuda
 from script import host, provenance, save, script_parser
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.pack import Layer, Packer
-from mesh_attention.kernels import RowRange
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.runtime.execute.call_masks import KnownRanges
-from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.execute.executor import CallShape, Executor
 from mesh_attention.runtime.session.caches import Plans
 from mesh_attention.runtime.session.rank_plan import RankPlan
 
@@ -49,29 +46,22 @@ class Case:
     ranks: int
     means: tuple[int, ...]
     window: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()  # without any the setting is chosen
+    in_one_piece: bool = False  # heads first; else the setting is chosen
 
     @property
     def layer(self) -> Layer:
         window = None if self.window is None else (self.window - 1, 0)
         mask = Mask(causal=True, window=window)
         problem = Problem(self.tokens, self.heads, DIM, num_kv_heads=self.kv_heads, mask=mask)
-        options = dict(self.options)
-        return Layer(problem, ask(problem, self.ranks, **options) if options else None)
+        if not self.in_one_piece:
+            return Layer(problem, None)
+        options: dict[str, Any] = {"layout": "contiguous", "chunks": (1, 1)}
+        return Layer(problem, ask(problem, self.ranks, method="ulysses", **options))
 
 
-IN_ONE_PIECE = (("method", "ulysses"), ("layout", "contiguous"), ("chunks", (1, 1)))
 CASES = (
     Case("64 heads on 64 ranks", 512 * K, 64, 64, 64, (32 * K, 8 * K, 4 * K, 2 * K)),
-    Case(
-        "64 heads on 64 ranks, heads first in one piece",
-        tokens=512 * K,
-        heads=64,
-        kv_heads=64,
-        ranks=64,
-        means=(32 * K, 8 * K, 2 * K),
-        options=IN_ONE_PIECE,
-    ),
+    Case("in one piece", 512 * K, 64, 64, 64, (32 * K, 8 * K, 2 * K), in_one_piece=True),
     Case("64:8 heads on 8 ranks", 128 * K, 64, 8, 8, (32 * K, 8 * K, 2 * K)),
     Case("64:8 heads on 64 ranks", 512 * K, 64, 8, 64, (4 * K,)),
     Case("window of 4,096 on 64 ranks", 512 * K, 64, 8, 64, (32 * K,), window=4096),
@@ -101,7 +91,7 @@ class Maker:
         assert rank_plan.key
         return rank_plan
 
-    def executors(self, rank_plan: RankPlan) -> dict[Direction, Executor]:
+    def prepare(self, rank_plan: RankPlan) -> None:
         known: KnownRanges = {}
         base, by_mask = rank_plan.base, rank_plan.by_mask
         executors = {}
@@ -117,17 +107,14 @@ class Maker:
             )
         for direction in reversed(Direction):  # what is made for backward may serve both
             executors[direction].prepare_kernels()
-        return executors
 
     def _executor(self, rank_plan: RankPlan, direction: Direction, known: KnownRanges) -> Executor:
         plan, shape = rank_plan.plan, self.shape
         return executor_alone(plan, direction, shape, rank=RANK, known_ranges=known)
 
 
-def host_times(
-    case: Case, mean: int, device: torch.device, steps: int
-) -> tuple[dict[str, Any], dict[Direction, Executor], RankPlan]:
-    """Medians, and what the last step made."""
+def host_times(case: Case, mean: int, device: torch.device, steps: int) -> dict[str, Any]:
+    """Medians of milliseconds."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     maker = Maker(case, device)
     every: list[list[float]] = []
@@ -145,93 +132,36 @@ def host_times(
         every.append([])
         question = timed(maker.choose, documents)
         rank_plan = timed(maker.plan, question)
-        executors = timed(maker.executors, rank_plan)
+        timed(maker.prepare, rank_plan)
     del every[0]  # the first step makes what all others share
     medians = [statistics.median(column) for column in zip(*every, strict=True)]
-    row: dict[str, Any] = dict(zip(("choice", "plan", "executors"), medians, strict=True))
+    row: dict[str, Any] = {"case": case.name, "tokens": case.tokens, "mean": mean}
+    row |= zip(("choice", "plan", "executors"), medians, strict=True)
     row["all"] = statistics.median(map(sum, every))
-    row |= {"documents": len(documents) - 1, "reason": maker.reason}
-    return row, executors, rank_plan
-
-
-def speeds(
-    case: Case, executors: dict[Direction, Executor], rank_plan: RankPlan, repeats: int
-) -> dict[str, Any]:
-    """Milliseconds of both passes through the executor and of the bare kernel, in turns."""
-    shape = CallShape(1, torch.bfloat16, torch.device("cuda"))
-    inputs = inputs_of(executors[Direction.BACKWARD].program, rank_plan.plan, shape)
-    inputs = {name: x for name, x in inputs.items() if name in ("q", "k", "v", "grad_out")}
-    result: dict[str, Any] = {}
-    for direction, factor in zip(Direction, (1.0, 2.5), strict=True):
-        executor = executors[direction]
-
-        def work(executor: Executor = executor) -> Any:
-            return run_to_end(executor.run(inputs))
-
-        outputs = work()
-        works: dict[str, Work] = {"": work}
-        mask = mask_of_the_call(executor)
-        if isinstance(mask, RowRange):
-            works["bare "], flops = _bare(case, executor, mask, direction)
-        for name, ms in in_turns(works, repeats).items():
-            result[f"{name}{direction} ms"] = ms
-            if name:
-                result[f"{name}{direction} TFLOP/s"] = factor * flops / ms / 1e9
-        inputs.update(outputs if direction is Direction.FORWARD else {})
-        kernels = {choice.kernel.name for choice in executor.choices.values()}
-        result[f"{direction} kernels"] = sorted(kernels)
-    return result
-
-
-def _bare(
-    case: Case, executor: Executor, mask: RowRange, direction: Direction
-) -> tuple[Work, float]:
-    """The kernel that the executor chose, on tensors of the same shape, and its operations."""
-    heads = -(-case.heads // case.ranks)
-    kv_heads = max(1, case.kv_heads // case.ranks)
-    tokens = len(mask.key_position)
-    tensors = [
-        torch.randn(1, tokens, h, DIM, device="cuda", dtype=torch.bfloat16)
-        for h in (heads, kv_heads, kv_heads, heads)
-    ]
-    flops = 4.0 * DIM * heads * int((mask.hi - mask.lo).clamp(min=0).sum(dtype=torch.int64))
-    kernel = next(iter(executor.choices.values())).kernel
-    return bare_pass(kernel, direction, tensors, mask), flops
-
-
-def line_of(row: dict[str, Any]) -> str:
-    words = f"{row['case']}, {row['documents']} documents of {row['mean']:,}: "
-    words += ", ".join(f"{name} {row[name]:.1f}" for name in ("choice", "plan", "executors"))
-    words += f", all {row['all']:.1f} ms"
-    for direction in Direction:
-        ms, bare = row.get(f"{direction} ms"), row.get(f"bare {direction} ms")
-        if ms is not None:
-            words += f"; {direction} {ms:.2f} ms"
-        if ms is not None and bare is not None:
-            rate = row[f"bare {direction} TFLOP/s"]
-            words += f", bare {bare:.2f} ({rate:.0f} TFLOP/s, {100 * bare / ms:.0f} %)"
-    return f"{words} [{row['reason'][:90]}]"
+    return row | {"documents": len(documents) - 1, "reason": maker.reason}
 
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="make masks there, and run them")
+    parser.add_argument("--gpu", action="store_true", help="make masks there")
     parser.add_argument("--steps", type=int, default=10, help="masks of each kind")
     parser.add_argument("--match", default="", help="only cases with this in their name")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.gpu:
+        need_cuda()
     device = torch.device("cuda" if args.gpu else "cpu")
-    if args.gpu and not torch.cuda.is_available():
-        parser.error("--gpu: there is no CUDA device here")
     rows: list[dict[str, Any]] = []
     for case in CASES:
         for mean in case.means if args.match in case.name else ():
-            times, executors, rank_plan = host_times(case, mean, device, args.steps)
-            row = {"case": case.name, "tokens": case.tokens, "mean": mean} | times
-            if args.gpu:
-                row |= speeds(case, executors, rank_plan, 7)
+            row = host_times(case, mean, device, args.steps)
             rows.append(row)
-            print(line_of(row), flush=True)
+            parts = ", ".join(f"{name} {row[name]:.1f}" for name in ("choice", "plan", "executors"))
+            print(
+                f"{case.name}, {row['documents']} documents of {mean:,}: {parts}, "
+                f"all {row['all']:.1f} ms [{row['reason'][:90]}]",
+                flush=True,
+            )
             result = provenance() | {
                 "machine": torch.cuda.get_device_name() if args.gpu else host(),
                 "what": "host ms of one rank for a new mask; medians",

@@ -39,23 +39,7 @@ def timing_events(count: int = 2) -> list[torch.cuda.Event]:
     return [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
-def milliseconds(work: Work, repeats: int) -> float:
-    """The median of calls that each begin on an idle GPU: the host's launch is part of them."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        begin, end = timing_events()
-        torch.cuda.synchronize()
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return statistics.median(times)
-
-
-def in_turns(works: Mapping[str, Work], rounds: int = 7, calls: int = 10) -> dict[str, float]:
+def in_turns(works: Mapping[str, Work], rounds: int, calls: int = 10) -> dict[str, float]:
     """Milliseconds of a call where calls follow each other, as layers do.
 
     The works take turns, so that the GPU is equally hot for all. A few calls run ahead of the timed

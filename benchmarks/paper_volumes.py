@@ -1,6 +1,6 @@
 """The paper's table of volumes per GPU, counted from our own plans (algorithm.md, section 8).
 
-    python benchmarks/paper_volumes.py [--json]
+    python benchmarks/paper_volumes.py
 
 256 GPUs, 8 a node, 512K tokens, 64 heads of 128, bf16. O is gathered in the backward pass, as the
 authors do; numbers are the largest over ranks and nodes. StarTrail's placement is counted for every
@@ -9,7 +9,6 @@ rank there, so it begins with the next team's block here; its backward figures a
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,16 +46,6 @@ class CountedCell:
         counted = (f"{self.total_gib:.1f}", f"{self.inter_node_gib:.1f}")
         return counted == (self.cell.total, self.cell.inter_node)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "row": self.cell.row,
-            "column": self.cell.column,
-            "total_gib": self.total_gib,
-            "inter_node_gib": self.inter_node_gib,
-            "paper": [self.cell.total, self.cell.inter_node],
-            "agrees": self.agrees,
-        }
-
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 # Chunks cut what moves and change no volume; one is counted in a fifth of the time.
@@ -92,15 +81,10 @@ def count_cell(cell: Cell) -> CountedCell:
 
 
 def main() -> None:
-    parser = script_parser(__doc__, result=False)
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead")
-    args = parser.parse_args()
-    counted = [count_cell(cell) for cell in CELLS]
-    if args.json:
-        print(json.dumps([cell.to_json() for cell in counted]))
-        return
+    script_parser(__doc__, result=False).parse_args()
     lines = [["", "", "counted", "paper", ""]]
-    for cell, printed in zip(counted, CELLS, strict=True):
+    for printed in CELLS:
+        cell = count_cell(printed)
         ours = f"{cell.total_gib:.1f} / {cell.inter_node_gib:.1f}"
         theirs = f"{printed.total} / {printed.inter_node}"
         verdict = "agrees" if cell.agrees else "differs"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ from mesh_attention.measure.ranks import Ranks
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
-Options = Mapping[str, Any]
 MASKS = ("causal", "full", "window", "packed")
 
 
@@ -78,24 +75,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a contestant runs: `cluster` was profiled on these ranks, `folder` is for files."""
+    """Where a contestant runs: `cluster` was profiled on these ranks, `folder` has the truth."""
 
     ranks: Ranks
     cluster: Cluster
     folder: Path
-    measurements: int  # of a tuning
 
 
 class Contestant:
     """On one rank. Tensors come as (1, tokens, heads, head_dim) and are cut by `shard`."""
 
     setting = ""  # in words
-    received = (0, 0)  # bytes, forward and backward, once both have run
-
-    @classmethod
-    def variants(cls, cell: Cell, options: Options) -> list[Options]:
-        """What to try, in this order, until something runs and is exact."""
-        return [options]
+    # Bytes, forward and backward, once both have run and where they can be counted.
+    received: tuple[float, float] | None = None
+    predicted: float | None = None  # seconds of both passes, by the simulator
 
     def shard(self, whole: Tensor) -> Tensor:
         raise NotImplementedError
@@ -112,7 +105,7 @@ class Contestant:
         return ""
 
     def check(self) -> None:
-        """Raises if a call went wrong, and counts the bytes of one."""
+        """Raises if a call went wrong, and counts the bytes of one where it can."""
 
     def close(self) -> None:
         pass

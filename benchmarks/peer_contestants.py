@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peer_cell import Cell, Contestant, Options, Surroundings
+from peer_cell import Cell, Contestant, Surroundings
 from peer_libraries import Llama3FlashAttention, RingFlashAttention, Yunchang
 from peer_torch import HandUlysses, TorchRing
 from torch import Tensor
 
 from mesh_attention import ContextParallel
 from mesh_attention.choose.auto import find_best, question_of
+from mesh_attention.cost import simulate
 from mesh_attention.errors import PlanError
-from mesh_attention.measure.tune import tune_ranks
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
-from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.methods.table import AUTO, METHODS
 
 HAND, DEFAULT = "hand-ulysses", "default"
-TUNING_SECONDS = 0.5  # of one measurement, about
+Options = Mapping[str, Any]
 
 
 class Ours(Contestant):
     """`ContextParallel` with the cluster that was profiled. A method is searched by that cluster,
-    where it is named; `tuned` is what `mesh-attention tune` measures to be the fastest."""
+    where it is named, and over all methods and places of tokens where it is `auto`."""
 
     def __init__(
         self,
@@ -38,7 +40,6 @@ class Ours(Contestant):
         here: Surroundings,
         *,
         method: str | None = None,
-        tuned: bool = False,
         **options: Any,
     ) -> None:
         ranks, cluster = here.ranks, here.cluster
@@ -51,20 +52,18 @@ class Ours(Contestant):
             "dtype": cell.dtype,
             "cluster": cluster,
         }
-        if tuned:
-            file = here.folder / f"tuned-{ranks.size}.json"
-            effort: dict[str, Any] = {"measurements": here.measurements, "lasting": TUNING_SECONDS}
-            tune_ranks(ranks, cell.problem, cluster, output=file, **effort)
-            arguments |= {"tuned": file, "cluster": None}
         if method is not None:
-            known = METHODS[method].options()
+            known = METHODS[method].options() if method in METHODS else {}
             fixed = {name: options.pop(name) for name in [*options] if name in known}
             chosen = ranks.of_first(lambda: _searched(cell, here, method, fixed))
             plan = question_of(cluster, cell.problem, ranks.size, chosen).plan()
             arguments = {"plan": plan, "cluster": cluster}
-        self._cp = ContextParallel(ranks.group, **arguments, **options)
-        self._key = f"{digest(self._cp.plan)} {sorted(options.items())} {tuned}"
+        cp = self._cp = ContextParallel(ranks.group, **arguments, **options)
+        self._key = f"{digest(self._cp.plan)} {sorted(options.items())}"
         self.setting = self._cp.choice
+        self.predicted = ranks.of_first(
+            lambda: sum(simulate(cp.plan, cluster, way).runtime_seconds for way in Direction)
+        )
 
     def shard(self, whole: Tensor) -> Tensor:
         return self._cp.shard(whole, 1)
@@ -97,9 +96,9 @@ def _searched(
         cell.problem,
         here.ranks.size,
         here.cluster,
-        method=method,
+        method=None if method == AUTO else method,
         options=fixed,
-        moves_tokens=False,
+        moves_tokens=method == AUTO,
     )
     return {direction: (x.name, x.options) for direction, x in best.chosen.items()}
 
@@ -112,15 +111,14 @@ class Entry:
     options: Options
     least_ranks: int = 2
 
-    def variants(self, cell: Cell, num_ranks: int) -> list[Options]:
+    def options_on(self, num_ranks: int) -> Options:
         if num_ranks < self.least_ranks:
             raise PlanError(f"on {num_ranks} ranks it is another method; {self.least_ranks} needed")
-        options = {n: x(num_ranks) if callable(x) else x for n, x in self.options.items()}
-        return self.kind.variants(cell, options)
+        return {n: x(num_ranks) if callable(x) else x for n, x in self.options.items()}
 
-    def make(self, cell: Cell, here: Surroundings, options: Options) -> Contestant:
+    def make(self, cell: Cell, here: Surroundings) -> Contestant:
         kind: Any = self.kind  # each takes options of its own
-        contestant: Contestant = kind(cell, here, **options)
+        contestant: Contestant = kind(cell, here, **self.options_on(here.ranks.size))
         return contestant
 
 
@@ -133,12 +131,14 @@ CONTESTANTS: dict[str, Entry] = {
     "yunchang-ulysses": Entry(Yunchang, {"ulysses": lambda n: n}),
     "yunchang-usp": Entry(Yunchang, {"ulysses": lambda n: n // 2}, least_ranks=4),
     DEFAULT: Entry(Ours, {}),
-    "tuned": Entry(Ours, {"tuned": True}),
     "ring": Entry(Ours, {"method": "ring"}),
     "mesh": Entry(Ours, {"method": "mesh"}),
     "ulysses": Entry(Ours, {"method": "ulysses"}),
     "usp": Entry(Ours, {"method": "usp", "ulysses": lambda n: n // 2}, least_ranks=4),
     "mesh-usp": Entry(Ours, {"method": "mesh-usp", "ulysses": 2}, least_ranks=4),
+    "startrail": Entry(Ours, {"method": "startrail", "team": 2}, least_ranks=4),
+    "allgather-kv": Entry(Ours, {"method": "allgather-kv"}),
+    AUTO: Entry(Ours, {"method": AUTO}),
 }
 
 

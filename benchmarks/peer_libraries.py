@@ -1,7 +1,7 @@
 """Contestants of `against_peers.py` from other libraries: ring-flash-attention and yunchang.
 
 Both import flash-attn; where it is not installed they run on PyTorch's own flash kernels
-(`flash_attn_shim.py`), and what they print as their setting says so. Bytes follow from their code.
+(`flash_attn_shim.py`), and what they print as their setting says so. Their bytes are not counted.
 """
 
 from __future__ import annotations
@@ -85,9 +85,6 @@ class RingFlashAttention(Contestant):
         )
         return out
 
-    def check(self) -> None:
-        self.received = _ring_bytes(self._cell, self._n, self._n)
-
 
 class Llama3FlashAttention(Contestant):
     """All keys and values of some heads are gathered at a time; shards are contiguous."""
@@ -116,10 +113,6 @@ class Llama3FlashAttention(Contestant):
             window_size=(cell.window, 0 if cell.window >= 0 else -1),
         )
         return out[None]
-
-    def check(self) -> None:
-        forward = (self._n - 1) * _kv_bytes(self._cell, self._n)
-        self.received = (forward, 2 * forward)
 
 
 class Yunchang(Contestant):
@@ -155,21 +148,3 @@ class Yunchang(Contestant):
         window = (cell.window, 0 if cell.window >= 0 else -1)
         out: Tensor = self._attention(q, k, v, causal=cell.causal, window_size=window)
         return out
-
-    def check(self) -> None:
-        cell, n, inner = self._cell, self._n, self._ulysses
-        rows = 2 * (cell.heads + cell.kv_heads) * cell.dim * cell.tokens // n
-        exchanged = rows * cell.dtype.itemsize * (inner - 1) // inner
-        forward, backward = _ring_bytes(cell, n, n // inner) if inner < n else (0, 0)
-        self.received = (exchanged + forward, exchanged + backward)
-
-
-def _kv_bytes(cell: Cell, n: int) -> int:
-    return 2 * cell.tokens // n * cell.kv_heads * cell.dim * cell.dtype.itemsize
-
-
-def _ring_bytes(cell: Cell, n: int, ring: int) -> tuple[int, int]:
-    """K and V of the others in each pass, and dK and dV in float32 once around."""
-    kv = _kv_bytes(cell, n)
-    forward = (ring - 1) * kv
-    return forward, forward + ring * kv * 4 // cell.dtype.itemsize

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from method_steps import DTYPES, LIMIT, finish, largest_error, say, tensors, truth
 from peer_cell import Cell, Contestant, Surroundings
-from peer_contestants import DEFAULT, HAND, entry_of
+from peer_contestants import entry_of
+from reference import DTYPES, LIMIT, largest_error, tensors, truth
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,15 +29,14 @@ from mesh_attention.measure.kernel_rates import Sizes
 from mesh_attention.measure.profile import profile_ranks
 from mesh_attention.measure.ranks import Ranks
 
-JUDGED_AFTER = 3  # rounds
-ROUNDS_OF_SLOW = 5
 BLOCK_PAIRS = 1 << 29  # of the reference on a GPU
 MOST_CHARACTERS = 300  # of a reason
 
 
 @dataclass
 class Timed:
-    """A contestant that is exact, its shards, and seconds of the slowest rank in each round."""
+    """A contestant that is exact, its shards, and seconds of the slowest rank in each round; `cpu`:
+    seconds of all threads of all ranks, for both passes."""
 
     contestant: Contestant
     leaves: list[Tensor]
@@ -45,6 +44,7 @@ class Timed:
     error: float
     forward: list[float] = field(default_factory=list)
     both: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     def call(self, ranks: Ranks, *, backward: bool) -> tuple[float, list[Tensor]]:
         """Seconds of this rank, and out with its gradients."""
@@ -60,17 +60,25 @@ class Timed:
 
     def time(self, ranks: Ranks) -> None:
         for backward, seconds in ((False, self.forward), (True, self.both)):
+            begun = time.process_time()
             seconds.append(ranks.longest(self.call(ranks, backward=backward)[0]))
+        self.cpu.append(ranks.size * ranks.average([time.process_time() - begun])[0])
 
-    def to_json(self, received: Sequence[float]) -> dict[str, Any]:
+    def to_json(self, ranks: Ranks) -> dict[str, Any]:
         forward, both = (statistics.median(x) * 1e3 for x in (self.forward, self.both))
-        return {
+        known: dict[str, Any] = {}
+        if (predicted := self.contestant.predicted) is not None:
+            known["predicted_ms"] = predicted * 1e3
+        if (received := self.contestant.received) is not None:
+            most = map(ranks.longest, received)
+            known["received_bytes"] = dict(zip(("forward", "backward"), most, strict=True))
+        return known | {
             "forward_ms": forward,
             "both_ms": both,
             "backward_ms": both - forward,
             "rounds": len(self.both),
+            "cpu_seconds": statistics.median(self.cpu),
             "error": self.error,
-            "received_bytes": dict(zip(("forward", "backward"), received, strict=True)),
             "setting": self.contestant.setting,
             "forward_all_ms": [round(x * 1e3, 3) for x in self.forward],
             "both_all_ms": [round(x * 1e3, 3) for x in self.both],
@@ -97,10 +105,7 @@ class CellRun:
         self._admit()
         self._rounds(deadline)
         for name, timed in self._timed.items():
-            received = [self._ranks.longest(x) for x in timed.contestant.received]
-            self._result[name] = timed.to_json(received)
-        if self._args.trace is not None:
-            self._trace(self._args.trace)
+            self._result[name] = timed.to_json(self._ranks)
         for timed in self._timed.values():
             timed.contestant.close()
         return {name: self._result[name] for name in self._args.contestants}
@@ -111,7 +116,7 @@ class CellRun:
         wanted = reference(self._cell, self._here, whole)
         keys: dict[str, str] = {}
         for name in self._args.contestants:
-            result = self._attempts(name, keys, whole, wanted)
+            result = self._attempt(name, keys, whole, wanted)
             if isinstance(result, Timed):
                 self._timed[name] = result
                 result.call(self._ranks, backward=False)  # a warm-up; comparing was the other
@@ -122,34 +127,27 @@ class CellRun:
         if self._ranks.is_cuda:
             torch.cuda.empty_cache()  # ranks share the GPU
 
-    def _attempts(
+    def _attempt(
         self, name: str, keys: dict[str, str], whole: list[Tensor], wanted: list[Tensor]
     ) -> Timed | dict[str, Any]:
-        entry, reasons = entry_of(name), []
+        contestant: Contestant | None = None
+        timed: Timed | None = None
+        reason = ""
         try:
-            variants = entry.variants(self._cell, self._ranks.size)
-        except MeshAttentionError as error:
-            return {"refused": str(error)}
-        for options in variants:
-            made: list[Contestant] = []
-            timed: Timed | None = None
-            reason = ""
-            try:
-                made.append(entry.make(self._cell, self._here, options))
-                if same := keys.get(made[0].key()):
-                    made[0].close()
-                    return {"same_as": same, "setting": made[0].setting}
-                timed = self._compared(made[0], whole, wanted)
-            except Exception as error:  # of others too, whatever it is
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_CHARACTERS]
-            reason = next(filter(None, self._ranks.everyones(reason)), "")
-            if timed is not None and not reason:
-                keys |= {made[0].key(): name} if made[0].key() else {}
-                return timed
-            reasons.append(reason)
-            for contestant in made:
+            contestant = entry_of(name).make(self._cell, self._here)
+            if same := keys.get(contestant.key()):
                 contestant.close()
-        return {"refused": "; ".join(dict.fromkeys(reasons))}
+                return {"same_as": same, "setting": contestant.setting}
+            timed = self._compared(contestant, whole, wanted)
+        except Exception as error:  # of others too, whatever it is
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:MOST_CHARACTERS]
+        reason = next(filter(None, self._ranks.everyones(reason)), "")
+        if timed is not None and not reason:
+            keys |= {timed.contestant.key(): name} if timed.contestant.key() else {}
+            return timed
+        if contestant is not None:
+            contestant.close()
+        return {"refused": reason}
 
     def _compared(self, contestant: Contestant, whole: list[Tensor], wanted: list[Tensor]) -> Timed:
         *leaves, grad = (contestant.shard(x) for x in whole)
@@ -162,39 +160,14 @@ class CellRun:
         return timed
 
     def _rounds(self, deadline: float) -> None:
-        slow: set[str] = set()
         for turn in range(self._args.rounds):
             names = [*self._timed] if turn % 2 == 0 else [*reversed(self._timed)]
             for name in names:
-                if name not in slow or turn < ROUNDS_OF_SLOW:
-                    self._timed[name].time(self._ranks)
-            both = {name: statistics.median(timed.both) for name, timed in self._timed.items()}
-            if turn + 1 == JUDGED_AFTER:
-                slow = {
-                    name for name, x in both.items() if x > self._args.slow * min(both.values())
-                }
+                self._timed[name].time(self._ranks)
             if self._ranks.longest(float(time.monotonic() > deadline)):
                 break
             if turn % 5 == 4:
-                words = ", ".join(f"{name} {x * 1e3:.0f}" for name, x in both.items())
-                say_first(self._ranks, f"round {turn + 1} of {self._args.rounds}, ms: {words}")
-
-    def _trace(self, folder: Path) -> None:
-        """One call of ours and of the hand-written one, as the first rank sees it."""
-        for name in (DEFAULT, HAND):
-            if (timed := self._timed.get(name)) is None:
-                continue
-            file = folder / f"{self._ranks.size}-ranks-{self._cell.name}-{name}.json.gz"
-            if self._ranks.rank:
-                timed.call(self._ranks, backward=True)
-                continue
-            with torch.profiler.profile() as profile:
-                timed.call(self._ranks, backward=True)
-            try:
-                profile.export_chrome_trace(str(file))
-                self._result[name]["trace"] = file.name
-            except (RuntimeError, OSError) as error:  # times are there all the same
-                self._result[name]["trace"] = f"none: {error}"
+                say_first(self._ranks, f"round {turn + 1} of {self._args.rounds}")
 
 
 def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tensor]:
@@ -204,9 +177,9 @@ def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tenso
     if ranks.rank == 0 and not file.exists():
         if cell.dtype == torch.bfloat16:
             with sdpa_kernel(SDPBackend.MATH):
-                exact = truth(whole, mask=cell.mask, dtype=torch.float32, pairs=BLOCK_PAIRS)
+                exact = truth(whole, cell.mask, torch.float32, BLOCK_PAIRS)
         else:
-            exact = truth(whole, mask=cell.mask)
+            exact = truth(whole, cell.mask)
         torch.save([x.contiguous().cpu() for x in exact], file.with_suffix(".part"))
         del exact
         if ranks.is_cuda:
@@ -217,9 +190,17 @@ def reference(cell: Cell, here: Surroundings, whole: list[Tensor]) -> list[Tenso
     return [x.to(ranks.device) for x in torch.load(file, mmap=True)]
 
 
+def finish(ranks: Ranks) -> None:
+    """Waits for the GPU asleep: ranks that share a machine need its cores for their transfers."""
+    if ranks.is_cuda:
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
+
+
 def say_first(ranks: Ranks, line: str) -> None:
     if ranks.rank == 0:
-        say(line)
+        print(line, file=sys.stderr, flush=True)
 
 
 def run_cells(ranks: Ranks, args: Any) -> None:
@@ -237,7 +218,7 @@ def run_cells(ranks: Ranks, args: Any) -> None:
     say_first(ranks, f"profiled {ranks.size} ranks in {time.monotonic() - begun:.0f} s")
     device = profile.cluster.gpu.name
     tell({"ranks": ranks.size, "device": device, "cluster": profile.text})
-    here = Surroundings(ranks, profile.cluster, args.folder, args.measurements)
+    here = Surroundings(ranks, profile.cluster, args.folder)
     longest = 0.0
     for cell in cells(args, dtype):
         started = time.monotonic()

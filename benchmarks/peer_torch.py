@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peer_cell import Cell, Contestant, Options, Surroundings
+from peer_cell import Cell, Contestant, Surroundings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from mesh_attention.errors import PlanError
 
 
 class TorchRing(Contestant):
-    """`context_parallel`: SDPA is replaced inside its block, and cuts tensors as it wants them.
+    """`context_parallel`: SDPA is replaced inside its block, and cuts tensors as it wants them."""
 
-    sdpa        name of the backend, where PyTorch's own choice fails
-    repeat_kv   each query head has a KV head of its own, where GQA fails
-    """
+    setting = "SDPA as PyTorch chooses"
 
-    def __init__(
-        self,
-        cell: Cell,
-        here: Surroundings,
-        *,
-        rotate: str,
-        sdpa: str = "",
-        repeat_kv: bool = False,
-    ) -> None:
+    def __init__(self, cell: Cell, here: Surroundings, *, rotate: str) -> None:
         # Private in all versions, and the only way to choose rotation and load balance.
         from torch.distributed.tensor.experimental import _attention
 
@@ -47,18 +37,6 @@ class TorchRing(Contestant):
         if self._device.type == "cpu":
             raise PlanError("context_parallel has no ring for SDPA on CPUs, forward or backward")
         self._mesh = init_device_mesh(self._device.type, (self._size,))
-        self._backend = SDPBackend.__members__[sdpa] if sdpa else None
-        self._times = cell.heads // cell.kv_heads if repeat_kv else 1
-        self.setting = f"{sdpa or 'SDPA as PyTorch chooses'}{', KV repeated' * repeat_kv}"
-
-    @classmethod
-    def variants(cls, cell: Cell, options: Options) -> list[Options]:
-        repeated = (False,) if cell.heads == cell.kv_heads else (False, True)
-        return [
-            {**options, "sdpa": sdpa, "repeat_kv": repeat_kv}
-            for repeat_kv in repeated
-            for sdpa in ("", "FLASH_ATTENTION")
-        ]
 
     @contextmanager
     def _block(self, buffer: Tensor) -> Iterator[None]:
@@ -80,25 +58,14 @@ class TorchRing(Contestant):
     def around(self) -> Iterator[None]:
         # Something to cut is needed; were it not cut evenly, nothing would be balanced.
         smallest = torch.zeros(1, 1, 2 * self._size, 1, device=self._device)
-        chosen = nullcontext() if self._backend is None else sdpa_kernel(self._backend)
-        with self._block(smallest), chosen:
+        with self._block(smallest):
             yield
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._times > 1:
-            k, v = (x.repeat_interleave(self._times, 1) for x in (k, v))
         grouped = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(
             q, k, v, is_causal=self._cell.causal, enable_gqa=grouped
         )
-
-    def check(self) -> None:
-        """By its code: all other shards of K and V in each pass, and n times those of dK and dV in
-        float32."""
-        cell, n = self._cell, self._size
-        elements = 2 * cell.tokens // n * cell.kv_heads * self._times * cell.dim
-        forward = (n - 1) * elements * cell.dtype.itemsize
-        self.received = (forward, forward + n * elements * 4)
 
 
 class Exchange(torch.autograd.Function):

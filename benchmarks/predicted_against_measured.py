@@ -3,70 +3,37 @@
     sudo python benchmarks/predicted_against_measured.py --nodes 2 --json result.json
 
 Eight gloo ranks as two nodes of four (or sixteen as four, `--nodes 4`), each in a network namespace
-with a link of its own, and one link between the nodes and the rest (`namespaces.py`). First
-`mesh-attention profile` measures that network and these cores, and writes a cluster file. By that
-file alone each method gets its setting: the options that define it are fixed, and the rest is
-searched for each pass. `auto` is searched over all methods (`method_ways.py`), and all are
-simulated. Then they run, forward and backward, causal, in float32: nothing is timed after a failed
-comparison with float64, and the ways take turns (`method_steps.py`). Times are of the slowest rank,
-medians over rounds.
+with a link of its own, and one link between the nodes and the rest (`namespaces.py`). They run as
+contestants of `against_peers.py`: the network and these cores are profiled, and by that cluster
+alone each method gets its setting. The options that define it are fixed, the rest is searched;
+`auto` is searched over all methods. Nothing is timed that differs from float64, and all take turns.
+Times are of the slowest rank, medians over rounds, forward with backward.
 
-Rates are such that links take much longer than computing does, since ranks share few cores: "CPU"
-is what all ranks took for a step, on all cores together. The last line says how near it was.
+Rates are such that links take much longer than computing does, since ranks share few cores: "CPU s"
+is what all ranks took for both passes, on all cores together. The last lines say how near it was.
 
     python benchmarks/predicted_against_measured.py --sockets nccl --json result.json
 
 does the same with eight NCCL ranks that share one GPU and talk through sockets (`sockets.py`), in
-bfloat16, without root, for the order only: times on a shared GPU say little about a cluster. Each
-method also runs uncut, as cuts may cost more there than they hide. `--sockets gloo` tries that on
-CPUs, in float32. The result is written after every round.
+bfloat16, without root, for the order only: times on a shared GPU say little about a cluster.
+`--sockets gloo` tries that on CPUs, in float32.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
-import tempfile
-import time
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
-import torch
-from method_steps import say
-from method_ways import Way, ways, with_uncut
-from namespaces import Links, Namespaces
-from prediction_report import (
-    REFERENCE,
-    VERDICTS,
-    Row,
-    at_best,
-    make_rows,
-    of_all_ranks,
-    order,
-    reports_of,
-    table,
-    title_of,
-    uncut,
-    verdict,
-    words,
-)
-from rank_processes import LaunchError, RankProcesses
-from script import host, provenance, save, script_parser
-from sockets import Sockets
+from against_peers import Run, arguments, timed
+from script import save, script_parser
 
 from mesh_attention.cli.values import size
-from mesh_attention.cost import load_cluster
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.language.text import plan_text
-from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.plan.problem.problem import Problem
 
-STEPS = Path(__file__).with_name("method_steps.py")
-RANKS_OVER_SOCKETS = 8
+AUTO, REFERENCE = "auto", "mesh"
+ALIKE = 0.03  # methods whose predicted times differ by less have no order
+NEAR = 0.15  # of ratios to the mesh
+Seconds = Mapping[str, tuple[float, float]]  # of each method: measured and predicted
 
 
 def main() -> None:
@@ -77,137 +44,109 @@ def main() -> None:
         choices=("nccl", "gloo"),
         help="in place of --nodes: eight nodes of one rank, on one GPU or (gloo) on CPUs",
     )
-    parser.add_argument("--between", type=float, default=40, help="Mbit/s of a node")
-    parser.add_argument("--inside", type=float, default=320, help="Mbit/s of a rank in a node")
+    parser.add_argument("--between", default="40", help="Mbit/s of a node")
+    parser.add_argument("--inside", default="320", help="Mbit/s of a rank in a node")
     parser.add_argument("--tokens", type=size, help="512, or 32768 on a GPU")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--cluster", type=Path, help="a cluster file, in place of profiling")
-    parser.add_argument(
-        "--seconds", type=float, help="then the ranks are ended: 900, or over sockets 200 for all"
-    )
+    parser.add_argument("--heads", default="16:16", help="of Q:KV")
+    parser.add_argument("--dim", default="128")
+    parser.add_argument("--rounds", default="4")
+    parser.add_argument("--seconds", default="900", help="then the ranks are ended")
     args = parser.parse_args()
-    args.tokens = args.tokens or (32768 if args.sockets == "nccl" else 512)
-    args.seconds = args.seconds or (200 if args.sockets else 900)
-    try:
-        result = _Run(args).run()
-    except (MeshAttentionError, LaunchError, KeyboardInterrupt) as error:
-        raise SystemExit(f"error: {str(error) or 'ended by Ctrl-C'}") from None
+    num_ranks = 8 if args.sockets else 4 * args.nodes
+    words = ["--ranks", str(num_ranks), "--masks", "causal"]
+    words += ["--tokens", str(args.tokens or (32768 if args.sockets == "nccl" else 512))]
+    for name in ("heads", "dim", "rounds", "seconds"):
+        words += [f"--{name}", getattr(args, name)]
+    if args.sockets != "nccl":
+        words.append("--gloo")
+    if not args.sockets:
+        words += ["--no-quick", "--mbit", args.between, "--ranks-per-node", "4"]
+        words += ["--inside", args.inside]
+    words += ["--json", str(args.json)] if args.json else []
+    result = Run(arguments([*words, "--contestants", *contestants(num_ranks)])).run()
     if "broken_off" in result:
         raise SystemExit(f"error: {result['broken_off']}")
+    (cell,) = result["cells"]
+    result["verdict"] = verdict(seconds_of(cell))
+    save(args.json, result)
+    print(words_of(result["verdict"]))
 
 
-class _Run:
-    """Profile, plan, run and report; the result is a file that grows meanwhile."""
+def contestants(num_ranks: int) -> list[str]:
+    """With what makes a method itself: left free, USP may become Ulysses, and StarTrail a ring."""
+    tile, ulysses = ((2, 4), 2) if num_ranks == 8 else ((4, 4), 4)
+    return [
+        "ring",
+        "usp,ulysses=4",  # as many as a node has ranks
+        "ulysses",
+        "startrail,team=2",
+        f"{REFERENCE},tile={tile}",
+        f"mesh-usp,ulysses={ulysses},tile=(2, 2)",
+        "allgather-kv",
+        AUTO,
+    ]
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._begun = args, time.monotonic()
-        self._links = Links(args.nodes, 4, args.between, args.inside)
-        self._problem = Problem(
-            args.tokens,
-            args.heads,
-            args.dim,
-            num_kv_heads=args.kv_heads,
-            element_bytes=2 if args.sockets == "nccl" else 4,
-            mask=Mask(causal=True),
-        )
-        self._ways: list[Way] = []
-        self._rows: list[Row] = []
-        files = {str(file) for file in (args.json, args.cluster) if file is not None}
-        argv = ["FILE" if word in files else word for word in sys.argv[1:]]
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        self._result = provenance() | {
-            "machine": f"{host()}, Linux {platform.release()}, {versions}",
-            "command": f"python benchmarks/{Path(__file__).name} {' '.join(argv)}",
-            "load_average": os.getloadavg(),  # of other programs: no rank runs yet
-            "links": asdict(self._links),
-            "problem": {**asdict(self._problem), "mask": "causal"},
-        }
-        if args.sockets:
-            nodes = {"num_nodes": RANKS_OVER_SOCKETS, "ranks_per_node": 1}
-            self._result["links"] = nodes | {"backend": args.sockets}
 
-    def run(self) -> dict[str, Any]:
-        args, result = self._args, self._result
-        network: RankProcesses = Namespaces(self._links)
-        num_ranks = self._links.num_ranks
-        if args.sockets:
-            num_ranks = RANKS_OVER_SOCKETS
-            network = Sockets(num_ranks, args.sockets)
-        with tempfile.TemporaryDirectory() as name, network:
-            folder = Path(name)
-            file = args.cluster or self._profiled(network, folder)
-            result["cluster"], cluster = file.read_text(), load_cluster(file)
-            if isinstance(network, Sockets):
-                result["machine"] += f", {cluster.gpu.name}: {network.shares_gpu}"
-            save(args.json, result)
-            self._ways = ways(self._problem, num_ranks, cluster)
-            if args.sockets:
-                self._ways = with_uncut(self._ways, self._problem, num_ranks, cluster)
-            say(f"{len(self._ways)} plans after {time.monotonic() - self._begun:.0f} s")
-            plans = {way.name: plan_text(way.question.plan()) for way in self._ways}
-            (folder / "plans.json").write_text(json.dumps(plans))
-            command = (sys.executable, str(STEPS), name, str(args.rounds))
-            try:
-                network.run(command, seconds=self._left(), heard=self._heard)
-            except LaunchError as error:
-                if not result.get("rows"):
-                    raise
-                result["broken_off"] = str(error).splitlines()[0]
-        save(args.json, result)
-        self._print()
-        return result
+def seconds_of(cell: Mapping[str, Any]) -> Seconds:
+    """Without methods that had no time; one that is wrong or refused ends the script."""
+    if "not_run" in cell:
+        raise SystemExit(f"error: {cell['not_run']}")
+    seconds = {}
+    for text, row in cell["contestants"].items():
+        if "refused" in row:
+            raise SystemExit(f"error: {text}: {row['refused']}")
+        row = timed(cell, text)
+        seconds[text.partition(",")[0]] = (row["both_ms"] / 1e3, row["predicted_ms"] / 1e3)
+    return seconds
 
-    def _left(self) -> float:
-        """Seconds for the next step of the ranks: over sockets all steps share the time."""
-        if not self._args.sockets:
-            return float(self._args.seconds)
-        return max(float(self._args.seconds) - (time.monotonic() - self._begun), 1.0)
 
-    def _profiled(self, network: RankProcesses, folder: Path) -> Path:
-        """The file that `mesh-attention profile` writes of this network and these processors."""
-        file, problem, seconds = folder / "links.toml", self._problem, self._left()
-        options = ["--heads", str(problem.num_heads), "--head-dim", str(problem.head_dim)]
-        if self._args.sockets:
-            options.append("--quick")
-            seconds /= 2  # so that time is left for the rest
-        command = (sys.executable, "-m", "mesh_attention", "profile", *options)
-        say("profiling")
-        say(network.run((*command, "--output", str(file)), seconds=seconds)[0])
-        return file
+def verdict(seconds: Seconds) -> dict[str, Any]:
+    """Who comes before whom, and by how much beside the mesh. `agreement`: Kendall's, of the pairs
+    that are not predicted alike, 1 where all are as predicted and -1 where none is."""
+    measured, predicted = ({n: x[at] for n, x in seconds.items()} for at in (0, 1))
+    pairs = [
+        (first, then)
+        for first, then in combinations(sorted(predicted, key=predicted.__getitem__), 2)
+        if predicted[then] > (1 + ALIKE) * predicted[first]
+    ]
+    turned = [(first, then) for first, then in pairs if measured[then] < measured[first]]
+    ratios = {
+        name: (measured[name] / measured[REFERENCE], predicted[name] / predicted[REFERENCE])
+        for name in seconds
+    }
+    off = {name: b / a - 1 for name, (a, b) in ratios.items()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    fastest = min(measured, key=measured.__getitem__)
+    return {
+        "ratios": ratios,
+        "worst_ratio": [worst, round(off[worst], 3)],
+        "ratios_near": abs(off[worst]) <= NEAR,
+        "turned_round": turned,
+        "pairs": len(pairs),
+        "agreement": round(1 - 2 * len(turned) / len(pairs), 3) if pairs else None,
+        "measured_order": sorted(measured, key=measured.__getitem__),
+        "predicted_order": sorted(predicted, key=predicted.__getitem__),
+        "fastest": fastest,
+        "auto_behind": round(measured[AUTO] / measured[fastest] - 1, 3),
+    }
 
-    def _heard(self, outputs: list[str]) -> None:
-        """Adds what ranks have measured so far to the result."""
-        reports = reports_of(outputs)
-        if not reports:
-            return
-        result, rows = self._result, make_rows(self._ways, reports)
-        self._rows = rows
-        result |= {"errors": reports[0]["errors"], "rows": [asdict(row) for row in rows]}
-        if rows and len(rows) == len(self._ways):
-            if self._args.sockets:
-                orders = (order(at_best(rows)), order(uncut(rows)))
-                result |= dict(zip(VERDICTS, orders, strict=True))
-            else:
-                result["verdict"] = verdict(rows)
-        result["steps"] = of_all_ranks(reports)
-        save(self._args.json, result)
 
-    def _print(self) -> None:
-        result, problem, rows = self._result, self._problem, self._rows
-        print(f"{title_of(result['links'])}; {result['machine']}")
-        print(
-            f"{problem.q_tokens} tokens, {problem.num_heads}:{problem.kv_heads} heads of "
-            f"{problem.head_dim}, {problem.element_bytes} bytes"
-        )
-        print(f"load average of the machine before: {result['load_average'][0]:.2f}")
-        if any(row.name == REFERENCE for row in rows):
-            print("\n".join(table(rows)))
-        for name in VERDICTS:
-            if name in result:
-                print(f"{name}: {words(result[name])}", flush=True)
+def words_of(verdict: Mapping[str, Any]) -> str:
+    turned = ", ".join(f"{a} before {b}" for a, b in verdict["turned_round"])
+    behind, (worst, off) = verdict["auto_behind"], verdict["worst_ratio"]
+    right = verdict["pairs"] - len(verdict["turned_round"])
+    ratios = (f"{name} {a:.2f} ({b:.2f})" for name, (a, b) in verdict["ratios"].items())
+    return "\n".join(
+        [
+            f"to {REFERENCE}, measured (predicted): {', '.join(ratios)}; "
+            f"{worst} off most, {off:+.1%}",
+            f"order: {f'predicted, but not measured: {turned}' if turned else 'as predicted'}; "
+            f"{right} of {verdict['pairs']} pairs, Kendall's tau {verdict['agreement']}",
+            f"measured {' < '.join(verdict['measured_order'])}",
+            f"predicted {' < '.join(verdict['predicted_order'])}",
+            f"auto: {f'{behind:.1%} behind ' + verdict['fastest'] if behind else 'the fastest'}",
+        ]
+    )
 
 
 if __name__ == "__main__":

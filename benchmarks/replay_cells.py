@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,12 +21,12 @@ from mesh_attention.choose.auto import find_best, find_default
 from mesh_attention.cost.planning import setting_of
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.table import AUTO, METHODS
+from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 
 K = 1024
-TABLES = ("methods", "auto", "default", "kept")
+TABLES = ("auto", "default")
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,10 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """`default` has the problems of `auto` with the default, which leaves tokens where they are;
-    `kept` its backward passes, by what the forward pass of the same setting keeps."""
+    """`default` has the problems of `auto` with the default, which leaves tokens where they are."""
     auto = list(_auto())
     yield from auto
     yield from (replace(cell, table="default") for cell in auto if cell.method == AUTO)
-    for cell in auto:
-        if cell.direction == Direction.BACKWARD and cell.ranks == 256:
-            for keep in ("shards", "exchanged", "gathered"):
-                yield replace(cell, table="kept", options=cell.options | {"keep": keep})
-    for method, causal, direction in product(METHODS, (False, True), Direction):
-        yield Cell("methods", "hgx-h100", method, 256, 512 * K, causal, direction.value)
 
 
 def _auto() -> Iterator[Cell]:
@@ -91,11 +83,7 @@ def _auto() -> Iterator[Cell]:
 
 
 def prepare(cell: Cell, folder: Path) -> None:
-    """Plans, simulates, and stores the parts of ranks that may be the slowest. A cell that is
-    stored already stays."""
-    path = _path(cell, folder)
-    if path.exists():
-        return
+    """Plans, simulates, and stores the parts of ranks that may be the slowest."""
     cluster, direction = load_cluster(cell.cluster), Direction(cell.direction)
     how: dict[str, Any] = {"directions": (direction,), "options": cell.options}
     if cell.table == "default":
@@ -113,16 +101,17 @@ def prepare(cell: Cell, folder: Path) -> None:
         part = rank_to_replay(timeline, rank)
         part.predicted["setting"] = texts
         parts.append(part.to_json())
-    written = path.with_suffix(f".{os.getpid()}")  # several processes may prepare the same cell
-    with gzip.open(written, "wt", encoding="utf-8") as file:
+    path = path_of(cell, folder)
+    part_of_it = path.with_suffix(".part")
+    with gzip.open(part_of_it, "wt", encoding="utf-8") as file:
         json.dump(parts, file)
-    written.rename(path)
+    part_of_it.rename(path)
 
 
 def load(cell: Cell, folder: Path) -> list[RankToReplay]:
-    with gzip.open(_path(cell, folder), "rt", encoding="utf-8") as file:
+    with gzip.open(path_of(cell, folder), "rt", encoding="utf-8") as file:
         return [RankToReplay.from_json(part) for part in json.load(file)]
 
 
-def _path(cell: Cell, folder: Path) -> Path:
+def path_of(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}.json.gz"

@@ -95,8 +95,8 @@ def main() -> None:
         first = replayed.run()  # compiles kernels
         replayed.set_mode(Mode.KEEP_TIME)
         measured = [replayed.run() for _ in range(args.steps)] or [first]
-    found = [whole(m, step) for m in measured]
-    for m, total in zip(measured, found, strict=True):
+    results = [whole(m, step) for m in measured]
+    for m, total in zip(measured, results, strict=True):
         print(asdict(m))
         print({name: round(x, 3) for name, x in total.items()})
         print(
@@ -114,7 +114,7 @@ def main() -> None:
         "rank": replayed.attention.rank,
         "planned": step.to_json(),
         "measured": [asdict(m) for m in measured],
-        "whole_step": found,
+        "whole_step": results,
     }
     save(args.json, result)
 

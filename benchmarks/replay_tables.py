@@ -3,10 +3,10 @@
     python benchmarks/replay_tables.py --prepare cells/ --tables auto     # plans; any computer
     python benchmarks/replay_tables.py --cells cells/ --json results.json  # on a GPU
 
-`replay_cells.py` lists the cells. Cells that are not prepared are planned by `--workers` processes
-while the GPU runs others; it measures 1 to 5 % slower meanwhile, so prepare them before. A cell
-that fails, or that its method refuses, is reported and passed over; `--limit` seconds end the
-repetitions of a cell, `--budget` seconds the whole run. All ranks of a cell are replayed that end
+`replay_cells.py` lists the cells. They are planned before, by `--workers` processes: the GPU
+measures 1 to 5 % slower while the host plans. A cell that fails or was not prepared is reported and
+passed over; `--limit` seconds end the repetitions of a cell, and no cell begins after `--budget`
+seconds. All ranks of a cell are replayed that end
 nearly last in the simulation, and the slowest of them counts. Results are written after every cell.
 `--show results.json` prints the table again, with the goals.
 """
@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from replay.rank import RankToReplay
-from replay_cells import TABLES, Cell, cells, load, prepare
+from replay_cells import TABLES, Cell, cells, load, path_of, prepare
 from script import host, provenance, save, script_parser
 
 from mesh_attention.cli.output import table
+from mesh_attention.errors import MeshAttentionError
 
 SMS = 16
 # Goals for MFU in percent on `hgx-h100` with at most 14 units in any pass, and more where bytes are
@@ -72,11 +69,10 @@ def main() -> None:
     folder = args.prepare or args.cells
     if folder is None:
         parser.error("give --prepare, --cells or --show")
-    if folder.exists() and not folder.is_dir():
+    if not folder.is_dir() and (folder.exists() or not args.prepare):
         parser.error(f"{folder} is no folder")
     if args.prepare:
-        for cell, ranks in _planned(chosen, args.prepare, args.workers, math.inf):
-            print(f"{cell.name}: {ranks if isinstance(ranks, str) else 'planned'}", flush=True)
+        _prepare(chosen, args.prepare, args.workers)
         return
     _run(chosen, args)
 
@@ -97,13 +93,12 @@ def _run(chosen: list[Cell], args: argparse.Namespace) -> None:
     }
     begin = time.monotonic()
     torch.manual_seed(0)
-    for cell, ranks in _planned(chosen, args.cells, args.workers, begin + args.budget):
-        if isinstance(ranks, str):
-            result["failed"][cell.name] = ranks
-            print(f"{cell.name}: {ranks}", flush=True)
-            continue
-        lasts = ranks[0].predicted["runtime_seconds"]
+    for cell in chosen:
         try:
+            if time.monotonic() - begin > args.budget:
+                raise MeshAttentionError("no time left")
+            ranks = load(cell, args.cells)
+            lasts = ranks[0].predicted["runtime_seconds"]
             replays = [
                 measure(
                     rank,
@@ -114,7 +109,7 @@ def _run(chosen: list[Cell], args: argparse.Namespace) -> None:
                 )
                 for rank in ranks
             ]
-        except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
+        except (OSError, RuntimeError, ValueError) as error:  # out of memory is a RuntimeError
             result["failed"][cell.name] = f"{type(error).__name__}: {error}"[:300]
             print(f"{cell.name}: {result['failed'][cell.name]}", flush=True)
             continue
@@ -136,29 +131,15 @@ def _run(chosen: list[Cell], args: argparse.Namespace) -> None:
     show(result)
 
 
-def _planned(
-    chosen: list[Cell], folder: Path, workers: int, until: float
-) -> Iterator[tuple[Cell, list[RankToReplay] | str]]:
-    """Cells as they become ready, or why they do not."""
+def _prepare(chosen: list[Cell], folder: Path, workers: int) -> None:
+    """A cell that is stored already stays."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Not forked: this process has a CUDA context.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"))
-    waiting = {pool.submit(prepare, cell, folder): cell for cell in chosen}
-    while waiting and (left := until - time.monotonic()) > 0:
-        done = wait(waiting, None if left == math.inf else left, FIRST_COMPLETED).done
-        for future in done:
-            cell = waiting.pop(future)
-            try:
-                future.result()
-                ranks: list[RankToReplay] | str = load(cell, folder)
-            except Exception as error:  # whatever it is, the other cells go on
-                ranks = f"{type(error).__name__}: {error}"[:300]
-            yield cell, ranks if time.monotonic() < until else "no time left"
-    for cell in waiting.values():
-        yield cell, "no time left"
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in list(pool._processes.values()) if pool._processes else []:
-        process.terminate()  # plans that nobody will read
+    with ProcessPoolExecutor(workers) as pool:
+        missing = [cell for cell in chosen if not path_of(cell, folder).exists()]
+        waiting = {pool.submit(prepare, cell, folder): cell for cell in missing}
+        for future in as_completed(waiting):
+            # Whatever went wrong, the other cells go on.
+            print(f"{waiting[future].name}: {future.exception() or 'planned'}"[:300], flush=True)
 
 
 def show(result: dict[str, Any]) -> None:

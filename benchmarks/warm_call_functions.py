@@ -5,8 +5,9 @@
 Four processes over gloo run the mesh of 2x2 ranks, whose forward program has five operations (two
 gathers, attention, an exchange of partial results, a merge). After some calls one more is made
 under `sys.setprofile`, and every Python function of the library that rank 0 enters is written down
-once. What PyTorch does inside is not counted. With `--backward` the call is forward and backward;
-with `--cold` it is the first one on a new batch of documents, after calls on other batches.
+once; the JSON names them. What PyTorch does inside is not counted. With `--backward` the call is
+forward and backward; with `--cold` it is the first one on a new batch of documents, after calls on
+other batches.
 """
 
 from __future__ import annotations
@@ -104,7 +105,6 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     parser.add_argument("--cold", action="store_true", help="the first call on a new batch")
-    parser.add_argument("--list", action="store_true", help="name them all")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         spawn(run, (folder, args.backward, args.cold), nprocs=RANKS)  # type: ignore[no-untyped-call]
@@ -113,9 +113,6 @@ def main() -> None:
     files = Counter(name.split(":")[0] for name in functions)
     for file, count in files.most_common():
         print(f"{count:4} {file}")
-        for name in functions if args.list else ():
-            if name.startswith(f"{file}:"):
-                print(f"       {name.split(':')[1]}")
     what = "forward and backward" if args.backward else "forward"
     what += ", first on a new batch" if args.cold else ""
     total = f"{len(functions)} functions in {len(files)} files"

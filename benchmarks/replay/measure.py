@@ -21,12 +21,12 @@ from one_rank import timing_events
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
-from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.cluster import Cluster, Links
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication, Program, writes
 from mesh_attention.runtime.device import Workspace
-from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Start, View
 from replay.rank import RankToReplay, Replayed
@@ -83,6 +83,27 @@ def with_kernels_here(cluster: Cluster) -> Cluster:
     return replace(cluster, kernels=kernels)
 
 
+def executor_of(
+    part: RankToReplay,
+    links: Links,
+    holder: Holder,
+    workspace: Workspace,
+    device: torch.device,
+    kernel: str | None = None,
+) -> Executor:
+    return make_executor(
+        part.plan,
+        part.pass_,
+        0,  # there is one program, whatever its rank is
+        ReplayTransport(part.program, part.seconds, holder),
+        workspace,
+        CallShape(1, _DTYPES[part.plan.problem.element_bytes], device),
+        softmax_scale=float(part.plan.problem.head_dim) ** -0.5,
+        kernel=kernel,
+        links=links,
+    )
+
+
 def measure(
     part: RankToReplay,
     *,
@@ -99,20 +120,10 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     there_before = torch.cuda.memory_allocated(device)  # libraries keep workspaces of their own
-    call_shape = CallShape(1, _DTYPES[part.plan.problem.element_bytes], device)
     holder = CudaHolder(device, sms, high_priority=high_priority)
-    inputs = inputs_of(part.program, part.plan, call_shape)
-    executor = make_executor(
-        part.plan,
-        part.pass_,
-        0,  # there is one program, whatever its rank is
-        ReplayTransport(part.program, part.seconds, holder),
-        Workspace(),
-        call_shape,
-        softmax_scale=float(part.plan.problem.head_dim) ** -0.5,
-        kernel=kernel,
-        links=load_cluster(part.predicted["cluster"]).links,
-    )
+    links = load_cluster(part.predicted["cluster"]).links
+    executor = executor_of(part, links, holder, Workspace(), device, kernel)
+    inputs = inputs_of(part.program, part.plan, executor.call_shape)
 
     def seconds(mode: Mode) -> float:
         holder.mode = mode

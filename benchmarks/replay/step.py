@@ -26,13 +26,12 @@ from mesh_attention.machine.transfer_time import GroupShape, ring_seconds
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.kept_calls import THREAD
 from mesh_attention.runtime.device import Marks, Workspace
-from mesh_attention.runtime.execute.executor import CallShape, run_to_end
-from mesh_attention.runtime.session.prepare import make_executor
+from mesh_attention.runtime.execute.executor import Executor, run_to_end
 from mesh_attention.step.costs import Keeps
 from mesh_attention.step.model_shapes import ModelShape
 from mesh_attention.step.splits import PlannedStep
 from replay.hold import CudaHolder, Mode
-from replay.measure import ReplayTransport
+from replay.measure import executor_of
 from replay.rank import rank_to_replay
 
 SMS = 16
@@ -44,21 +43,11 @@ class AttentionOfRank:
     def __init__(self, step: PlannedStep, cluster: Cluster, device: torch.device) -> None:
         self._holder = CudaHolder(device, SMS)
         workspace = Workspace()
-        call_shape = CallShape(1, torch.bfloat16, device)
-        self._executors: dict[Direction, Any] = {}
+        self._executors: dict[Direction, Executor] = {}
         for direction in Direction:
             part = rank_to_replay(step.attention.choice.timeline(direction))
-            transport = ReplayTransport(part.program, part.seconds, self._holder)
-            self._executors[direction] = make_executor(
-                part.plan,
-                part.pass_,
-                0,
-                transport,
-                workspace,
-                call_shape,
-                softmax_scale=float(part.plan.problem.head_dim) ** -0.5,
-                links=cluster.links,
-            )
+            executor = executor_of(part, cluster.links, self._holder, workspace, device)
+            self._executors[direction] = executor
             self.rank = part.rank
         kinds = (executor.choices.values() for executor in self._executors.values())
         self.kernels = sorted({choice.kernel.name for choices in kinds for choice in choices})
@@ -162,17 +151,13 @@ class Sharding:
         ranks, links = step.asked.num_ranks, cluster.links
         group = GroupShape.of(links, tuple(range(ranks)))
         shard = -(-step.asked.model.block_parameters // ranks)
-        seconds = {
-            2: ring_seconds(links, group, 2 * shard),
-            4: ring_seconds(links, group, 4 * shard),
-        }
-        self.gather_seconds, self.reduce_seconds = seconds[2], seconds[4]
         self._holders = [CudaHolder(device, SMS) for _ in range(2)]
-        self._gather = self._holders[0].prepare((), self.gather_seconds)
-        self._reduce = self._holders[1].prepare((), self.reduce_seconds)
+        # Parameters have 2 bytes, gradients 4.
+        self._gather = self._holders[0].prepare((), ring_seconds(links, group, 2 * shard))
+        self._reduce = self._holders[1].prepare((), ring_seconds(links, group, 4 * shard))
         self._gathered: dict[int, Any] = {}
         self._reducing: Any = None
-        self._count, self._ranks = len(blocks), ranks
+        self._count = len(blocks)
         self.goes_back = False
         self.shard_gradient = torch.zeros(shard, device=device)
         for block in blocks:
@@ -272,8 +257,7 @@ class ReplayedStep:
             self.shard.grad = torch.zeros(shard)
         self.optimizer = torch.optim.AdamW([self.shard], lr=1e-4, fused=True)
         self.sharding = Sharding(self.blocks, step, cluster, device)
-        keeps = policy.keeps
-        offload = keeps is Keeps.HOST
+        offload = policy.keeps is Keeps.HOST
         self.keep = cp.keep_attention(offload=offload) if policy.keeps_attention else None
 
     def set_mode(self, mode: Mode) -> None:

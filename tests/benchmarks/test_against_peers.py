@@ -9,27 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from against_peers import lines_of, ratios
-from peer_cell import Cell
-from peer_contestants import CONTESTANTS, entry_of
+from against_peers import lines_of, timed
+from peer_contestants import entry_of
 
 from mesh_attention.errors import PlanError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "against_peers.py"
-CELL = Cell(512, 8, 2, 64, "causal", torch.float32)
 
 
 def test_options_follow_a_name_and_functions_are_told_the_number_of_ranks() -> None:
     entry = entry_of("usp,chunks=(1,1),keep=gathered")
     asked = {"method": "usp", "ulysses": 4, "chunks": (1, 1), "keep": "gathered"}
-    assert entry.variants(CELL, 8) == [asked]
+    assert entry.options_on(8) == asked
     with pytest.raises(PlanError, match="on 2 ranks"):
-        entry.variants(CELL, 2)
+        entry.options_on(2)
     with pytest.raises(ValueError, match="unknown contestant best; known: torch-allgather"):
         entry_of("best")
-    rings = CONTESTANTS["torch-alltoall"].variants(CELL, 4)
-    assert [x["repeat_kv"] for x in rings] == [False, False, True, True]
 
 
 def test_the_page_is_made_of_the_results() -> None:
@@ -40,12 +35,13 @@ def test_the_page_is_made_of_the_results() -> None:
     assert "| wrong |" in page
 
 
-def test_ratios_and_lines_say_what_was_not_timed() -> None:
+def test_lines_have_ratios_to_hand_and_say_what_was_not_timed() -> None:
     hand = {
         "forward_ms": 10.0,
         "backward_ms": 20.0,
         "both_ms": 30.0,
         "rounds": 20,
+        "cpu_seconds": 0.5,
         "error": 3e-3,
         "received_bytes": {"forward": 2e6, "backward": 1e6},
         "setting": "by FLASH",
@@ -58,15 +54,14 @@ def test_ratios_and_lines_say_what_was_not_timed() -> None:
         "default": {"same_as": "mesh", "setting": "mesh"},
     }
     cell = {"ranks": 4, "tokens": 512, "heads": 8, "kv_heads": 2, "dim": 64, "mask": "causal"}
-    quotients = ratios(cell | {"contestants": contestants})
-    assert quotients == {"default_to_hand": {"forward": 0.5, "backward": 2.0, "both": 1.5}}
-    text = "\n".join(lines_of(cell | {"contestants": contestants} | quotients))
+    assert timed({"contestants": contestants}, "default") == ours
+    assert timed({"contestants": contestants}, "torch-allgather") == {}
+    text = "\n".join(lines_of(cell | {"contestants": contestants}))
     for line in (
         *("torch-allgather is not timed: no CPU", "default is the same plan as mesh"),
-        *("default to hand-ulysses: forward 0.50", "4 ranks, 512 tokens, 8:2 heads of 64, causal"),
+        *("4 ranks, 512 tokens, 8:2 heads of 64, causal", " 1.50 "),
     ):
         assert line in text
-    assert ratios(cell) == {}
     assert "not run: late" in "\n".join(lines_of(cell | {"not_run": "late"}))
 
 
@@ -76,7 +71,7 @@ def test_contestants_run_on_gloo_and_a_wrong_or_refused_one_is_not_timed(tmp_pat
     contestants = ["torch-allgather", "hand-ulysses", "default", "mesh,softcap=5.0", "mesh-usp"]
     sizes = ["--ranks", "2", "--tokens", "256", "--heads", "4:2", "--dim", "16", "--rounds", "2"]
     command = [sys.executable, str(SCRIPT), "--gloo", *sizes, "--json", str(file)]
-    command += ["--trace", str(tmp_path), "--contestants", *contestants]
+    command += ["--masks", "causal", "full", "--contestants", *contestants]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     cells = json.loads(file.read_text())["cells"]
@@ -94,4 +89,3 @@ def test_contestants_run_on_gloo_and_a_wrong_or_refused_one_is_not_timed(tmp_pat
             "forward": shard / 2,
             "backward": shard / 2,
         }
-        assert (tmp_path / rows["default"]["trace"]).stat().st_size > 0

@@ -63,13 +63,13 @@ def test_options_reach_the_measurement(
 ) -> None:
     line = f"{SMALL} --pass forward --rank 3 --sms 24 --repeats 2 --same-priority --json"
     assert main([*line.split(), "--kernel", "cudnn"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
     ((part, options),) = asked
-    assert part.rank == found["rank"] == 3
+    assert part.rank == facts["rank"] == 3
     assert part.pass_.direction is Direction.FORWARD
     assert options == {"sms": 24, "repeats": 2, "high_priority": False, "kernel": "cudnn"}
-    assert found["predicted_kernels"] == ["cudnn"]
-    assert (found["compute"], found["network"]) == ("measured", "modelled")
+    assert facts["predicted_kernels"] == ["cudnn"]
+    assert (facts["compute"], facts["network"]) == ("measured", "modelled")
 
 
 def test_both_passes_with_their_bounds(
@@ -78,11 +78,11 @@ def test_both_passes_with_their_bounds(
     assert main([*SMALL.split(), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)
     assert list(both) == ["forward", "backward"]
-    for found in both.values():
-        assert found["seconds"] == pytest.approx(2 * found["predicted_seconds"])
-        assert found["exposed_seconds"] == pytest.approx(found["seconds"] / 2)
-        assert found["compute_mfu_percent"] == pytest.approx(2 * found["mfu_percent"])
-        assert found["mfu_percent"] == pytest.approx(found["predicted_mfu_percent"] / 2)
+    for results in both.values():
+        assert results["seconds"] == pytest.approx(2 * results["predicted_seconds"])
+        assert results["exposed_seconds"] == pytest.approx(results["seconds"] / 2)
+        assert results["compute_mfu_percent"] == pytest.approx(2 * results["mfu_percent"])
+        assert results["mfu_percent"] == pytest.approx(results["predicted_mfu_percent"] / 2)
     assert asked[0][1] == {"sms": 16, "repeats": 5, "high_priority": True, "kernel": None}
 
 
@@ -104,10 +104,10 @@ def test_the_best_setting_can_be_searched(
 ) -> None:
     line = "--ranks 4 --tokens 2048 --heads 4 --best --pass forward --json"
     assert main(line.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
     assert main(line.replace(" --best", "").split()) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert found["predicted_seconds"] <= plain["predicted_seconds"]
+    assert facts["predicted_seconds"] <= plain["predicted_seconds"]
 
 
 @pytest.mark.parametrize(

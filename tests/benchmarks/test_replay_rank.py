@@ -27,9 +27,9 @@ def timeline(method: str, direction: Direction = Direction.FORWARD) -> Timeline:
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("method", METHODS)
 def test_communications_last_as_simulated(method: str, direction: Direction) -> None:
-    found = timeline(method, direction)
-    part = rank_to_replay(found, 5)
-    events = {event.name: event for event in found.events(5)}
+    results = timeline(method, direction)
+    part = rank_to_replay(results, 5)
+    events = {event.name: event for event in results.events(5)}
     talked = 0.0
     for op, seconds in zip(part.program.operations, part.seconds, strict=True):
         if isinstance(op, Communication):
@@ -38,16 +38,16 @@ def test_communications_last_as_simulated(method: str, direction: Direction) -> 
         else:
             assert seconds == 0.0
     assert talked > 0.0
-    assert part.program == found.pass_.programs[5]
+    assert part.program == results.pass_.programs[5]
     assert part.rank == 5
 
 
 def test_flops_of_the_whole_are_shared_equally() -> None:
-    found = timeline("mesh")
-    part = rank_to_replay(found, 0)
-    assert part.flops * 16 == pytest.approx(found.flops)
+    results = timeline("mesh")
+    part = rank_to_replay(results, 0)
+    assert part.flops * 16 == pytest.approx(results.flops)
     assert part.peak_tflops == 989
-    assert part.predicted["runtime_seconds"] == found.runtime_seconds
+    assert part.predicted["runtime_seconds"] == results.runtime_seconds
 
 
 def test_nothing_of_other_ranks_is_kept_and_it_can_be_stored() -> None:
@@ -65,21 +65,21 @@ def test_nothing_is_pickled() -> None:
     assert [str(file) for file in folder.rglob("*.py") if "pickle" in file.read_text()] == []
 
 
-def computing(found: Timeline, rank: int) -> float:
-    return sum(e.end - e.start for e in found.events(rank) if e.stream is Stream.COMPUTE)
+def computing(timeline: Timeline, rank: int) -> float:
+    return sum(e.end - e.start for e in timeline.events(rank) if e.stream is Stream.COMPUTE)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_of_the_ranks_that_end_last_those_with_the_most_work_are_replayed(method: str) -> None:
-    found = timeline(method)
-    ranks = may_be_slowest(found)
-    assert rank_of(found, "slowest") == ranks[0]
+    results = timeline(method)
+    ranks = may_be_slowest(results)
+    assert rank_of(results, "slowest") == ranks[0]
     assert 1 <= len(ranks) <= 4
-    ends = [max(found.ranks[rank].end) for rank in range(16)]
-    assert min(ends[rank] for rank in ranks) >= 0.97 * found.runtime_seconds
-    last = [rank for rank in range(16) if ends[rank] >= 0.97 * found.runtime_seconds]
-    most = max(computing(found, rank) for rank in last)
-    assert computing(found, ranks[0]) == pytest.approx(most, abs=1e-5)
+    ends = [max(results.ranks[rank].end) for rank in range(16)]
+    assert min(ends[rank] for rank in ranks) >= 0.97 * results.runtime_seconds
+    last = [rank for rank in range(16) if ends[rank] >= 0.97 * results.runtime_seconds]
+    most = max(computing(results, rank) for rank in last)
+    assert computing(results, ranks[0]) == pytest.approx(most, abs=1e-5)
 
 
 def test_under_a_window_the_first_rank_has_less_work_and_is_not_replayed() -> None:
@@ -97,9 +97,9 @@ def test_a_rank_above_the_peak_of_the_gpu_is_an_error() -> None:
         0,
     )
     lasts = part.flops / (part.peak_tflops * 1e12) / 2
-    found = Replayed("a GPU", part, 16, True, lasts, (lasts,), lasts, **sizes, kernels=())
+    result = Replayed("a GPU", part, 16, True, lasts, (lasts,), lasts, **sizes, kernels=())
     with pytest.raises(MeshAttentionError, match="at 200 % of the peak: it has less work than oth"):
-        _ = found.mfu_percent
+        _ = result.mfu_percent
 
 
 def test_ranks_of_one_computation_are_replayed_once() -> None:

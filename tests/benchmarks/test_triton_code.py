@@ -28,22 +28,22 @@ def code(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     command += ["--pass", *request.param]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)["passes"]
-    return found
+    results: list[dict[str, Any]] = json.loads(done.stdout)["passes"]
+    return results
 
 
 def test_loops_read_numbers_of_rows_without_a_mask(code: list[dict[str, Any]]) -> None:
     """Whatever the length of a sequence, of which kernels know nothing when they are compiled."""
-    for one in code:
-        assert one["masked_loads_in_loops"] == [], one["pass"]
+    for loop in code:
+        assert loop["masked_loads_in_loops"] == [], loop["pass"]
 
 
 def test_loops_multiply_and_keep_in_registers_what_they_write(code: list[dict[str, Any]]) -> None:
-    for one in code:
-        whole, masked = one["loops"]  # blocks
-        assert whole["spill_stores"] <= 2, one["pass"]
-        assert masked["spill_stores"] <= 9, one["pass"]  # 8, 6 and 9 by Triton 3.6, 3.7 and 3.9
-        described = one["tile"][4]
+    for of_pass in code:
+        whole, masked = of_pass["loops"]  # blocks
+        assert whole["spill_stores"] <= 2, of_pass["pass"]
+        assert masked["spill_stores"] <= 9, of_pass["pass"]  # 8, 6 and 9 by Triton 3.6, 3.7 and 3.9
+        described = of_pass["tile"][4]
         for loop in (whole, masked):
             assert loop["products"] >= 16
             # Tiles of tokens come by their descriptors, or in whole 16 bytes.

@@ -47,9 +47,9 @@ def browser(window: Browser, page: Path) -> Iterator[Browser]:
 
 
 def sections(browser: Browser) -> list[Any]:
-    found = browser.find("[data-picture]")
-    assert len(found) == 5
-    return found
+    elements = browser.find("[data-picture]")
+    assert len(elements) == 5
+    return elements
 
 
 def caption(browser: Browser, section: Any) -> str:
@@ -87,9 +87,9 @@ def test_a_click_on_each_choice_draws_what_was_chosen(browser: Browser) -> None:
         )
         options = browser.run("return [...arguments[0].querySelectorAll('option')]", section)
         assert radios or options
-        for one in [*radios, *options]:
-            browser.click(one)
-            chosen = browser.run("return arguments[0].checked || arguments[0].selected", one)
+        for each in [*radios, *options]:
+            browser.click(each)
+            chosen = browser.run("return arguments[0].checked || arguments[0].selected", each)
             assert chosen
             key = browser.run(
                 "return [...arguments[0].querySelectorAll('[data-control]')]"
@@ -113,7 +113,7 @@ def test_the_button_changes_to_dark_and_back_with_the_pictures(browser: Browser)
     browser.click(button)
     dark = browser.run(colours)
     assert light[0] == "rgb(255, 255, 255)"
-    assert all(one != other for one, other in zip(light, dark, strict=True))
+    assert all(first != other for first, other in zip(light, dark, strict=True))
     assert browser.run("return arguments[0].getAttribute('aria-pressed')", button) == "true"
     browser.click(button)
     assert browser.run(colours) == light

@@ -33,25 +33,25 @@ def test_volume_has_the_promised_keys_for_the_passes_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for asked, passes in (("both", ["forward", "backward"]), ("backward", ["backward"])):
-        found = as_json(
+        facts = as_json(
             f"volume --method mesh --ranks 9 --tokens 576 --pass {asked} --json", capsys
         )
-        between = found.pop("between_passes", None)
+        between = facts.pop("between_passes", None)
         assert (between is not None) == (asked == "both")
-        assert list(found) == passes
-        for one in found.values():
-            assert set(one["bytes_per_rank"]) == {"mean", "max"}
-            assert set(one["inter_node_bytes_per_rank"]) == {"mean", "max"}
-            assert isinstance(one["peak_buffer_bytes"], int)
-            assert one["units_total"] > 0
+        assert list(facts) == passes
+        for result in facts.values():
+            assert set(result["bytes_per_rank"]) == {"mean", "max"}
+            assert set(result["inter_node_bytes_per_rank"]) == {"mean", "max"}
+            assert isinstance(result["peak_buffer_bytes"], int)
+            assert result["units_total"] > 0
 
 
 def test_a_comparison_says_why_a_method_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     line = "volume --compare --ranks 16 --tokens 1024 --heads 16 --backward-tile 3x3"
-    found = output(line, capsys).splitlines()
+    results = output(line, capsys).splitlines()
     for name in ("mesh", "mesh-usp"):
-        assert any(x.startswith(f"{name}: tile 3x3 has 9 cells") for x in found)
-        assert any(x.split()[:2] == [name, "cannot"] for x in found)
+        assert any(x.startswith(f"{name}: tile 3x3 has 9 cells") for x in results)
+        assert any(x.split()[:2] == [name, "cannot"] for x in results)
 
 
 @pytest.mark.parametrize(("more", "units"), [("", 72), ("--no-rotation", 84), ("--tile 1x9", 144)])
@@ -65,9 +65,9 @@ def test_volume_counts_the_papers_units_for_nine_ranks(
 def test_volume_gives_the_papers_gigabytes_for_256_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def gib(found: Any, direction: str) -> tuple[float, float]:
-        one = found[direction]
-        total, between = one["bytes_per_rank"]["mean"], one["inter_node_bytes_per_rank"]["mean"]
+    def gib(result: Any, direction: str) -> tuple[float, float]:
+        facts = result[direction]
+        total, between = facts["bytes_per_rank"]["mean"], facts["inter_node_bytes_per_rank"]["mean"]
         return round(total / 2**30, 1), round(between / 2**30, 1)
 
     with_delta = as_json(PAPER, capsys)
@@ -88,9 +88,9 @@ def test_volume_shows_people_one_column_a_pass(capsys: pytest.CaptureFixture[str
 def test_verify_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
     line = "verify --method mesh --ranks 6 --tokens 100 --causal --chunks 2x2"
     assert output(line, capsys).startswith("ok: mesh on 6 ranks, forward and backward")
-    told = as_json(line + " --json", capsys)
+    facts = as_json(line + " --json", capsys)
     planned = as_json(line.replace("verify", "plan") + " --json", capsys)
-    assert told == {"ok": True, "digest": planned["digest"], "problems": []}
+    assert facts == {"ok": True, "digest": planned["digest"], "problems": []}
 
 
 def test_a_plan_file_verifies_and_a_corrupted_one_does_not(
@@ -101,12 +101,12 @@ def test_a_plan_file_verifies_and_a_corrupted_one_does_not(
     lines = good.read_text().splitlines(keepends=True)
     doomed = next(i for i, line in enumerate(lines) if line.startswith("  C-1-0: attend"))
     bad.write_text("".join(lines[:doomed] + lines[doomed + 1 :]))
-    told = as_json(f"verify --text {good} --json", capsys)
-    assert told == {"ok": True, "digest": digest(parse_plan(good.read_text())), "problems": []}
-    found = as_json(f"verify --text {bad} --json", capsys, code=1)
-    assert found["ok"] is False
-    assert found["digest"] == digest(parse_plan(bad.read_text()))
-    assert {problem["pass"] for problem in found["problems"]} == {"forward"}
+    facts = as_json(f"verify --text {good} --json", capsys)
+    assert facts == {"ok": True, "digest": digest(parse_plan(good.read_text())), "problems": []}
+    results = as_json(f"verify --text {bad} --json", capsys, code=1)
+    assert results["ok"] is False
+    assert results["digest"] == digest(parse_plan(bad.read_text()))
+    assert {problem["pass"] for problem in results["problems"]} == {"forward"}
     out = output(f"verify --text {bad}", capsys, code=1)
     assert out.splitlines()[-1].startswith("bad: ")
     assert "rank" in out
@@ -134,10 +134,10 @@ def test_plan_summarises_on_one_screen(capsys: pytest.CaptureFixture[str]) -> No
 def test_plan_json_holds_settings_steps_volume_and_digest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = as_json("plan --method mesh --ranks 9 --tokens 576 --chunks 3x3 --json", capsys)
-    assert len(found["digest"]) == 64
-    assert found["problem"]["q_tokens"] == 576
-    forward = found["passes"]["forward"]
+    facts = as_json("plan --method mesh --ranks 9 --tokens 576 --chunks 3x3 --json", capsys)
+    assert len(facts["digest"]) == 64
+    assert facts["problem"]["q_tokens"] == 576
+    forward = facts["passes"]["forward"]
     assert forward["setting"]["tile"] == "3x3"
     assert forward["groups"]["KV0"] == [0, 3, 6]
     assert forward["steps"][0] == {"communication": "AG-KV-0", "compute": []}
@@ -193,16 +193,16 @@ def test_drawings_of_nine_ranks_match_the_golden_files(
 
 def test_draw_json_is_the_matrix_and_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
     line = "draw --method mesh --ranks 4 --tokens 64 --causal --layout contiguous --pass forward"
-    found = as_json(f"{line} --json", capsys)["forward"]
+    facts = as_json(f"{line} --json", capsys)["forward"]
     nobody = None
-    assert found["matrix"] == [
+    assert facts["matrix"] == [
         [0, nobody, nobody, nobody],
         [0, 1, nobody, nobody],
         [2, 3, 2, nobody],
         [2, 3, 2, 3],
     ]
-    assert found["steps"][-1] == {"communication": "RS-Q-0", "compute": []}
-    assert found["head_slices"] is None
+    assert facts["steps"][-1] == {"communication": "RS-Q-0", "compute": []}
+    assert facts["head_slices"] is None
 
 
 def test_draw_says_what_slices_of_heads_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,6 @@ def test_progress_is_only_for_a_person_at_a_terminal(
 
 @pytest.mark.parametrize("module", [command, output, simulate, values])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
-    found = doctest.testmod(module)
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

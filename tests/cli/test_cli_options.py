@@ -21,8 +21,8 @@ from mesh_attention.plan.problem.problem import Problem
 
 def test_an_option_means_the_same_wherever_it_stands() -> None:
     for method in table.METHODS.values():
-        for name, found in method.options().items():
-            assert found == table.all_options()[name][0]
+        for name, result in method.options().items():
+            assert result == table.all_options()[name][0]
 
 
 def test_help_tells_options_as_flags_and_errors_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +32,8 @@ def test_help_tells_options_as_flags_and_errors_do(capsys: pytest.CaptureFixture
     assert "options of mesh, mesh-usp: --backward-tile AxB" in text
     assert "`" not in text
     assert main(["plan", "--method", "ring", "--no-rotation"]) == 2
-    told = capsys.readouterr().err
-    assert "method ring has no option --rotation; its options: --layout, --stripe-block" in told
+    message = capsys.readouterr().err
+    assert "method ring has no option --rotation; its options: --layout, --stripe-block" in message
 
 
 def test_every_part_of_a_problem_and_of_a_mask_has_a_flag() -> None:
@@ -60,18 +60,18 @@ def test_the_command_line_and_python_ask_the_same_question(
     sizes = "--ranks 16 --tokens 16384 --heads 8 --head-dim 64"
     assert main(["plan", *sizes.split(), *line.split(), "--json"]) == 0
     problem = Problem(16384, 8, 64, mask=Mask(causal=True))
-    found = json.loads(capsys.readouterr().out)["digest"]
-    assert found == digest(make_plan(problem, 16, **options))
+    facts = json.loads(capsys.readouterr().out)["digest"]
+    assert facts == digest(make_plan(problem, 16, **options))
 
 
 def test_slices_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, line = tmp_path / "slices.json", "plan --ranks 4 --tokens 64 --heads 4 --head-dim 8"
     file.write_text('[[[0, 64], [0, 8], "full"], [[8, 64], [8, 64], "causal"]]')
     mask = Mask(slices=(((0, 64), (0, 8), "full"), ((8, 64), (8, 64), "causal")))
-    found = json.loads(run(f"{line} --slices {file} --json", capsys)[0])
-    assert found["digest"] == digest(make_plan(Problem(64, 4, 8, mask=mask), 4))
+    facts = json.loads(run(f"{line} --slices {file} --json", capsys)[0])
+    assert facts["digest"] == digest(make_plan(Problem(64, 4, 8, mask=mask), 4))
     assert "2 slices" in run(f"{line} --slices {file}", capsys)[0]
-    for text, told in (
+    for text, message in (
         ("[[[0, 64], [0, 8]]]", "slice 0 is"),
         (
             '[[[0, 65], [0, 8], "full"]]',
@@ -82,7 +82,7 @@ def test_slices_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         file.write_text(text)
         assert main([*line.split(), "--slices", str(file)]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main([*line.split(), "--slices", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
 
@@ -95,8 +95,8 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
 def test_fewer_chunks_than_asked_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     few, enough = "--ranks 4 --tokens 4 --chunks 3x3", "--ranks 4 --tokens 64 --chunks 3x3"
     for command in ("plan", "volume", "verify", "draw", "simulate"):
-        told = run(f"{command} {few} --json", capsys)[1].splitlines()
-        assert told == [
+        message = run(f"{command} {few} --json", capsys)[1].splitlines()
+        assert message == [
             f"note: --chunks 3x3 became 1x1 in the {direction} pass, as a rank has no more rows"
             for direction in ("forward", "backward")
         ]
@@ -134,7 +134,7 @@ def test_a_field_of_json_is_of_one_type_whatever_its_value(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Some are whole here and have a fraction there: means, units, pairs."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for sizes in (
         "--ranks 4 --tokens 64",
         "--ranks 1 --tokens 5",
@@ -142,6 +142,6 @@ def test_a_field_of_json_is_of_one_type_whatever_its_value(
         "--ranks 8 --tokens 128 --kv-heads 1",
     ):
         kinds = kinds_of_numbers(json.loads(run(f"{command} {sizes} --json", capsys)[0]))
-        assert {field: found.get(field, kind) for field, kind in kinds.items()} == kinds
-        found |= kinds
-    assert found
+        assert {field: results.get(field, kind) for field, kind in kinds.items()} == kinds
+        results |= kinds
+    assert results

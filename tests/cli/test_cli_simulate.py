@@ -48,9 +48,9 @@ def plain() -> Any:
 def test_one_pass_is_one_object_and_both_are_one_each(capsys: pytest.CaptureFixture[str]) -> None:
     both = as_json(SMALL, capsys)
     assert list(both) == ["forward", "backward"]
-    for direction, found in both.items():
-        assert set(found) >= KEYS
-        assert as_json(f"{SMALL} --pass {direction}", capsys) == found
+    for direction, result in both.items():
+        assert set(result) >= KEYS
+        assert as_json(f"{SMALL} --pass {direction}", capsys) == result
     assert both["backward"]["runtime_seconds"] > both["forward"]["runtime_seconds"]
 
 
@@ -65,8 +65,8 @@ def test_the_setting_says_what_was_chosen(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_asked_for(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = as_json(f"{SMALL} --method {method}", capsys)
-    assert {one["method"] for one in found.values()} == {method}
+    facts = as_json(f"{SMALL} --method {method}", capsys)
+    assert {result["method"] for result in facts.values()} == {method}
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_the_options_of_plans_are_taken(
 def test_ways_to_overlap_differ(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"{SMALL} --tokens 65536 --chunks 2x2 --pass forward --overlap"
     times = [as_json(f"{line} {way}", capsys) for way in ("events", "strict", "none")]
-    assert [found["overlap"] for found in times] == ["events", "strict", "none"]
-    seconds = [found["runtime_seconds"] for found in times]
+    assert [results["overlap"] for results in times] == ["events", "strict", "none"]
+    seconds = [results["runtime_seconds"] for results in times]
     assert seconds == sorted(seconds)
 
 
@@ -152,9 +152,9 @@ def test_a_cluster_of_ones_own_is_a_file(
     file = tmp_path / "mine.toml"
     file.write_text(text.replace('name = "hgx-h100"', 'name = "mine"'))
     line = "simulate --ranks 16 --tokens 8192 --pass forward"
-    mine = as_json(f"{line} --cluster {file}", capsys)
+    own = as_json(f"{line} --cluster {file}", capsys)
     shipped = as_json(f"{line} --cluster hgx-h100", capsys)
-    assert mine | {"cluster": "hgx-h100"} == shipped
+    assert own | {"cluster": "hgx-h100"} == shipped
 
 
 @pytest.mark.parametrize("option", ["trace", "gantt"])
@@ -172,11 +172,11 @@ def test_waiting_for_slower_ranks_is_no_communication(
     uneven = ["--ranks", "4", "--tokens", "32768", "--layout", "contiguous", "--heads", "4"]
     words = ["simulate", *uneven, "--documents", cuts, "--pass", "forward", "--method", "seen"]
     assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["communication_busy_seconds"]["max"] == 0
-    assert found["open_communication_seconds"] == 0
-    idle = found["exposed_communication_seconds"]  # all of it
-    assert found["waiting_for_ranks_seconds"] == idle > 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["communication_busy_seconds"]["max"] == 0
+    assert facts["open_communication_seconds"] == 0
+    idle = facts["exposed_communication_seconds"]  # all of it
+    assert facts["waiting_for_ranks_seconds"] == idle > 0
     assert main(words) == 0
     out = capsys.readouterr().out
     assert re.search(r"^exposed communication +0.000 ms \(0%\)$", out, re.MULTILINE)
@@ -185,16 +185,16 @@ def test_waiting_for_slower_ranks_is_no_communication(
 
 def test_passes_of_two_methods_are_told_apart() -> None:
     problem = Problem(4096, 8, 64, mask=Mask(causal=True))
-    found = []
+    results = []
     for method, direction in (("usp", Direction.FORWARD), ("mesh-usp", Direction.BACKWARD)):
         plan = plan_on("paper", problem, 4, method=method, directions=(direction,))
-        found.append(Simulated(simulate_plan(plan, "paper", direction), {}))
-    lines = "\n".join(to_lines(found)).splitlines()
+        results.append(Simulated(simulate_plan(plan, "paper", direction), {}))
+    lines = "\n".join(to_lines(results)).splitlines()
     assert lines[0].startswith("usp and mesh-usp on 4 ranks of paper")
     assert any(line.startswith("forward: usp, ") for line in lines)
     assert any(line.startswith("backward: mesh-usp, ") for line in lines)
-    assert to_lines(found[:1])[0].startswith("usp on 4 ranks")
-    assert not any("forward: usp" in line for line in to_lines(found[:1]))
+    assert to_lines(results[:1])[0].startswith("usp on 4 ranks")
+    assert not any("forward: usp" in line for line in to_lines(results[:1]))
 
 
 def test_a_batch_multiplies_bytes_and_says_how_long_it_takes_at_most(

@@ -129,8 +129,8 @@ def test_ranks_that_come_late_are_told_of_the_mistake(
 ) -> None:
     raised = pool.run(come_late, RANKS, odd, late, seconds=20.0)
     all_raised(raised)
-    assert all("tiles that fit" in one.error for one in raised)
-    assert all(f"rank {odd}" in one.error for rank, one in enumerate(raised) if rank != odd)
+    assert all("tiles that fit" in failure.error for failure in raised)
+    assert all(f"rank {odd}" in failure.error for rank, failure in enumerate(raised) if rank != odd)
 
 
 def masks_that_cannot_be(rank: int, world_size: int) -> list[Raised]:
@@ -178,7 +178,7 @@ def unknown_kernel(rank: int, world_size: int) -> Raised:
 def test_a_kernel_of_an_unknown_name_is_refused_on_all(pool: WorkerPool) -> None:
     raised = pool.run(unknown_kernel, RANKS)
     all_raised(raised)
-    assert all("no kernel is named 'abacus'" in one.error for one in raised)
+    assert all("no kernel is named 'abacus'" in failure.error for failure in raised)
 
 
 def wrong_devices(rank: int, world_size: int) -> list[Raised]:
@@ -191,7 +191,7 @@ def wrong_devices(rank: int, world_size: int) -> list[Raised]:
 def test_a_device_that_is_none_is_refused_by_name(pool: WorkerPool) -> None:
     for raised in pool.run(wrong_devices, 1):
         all_raised(raised)
-        said = [one.error.partition(":")[0] for one in raised]
+        said = [failure.error.partition(":")[0] for failure in raised]
         assert said == ["device=5.5", "device='here'", "device=True"]
 
 
@@ -210,7 +210,7 @@ def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPoo
         all_raised(raised)
         assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in raised[0].error
         assert "the group is 'world'; give a torch.distributed.ProcessGroup" in raised[1].error
-        assert all("this rank is not a member of the" in one.error for one in raised[2:])
+        assert all("this rank is not a member of the" in failure.error for failure in raised[2:])
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:

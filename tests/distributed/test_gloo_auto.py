@@ -28,36 +28,36 @@ def sizes(case: Case) -> dict[str, Any]:
 
 
 def run_auto(rank: int, world_size: int, case: Case) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     asked = sizes(case)
     with ContextParallel(method="auto", **asked) as cp:
-        found["default"] = attend(cp, case), digest(cp.plan), cp.choice
+        results["default"] = attend(cp, case), digest(cp.plan), cp.choice
     # Other clusters on other ranks: as the first has it.
     other = "hgx-h100" if rank == 0 else "a100-roce"
     with ContextParallel(method="auto", cluster=other, **asked) as cp:
-        found["clusters"] = attend(cp, case), digest(cp.plan), cp.choice
+        results["clusters"] = attend(cp, case), digest(cp.plan), cp.choice
     # Sizes that come with calls, and documents of a batch.
     with ContextParallel(seq_len=45, causal=True) as cp:
         docs = cp.documents([0, 20, 45])
-        found["documents"] = attend_documents(cp, case, docs)
-        found["by calls"] = cp.choice if attend_layers(cp, case) else ""
+        results["documents"] = attend_documents(cp, case, docs)
+        results["by calls"] = cp.choice if attend_layers(cp, case) else ""
     # Layers of one batch, one with a window: objects that share tokens share their places too.
     with ContextParallel(**asked) as cp:
-        assert cp.choice == found["default"][2]
+        assert cp.choice == results["default"][2]
         with ContextParallel(**(asked | {"mask": WINDOW})) as windowed:
             assert windowed.plan.q_layout.kind is cp.plan.q_layout.kind
-            found["layers"] = attend_layers(cp, case, windowed)
-        found["same plan"] = digest(cp.plan) == digest(make_plan(case.problem, 4))
+            results["layers"] = attend_layers(cp, case, windowed)
+        results["same plan"] = digest(cp.plan) == digest(make_plan(case.problem, 4))
     # Of what cannot be cut so, the next best method.
     with ContextParallel(**asked, head_slices=(1, 2)) as cp:
-        found["cut"] = attend(cp, case), digest(cp.plan), cp.choice
+        results["cut"] = attend(cp, case), digest(cp.plan), cp.choice
     for name, method, cluster in (
         ("refused", "mesh", "hgx-h100"),
         ("unknown", "auto", "hgx-h1000"),
     ):
         wrong = {"method": method, "cluster": cluster, **asked}
-        found[name] = raised_by(partial(ContextParallel, **wrong)).error
-    return found
+        results[name] = raised_by(partial(ContextParallel, **wrong)).error
+    return results
 
 
 WINDOW = Mask(causal=True, window=(6, 0))
@@ -94,24 +94,26 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool) -> None:
     by_rank = pool.run(run_auto, 4, CASE)
     truth = attention(*CASE.tensors(), CASE.mask)
     for name in ("default", "clusters", "cut"):
-        parts: list[Part] = [one[name][0] for one in by_rank]
+        parts: list[Part] = [of_rank[name][0] for of_rank in by_rank]
         assert max(errors(whole(parts, CASE), truth).values()) <= tolerance(CASE.dtype)
-        assert len({one[name][1] for one in by_rank}) == 1
-    for one in by_rank:
-        assert "modelled forward and backward on 4 ranks of hgx-h100" in one["default"][2]
-        assert "hgx-h100, as given" in one["clusters"][2]
-        assert "by the first rank; others found something else" in one["clusters"][2]
-        assert one["documents"]
-        assert "chosen for the sizes of each call" in one["by calls"]
-        assert one["layers"]
-        assert one["same plan"]
-        assert "head_slices" in one["cut"][2]
-        assert "only method='auto' chooses by it" in one["refused"]
-        assert "did you mean hgx-h100?" in one["unknown"]
+        assert len({of_rank[name][1] for of_rank in by_rank}) == 1
+    for results_of_rank in by_rank:
+        assert (
+            "modelled forward and backward on 4 ranks of hgx-h100" in results_of_rank["default"][2]
+        )
+        assert "hgx-h100, as given" in results_of_rank["clusters"][2]
+        assert "by the first rank; others found something else" in results_of_rank["clusters"][2]
+        assert results_of_rank["documents"]
+        assert "chosen for the sizes of each call" in results_of_rank["by calls"]
+        assert results_of_rank["layers"]
+        assert results_of_rank["same plan"]
+        assert "head_slices" in results_of_rank["cut"][2]
+        assert "only method='auto' chooses by it" in results_of_rank["refused"]
+        assert "did you mean hgx-h100?" in results_of_rank["unknown"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "local", "found"),
+    ("ranks", "local", "number"),
     [
         ([0, 1, 2, 3], "4", 4),
         ([0, 1, 2, 3], "2", 2),
@@ -124,6 +126,6 @@ def test_auto_is_exact_and_the_same_on_all_ranks(pool: WorkerPool) -> None:
     ],
 )
 def test_nodes_of_a_group_follow_from_the_launcher(
-    ranks: list[int], local: str | None, found: int | None
+    ranks: list[int], local: str | None, number: int | None
 ) -> None:
-    assert ranks_of_nodes(ranks, local) == found
+    assert ranks_of_nodes(ranks, local) == number

@@ -172,7 +172,7 @@ def second_derivative(rank: int, world_size: int) -> str:
 
 def test_a_second_derivative_is_refused_and_not_wrong(pool: WorkerPool) -> None:
     said = pool.run(second_derivative, 4)
-    assert all("second derivatives of attention are not supported" in one for one in said)
+    assert all("second derivatives of attention are not supported" in answer for answer in said)
 
 
 def saved(rank: int, world_size: int) -> list[tuple[int, ...]]:

@@ -43,29 +43,31 @@ def make_mistake(
     """What this rank was told, in how many seconds; then all make a right call."""
     cp = context(CASE)
     begun = time.monotonic()
-    told = "nothing"
+    message = "nothing"
     try:
         if mistake == "twice" and rank not in by:
             backward(cp, "none")  # as the first of the two
         backward(cp, mistake if rank in by else "none")
     except (MeshAttentionError, RuntimeError) as error:
-        told = str(error)
+        message = str(error)
     seconds = time.monotonic() - begun
     if len(by) == world_size:
         backward(cp, "none")
         cp.close()
-    return told, seconds
+    return message, seconds
 
 
 @pytest.mark.parametrize("mistake", list(WORDS))
 def test_a_mistake_of_all_ranks_leaves_everything_usable(pool: WorkerPool, mistake: str) -> None:
-    for told, _ in pool.run(make_mistake, RANKS, mistake, tuple(range(RANKS))):
-        assert WORDS[mistake] in told
+    for message, _ in pool.run(make_mistake, RANKS, mistake, tuple(range(RANKS))):
+        assert WORDS[mistake] in message
 
 
 def test_a_mistake_of_one_rank_is_told_to_all_with_its_cause(pool: WorkerPool) -> None:
-    told = pool.run(make_mistake, RANKS, "second derivative", (ODD,), group_seconds=TIMEOUT_SECONDS)
-    for words, seconds in told:
+    messages = pool.run(
+        make_mistake, RANKS, "second derivative", (ODD,), group_seconds=TIMEOUT_SECONDS
+    )
+    for words, seconds in messages:
         assert WORDS["second derivative"] in words
         assert seconds < 5.0
-    assert f"rank {ODD}" in told[0][0]
+    assert f"rank {ODD}" in messages[0][0]

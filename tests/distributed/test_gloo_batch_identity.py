@@ -38,10 +38,10 @@ def vectors_of(ids: Tensor) -> Tensor:
     return torch.randn(50, 2, 4, generator=torch.Generator().manual_seed(99))[ids]
 
 
-def attended(cp: ContextParallel, batch: ShardedBatch, **given: Any) -> Tensor:
+def attended(cp: ContextParallel, batch: ShardedBatch, **inputs: Any) -> Tensor:
     assert batch.input_ids is not None
     x = vectors_of(batch.input_ids).requires_grad_()
-    out = cp.attention(x, x, x, documents=batch.documents, **given)
+    out = cp.attention(x, x, x, documents=batch.documents, **inputs)
     assert isinstance(out, Tensor)
     return out
 
@@ -52,9 +52,9 @@ def true_error(cp: ContextParallel, out: Tensor, step: int, documents: Any = Non
     return float((out - cp.shard(true.transpose(1, 2).float(), 1, documents=documents)).abs().max())
 
 
-def outcome(step: Callable[..., Any], *args: Any, **given: Any) -> str:
+def outcome(step: Callable[..., Any], *args: Any, **inputs: Any) -> str:
     try:
-        step(*args, **given)
+        step(*args, **inputs)
     except MeshAttentionError as error:
         return str(error)
     return ""
@@ -73,7 +73,7 @@ def micro_batches_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
 
 def skipped_step(rank: int, cp: ContextParallel) -> Outcome:
     """Forward and backward, after the batch was cut; its numbers cannot be compared."""
-    told = []
+    messages = []
     for step in range(3):
         x = cp.shard(vectors_of(ids_of(step)), 1).requires_grad_()
         if rank == ODD and step == 1:
@@ -84,20 +84,20 @@ def skipped_step(rank: int, cp: ContextParallel) -> Outcome:
                 x = cp.attention(x, x, x, label=layer)  # type: ignore[assignment]
             x.sum().backward()  # type: ignore[no-untyped-call]
 
-        told.append(outcome(train))
-    return told
+        messages.append(outcome(train))
+    return messages
 
 
 def skipped_block(rank: int, cp: ContextParallel) -> Outcome:
     """In which PyTorch's own attention is replaced."""
-    told = []
+    messages = []
     for step in range(3):
         x = vectors_of(ids_of(step)).transpose(1, 2).contiguous()
         with cp.context_parallel(buffers=[x], buffer_seq_dims=[2]):
             if rank == ODD and step == 1:
                 continue
-            told.append(outcome(scaled_dot_product_attention, x, x, x, is_causal=True))
-    return told
+            messages.append(outcome(scaled_dot_product_attention, x, x, x, is_causal=True))
+    return messages
 
 
 def wholes_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
@@ -109,16 +109,16 @@ def wholes_in_opposite_order(rank: int, cp: ContextParallel) -> Outcome:
 
 
 def batch_that_a_rank_never_cut(rank: int, cp: ContextParallel) -> Outcome:
-    told = []
+    messages = []
     for step in range(3):
         if rank == ODD and step == 1:
             continue
         ids = cp.shard(ids_of(step), 1)
         x = vectors_of(ids)
-        told.append(outcome(cp.attention, x, x, x))
-        if told[-1]:
+        messages.append(outcome(cp.attention, x, x, x))
+        if messages[-1]:
             break
-    return told
+    return messages
 
 
 def swapped_losses(rank: int, cp: ContextParallel) -> Outcome:
@@ -166,20 +166,20 @@ FAULTS: dict[str, tuple[Callable[[int, ContextParallel], Outcome], int, str]] = 
 
 def go_wrong(rank: int, world_size: int, name: str) -> tuple[Outcome, str]:
     cp = make()
-    told = FAULTS[name][0](rank, cp)
+    message = FAULTS[name][0](rank, cp)
     x = cp.shard(vectors_of(ids_of(9)), 1)
-    return told, outcome(cp.attention, x, x, x)
+    return message, outcome(cp.attention, x, x, x)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_at_another_batch_is_named(pool: WorkerPool, name: str) -> None:
     _, step, words = FAULTS[name]
-    for told, later in pool.run(go_wrong, RANKS, name):
-        assert not any(told[:step])
-        assert f"rank {ODD} of the group [0, 1, 2] disagrees" in told[step]
-        assert words in told[step]
+    for messages, later in pool.run(go_wrong, RANKS, name):
+        assert not any(messages[:step])
+        assert f"rank {ODD} of the group [0, 1, 2] disagrees" in messages[step]
+        assert words in messages[step]
         if name != "never cut":  # else the ranks are at the same call, as far as anybody can tell
-            assert "the ranks are at different points of their programs" in told[step]
+            assert "the ranks are at different points of their programs" in messages[step]
             assert "everything on this group is refused" in later
 
 
@@ -191,25 +191,25 @@ def loader_ahead(rank: int, cp: ContextParallel) -> float:
         for step in steps:
             batches.append(cp.shard_batch(input_ids=ids_of(step), documents=documents))
 
-    found = []
+    results = []
     for step in range(3):
         ahead = range(len(batches), 3 if rank == ODD else step + 1)
         thread = threading.Thread(target=load, args=(ahead,))
         thread.start()
         thread.join()
         out = attended(cp, batches[step])
-        found.append(true_error(cp, out, step, documents))
-    return max(found)
+        results.append(true_error(cp, out, step, documents))
+    return max(results)
 
 
 def prefetched(rank: int, cp: ContextParallel) -> float:
-    found = []
+    results = []
     for step, (ids, documents) in enumerate(
         cp.prefetch(map(ids_of, range(3)), lambda _: [0, TOKENS])
     ):
         batch = cp.shard_batch(input_ids=ids, documents=documents)
-        found.append(true_error(cp, attended(cp, batch), step, documents))
-    return max(found)
+        results.append(true_error(cp, attended(cp, batch), step, documents))
+    return max(results)
 
 
 def recomputed_after_the_next_batch(rank: int, cp: ContextParallel) -> float:
@@ -218,19 +218,19 @@ def recomputed_after_the_next_batch(rank: int, cp: ContextParallel) -> float:
     for step in range(2):
         batch = cp.shard_batch(input_ids=ids_of(step))
         outs.append(checkpoint(attended, cp, batch, use_reentrant=False))
-    found = [true_error(cp, out, step) for step, out in enumerate(outs)]
+    results = [true_error(cp, out, step) for step, out in enumerate(outs)]
     for out in outs:
         out.sum().backward()
-    return max(found)
+    return max(results)
 
 
 def after_a_difference(rank: int, cp: ContextParallel) -> float:
     """Of what a batch holds alone: all go on with the next."""
     for step in (0, 1):
         x = vectors_of(cp.shard(ids_of(step + (5 if step == 0 and rank == ODD else 0)), 1))
-        told = outcome(cp.attention, x, x, x)
-        assert bool(told) == (step == 0), told
-        assert not told or "the whole batch is" in told
+        message = outcome(cp.attention, x, x, x)
+        assert bool(message) == (step == 0), message
+        assert not message or "the whole batch is" in message
     out = cp.attention(x, x, x)
     assert isinstance(out, Tensor)
     return true_error(cp, out, 1)
@@ -246,13 +246,13 @@ RIGHT = (loader_ahead, prefetched, recomputed_after_the_next_batch, after_a_diff
 
 
 def go_right(rank: int, world_size: int) -> dict[str, float]:
-    found = {}
+    results = {}
     for way in RIGHT:
         with make() as cp:
-            found[way.__name__] = way(rank, cp)
-    return found
+            results[way.__name__] = way(rank, cp)
+    return results
 
 
 def test_loaders_checkpoints_and_other_batches_after_an_error_are_right(pool: WorkerPool) -> None:
-    for found in pool.run(go_right, RANKS):
-        assert max(found.values()) < 1e-5, found
+    for result in pool.run(go_right, RANKS):
+        assert max(result.values()) < 1e-5, result

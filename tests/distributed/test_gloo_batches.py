@@ -52,7 +52,7 @@ def put_together(rank: int, world_size: int, case: WholeCase) -> list[Any]:
         ]
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: next(iter(case.given), "plain"))
+@pytest.mark.parametrize("case", ALL, ids=lambda case: next(iter(case.arguments), "plain"))
 def test_every_token_keeps_its_position_target_and_padding_and_logits_come_back_in_order(
     pool: WorkerPool, case: WholeCase
 ) -> None:
@@ -74,15 +74,15 @@ def test_every_token_keeps_its_position_target_and_padding_and_logits_come_back_
 
 def kept(rank: int, world_size: int, cases: list[WholeCase]) -> list[list[tuple[int, ...]]]:
     """(token, position, target) of this rank's slots, for each layout and case."""
-    found = []
+    results = []
     for layout in ("contiguous", "zigzag", "striped"):
         with ContextParallel(causal=True, layout=layout) as cp:
             for case in cases:
                 batch = sharded(cp, case)
                 real = ~cp.padding(documents=batch.documents)
                 columns = [batch[name][:, real] for name in ("input_ids", "position_ids", "labels")]
-                found.append([(*x,) for x in torch.stack(columns, -1).flatten(0, -2).tolist()])
-    return found
+                results.append([(*x,) for x in torch.stack(columns, -1).flatten(0, -2).tolist()])
+    return results
 
 
 def test_labels_are_shifted_before_the_cut_in_every_layout(pool: WorkerPool) -> None:
@@ -92,8 +92,8 @@ def test_labels_are_shifted_before_the_cut_in_every_layout(pool: WorkerPool) -> 
     for number, case in enumerate(cases * 3):
         columns = [case.input_ids, case.positions, case.targets]
         wanted = [(*x,) for x in torch.stack(columns, -1).flatten(0, 1).tolist()]
-        found = [triple for of_rank in parts for triple in of_rank[number]]
-        assert sorted(found) == sorted(wanted)
+        results = [triple for of_rank in parts for triple in of_rank[number]]
+        assert sorted(results) == sorted(wanted)
 
 
 def evaluated(rank: int, world_size: int) -> list[float]:
@@ -119,26 +119,26 @@ def test_evaluation_has_the_loss_of_one_process_on_any_number_of_ranks(pool: Wor
             for case in (*ALL, FEW)
         ]
     for ranks in (1, 2, 4):
-        for found in pool.run(evaluated, ranks):
-            assert found == pytest.approx(wanted, rel=1e-5)
+        for result in pool.run(evaluated, ranks):
+            assert result == pytest.approx(wanted, rel=1e-5)
 
 
 def by_the_object(rank: int, world_size: int) -> list[bool]:
     """An object whose mask has documents says all: batches bring none."""
     sizes = {"seq_len": 37, "num_heads": HEADS, "head_dim": HEAD_DIM, "dtype": torch.float32}
     with ContextParallel(mask=Mask(causal=True, documents=(0, 9, 10, 37)), **sizes) as cp:  # type: ignore[arg-type]
-        batch = sharded(cp, replace(PACKED, given={}))
+        batch = sharded(cp, replace(PACKED, arguments={}))
         whole = [cp.unshard(batch[name], 1) for name in ("labels", "position_ids")]
         logits = cp.unshard(logits_of(cp, make_model(), batch), 1)
         with torch.no_grad():
             wanted = make_model()(PACKED.input_ids, PACKED.positions, PACKED.attention)
-        told = [refusal(lambda case=case: sharded(cp, case)) for case in (PLAIN, POSITIONS)]
+        messages = [refusal(lambda case=case: sharded(cp, case)) for case in (PLAIN, POSITIONS)]
         return [
             batch.documents is None,
             torch.equal(whole[0], PACKED.targets),
             torch.equal(whole[1], PACKED.positions),
             (logits - wanted).abs().max().item() < 1e-5,
-            all("has documents already" in one for one in told),
+            all("has documents already" in message for message in messages),
         ]
 
 
@@ -186,23 +186,23 @@ def test_a_batch_that_was_sharded_and_whatever_does_not_fit_is_refused_by_name(
     pool: WorkerPool,
 ) -> None:
     """Needs 6 and 12."""
-    for told in pool.run(refused, 2):
+    for messages in pool.run(refused, 2):
         for name in ("the batch", "moved", "for models", "a tensor"):
-            assert "give the whole batch, which is cut once" in told[name]
-        assert "only once" in told["length"]
-        assert "shift_labels=False" in told["next tokens"]
-        assert "attention_mask has shape (2, 1, 19, 19)" in told["4-D"]
-        assert "shift_labels is True or False" in told["shift_labels"]
-        assert "input_ids is (19,)" in told["1-D"]
-        assert "x has shape (19,)" in told["others"]
-        assert "not those of the batch" in told["other starts"]
-        assert told["the same"] == "nothing"
-        assert "37 tokens in a row, and the batch has 19" in told["documents"]
-        assert "'mean': must be one of ddp, fsdp, sum" in told["reduce"]
-        assert "(batch, local tokens, vocabulary)" in told["shapes"]
-        assert "targets is None" in told["no labels"]
-        assert "targets hold -" in told["ignore_index"]
-        assert "nor ignore_index (-100): give" in told["ignore_index"]
+            assert "give the whole batch, which is cut once" in messages[name]
+        assert "only once" in messages["length"]
+        assert "shift_labels=False" in messages["next tokens"]
+        assert "attention_mask has shape (2, 1, 19, 19)" in messages["4-D"]
+        assert "shift_labels is True or False" in messages["shift_labels"]
+        assert "input_ids is (19,)" in messages["1-D"]
+        assert "x has shape (19,)" in messages["others"]
+        assert "not those of the batch" in messages["other starts"]
+        assert messages["the same"] == "nothing"
+        assert "37 tokens in a row, and the batch has 19" in messages["documents"]
+        assert "'mean': must be one of ddp, fsdp, sum" in messages["reduce"]
+        assert "(batch, local tokens, vocabulary)" in messages["shapes"]
+        assert "targets is None" in messages["no labels"]
+        assert "targets hold -" in messages["ignore_index"]
+        assert "nor ignore_index (-100): give" in messages["ignore_index"]
 
 
 def other_batch(rank: int, world_size: int, name: str, warm: bool) -> list[Any]:
@@ -210,14 +210,14 @@ def other_batch(rank: int, world_size: int, name: str, warm: bool) -> list[Any]:
     with make() as cp:
         if warm:
             logits_of(cp, model, sharded(cp, PLAIN))
-        given = {"input_ids": PACKED.input_ids, "labels": PACKED.labels, **PACKED.given}
+        arguments = {"input_ids": PACKED.input_ids, "labels": PACKED.labels, **PACKED.arguments}
         if rank == 1:
-            given[name] = given[name].clone()
-            given[name][0, 5] += 1
-        told = [refusal(lambda: logits_of(cp, model, cp.shard_batch(**given)))]
+            arguments[name] = arguments[name].clone()
+            arguments[name][0, 5] += 1
+        messages = [refusal(lambda: logits_of(cp, model, cp.shard_batch(**arguments)))]
         again = sharded(cp, PACKED)
         mean: TokenMean = cp.cross_entropy(logits_of(cp, model, again), again.labels, reduce="sum")
-        return [*told, mean.value.item()]
+        return [*messages, mean.value.item()]
 
 
 @pytest.mark.parametrize(("name", "warm"), [("input_ids", False), ("labels", True)])
@@ -226,9 +226,9 @@ def test_a_rank_with_another_batch_is_named_and_nothing_is_broken(
 ) -> None:
     """Need 12."""
     [[(wanted, _)]] = pool.run(truth, 1, [[PACKED]])
-    for told, later in pool.run(other_batch, 3, name, warm):
-        assert told.startswith("rank 1 of the group")
-        assert name in told
+    for message, later in pool.run(other_batch, 3, name, warm):
+        assert message.startswith("rank 1 of the group")
+        assert name in message
         assert abs(later - wanted) < 1e-5
 
 
@@ -246,13 +246,13 @@ def other_loss(rank: int, world_size: int, mistake: str) -> str:
 @pytest.mark.parametrize("mistake", ["shape", "reduce"])
 def test_a_rank_whose_loss_is_another_is_named(pool: WorkerPool, mistake: str) -> None:
     own = "(batch, local tokens, vocabulary)" if mistake == "shape" else "cross_entropy is 'ddp'"
-    for told in pool.run(other_loss, 3, mistake):
-        assert own in told
-        assert "rank 1" in told or mistake == "shape"
+    for message in pool.run(other_loss, 3, mistake):
+        assert own in message
+        assert "rank 1" in message or mistake == "shape"
 
 
 def no_target(rank: int, world_size: int) -> list[float]:
-    found = []
+    results = []
     with make() as cp:
         batch = sharded(cp, PLAIN, labels=torch.full_like(PLAIN.labels, -100))
         logits = torch.zeros(*batch.position_ids.shape, VOCABULARY, requires_grad=True)
@@ -261,8 +261,8 @@ def no_target(rank: int, world_size: int) -> list[float]:
             mean = cp.cross_entropy(logits, batch.labels, reduce="ddp", num_targets=total)
             mean.loss.backward()  # type: ignore[no-untyped-call]
             assert logits.grad is not None
-            found += [mean.loss.item(), mean.value.item(), logits.grad.abs().max().item()]
-    return found
+            results += [mean.loss.item(), mean.value.item(), logits.grad.abs().max().item()]
+    return results
 
 
 def test_a_batch_without_any_target_has_a_loss_of_zero(pool: WorkerPool) -> None:
@@ -273,8 +273,8 @@ def smoothed(rank: int, world_size: int, dtype: torch.dtype) -> float:
     logits = torch.randn(2, 19, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
     with make() as cp:
         batch = sharded(cp, PLAIN)
-        mine = cp.shard(logits, 1, documents=batch.documents)
-        mean = cp.cross_entropy(mine, batch.labels, reduce="sum", label_smoothing=0.1)
+        own = cp.shard(logits, 1, documents=batch.documents)
+        mean = cp.cross_entropy(own, batch.labels, reduce="sum", label_smoothing=0.1)
         true = cross_entropy(
             logits.double().flatten(0, 1), PLAIN.targets.flatten(), label_smoothing=0.1
         )
@@ -297,14 +297,14 @@ def sharded_and_copied(rank: int, world_size: int) -> str:
 
 def test_shards_that_were_copied_are_found_since_ranks_differ(pool: WorkerPool) -> None:
     """Need 12."""
-    for told in pool.run(sharded_and_copied, 2):
-        assert "disagrees: the whole batch is" in told
-        assert "all ranks of the group must load the same batch" in told
+    for message in pool.run(sharded_and_copied, 2):
+        assert "disagrees: the whole batch is" in message
+        assert "all ranks of the group must load the same batch" in message
 
 
 def other_contents(rank: int, world_size: int) -> list[str]:
     """The same documents with another batch: what differs between ranks is found anew."""
-    told = []
+    messages = []
     with ContextParallel(None, causal=True, num_heads=2, head_dim=4, seq_len=16) as cp:
         documents = cp.documents([0, 6, 16])
         for odd in (0, 0, rank):
@@ -313,10 +313,10 @@ def other_contents(rank: int, world_size: int) -> list[str]:
             q = torch.zeros(1, batch.position_ids.shape[1], 2, 4)
             try:
                 cp.attention(q, q, q, documents=batch.documents)
-                told.append("")
+                messages.append("")
             except MeshAttentionError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_documents_that_are_used_again_compare_the_contents_of_each_batch(pool: WorkerPool) -> None:

@@ -47,9 +47,9 @@ class Failing(Reference):
         self._count()
         return super().forward(block)
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         self._count()
-        return super().backward(block, given)
+        return super().backward(block, inputs)
 
 
 def said(action: Any) -> str:
@@ -90,7 +90,7 @@ def fail(rank: int, world_size: int, method: str, how: str, when: str, folder: s
     kernel.left = 10**9
     if first == "nothing":  # it needed nothing more of the odd rank
         leave_with_all(folder, rank, world_size, first)
-    told = [
+    messages = [
         first,
         said(call),
         said(lambda: attend(other, case)),
@@ -98,7 +98,7 @@ def fail(rank: int, world_size: int, method: str, how: str, when: str, folder: s
         said(lambda: context(case)),
         said(lambda: cp.unshard(leaves[0], 1)),
     ]
-    leave_with_all(folder, rank, world_size, "\n".join(told))
+    leave_with_all(folder, rank, world_size, "\n".join(messages))
 
 
 @pytest.mark.parametrize(
@@ -128,27 +128,27 @@ def test_a_foreign_exception_in_the_middle_of_a_call_breaks_the_context(
             continue
         else:
             assert first.startswith(f"CommunicationError: rank {ODD} broke off a call: {foreign};")
-        assert all(BROKEN in one for one in later), later
+        assert all(BROKEN in call for call in later), later
 
 
 def interrupted_planning(rank: int, world_size: int) -> list[str]:
     """A rank that is interrupted before it speaks is out of step with the others."""
     cp = context(CASE)
     leaves = [cp.shard(x, 1) for x in CASE.tensors()[:3]]
-    found = []
+    results = []
     if rank == ODD:
         refuses = Reference.refuses
 
-        def interrupt(*given: Any) -> None:
+        def interrupt(*inputs: Any) -> None:
             raise KeyboardInterrupt
 
         Reference.refuses = interrupt  # type: ignore[method-assign,assignment]
-        found.append(said(lambda: context(CASE, kernel="reference").attention(*leaves)))
+        results.append(said(lambda: context(CASE, kernel="reference").attention(*leaves)))
         Reference.refuses = refuses  # type: ignore[method-assign]
     else:
-        found.append(said(lambda: context(CASE, kernel="reference").attention(*leaves)))
-    found.append(said(lambda: cp.attention(*leaves)))
-    return found
+        results.append(said(lambda: context(CASE, kernel="reference").attention(*leaves)))
+    results.append(said(lambda: cp.attention(*leaves)))
+    return results
 
 
 def test_a_rank_that_is_interrupted_before_the_agreement_refuses_what_follows(

@@ -52,15 +52,15 @@ def qkv(cp: ContextParallel, documents: Any, dtype: torch.dtype = torch.float32)
 
 def forms(rank: int, world_size: int) -> dict[str, float]:
     """Calls as code makes them, compiled against eager."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     with ContextParallel(causal=True, differentiable_lse=True) as cp:
         docs = cp.documents([0, 5, 16])
         q, k, v = leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
         module = ContextParallelAttention(cp)
 
-        def attend(q: Tensor, **given: Any) -> Any:
-            return cp.attention(q, k, v, documents=docs, **given)
+        def attend(q: Tensor, **inputs: Any) -> Any:
+            return cp.attention(q, k, v, documents=docs, **inputs)
 
         def several() -> Any:
             middle = attend(q.sin(), label=1, sinks=sinks) + module(q, k, v, docs)
@@ -84,7 +84,7 @@ def forms(rank: int, world_size: int) -> dict[str, float]:
 
         for function in (several, checkpointed, lower_precision):
             wanted = gradients(function, [*leaves, sinks])
-            found[function.__name__] = difference(
+            results[function.__name__] = difference(
                 wanted, gradients(Compiled(function), [*leaves, sinks])
             )
 
@@ -97,22 +97,22 @@ def forms(rank: int, world_size: int) -> dict[str, float]:
 
         torch._dynamo.reset()
         broken = torch.compile(whole_step, backend="aot_eager")
-        found["whole step"] = difference(gradients(whole_step, leaves), gradients(broken, leaves))
+        results["whole step"] = difference(gradients(whole_step, leaves), gradients(broken, leaves))
         compiled = Compiled(replaced)
         for starts in ([0, 5, 16], [0, 9, 16]):
             with cp.context_parallel(documents=cp.documents(starts)):
                 both = gradients(replaced, leaves), gradients(compiled, leaves)
-            found[f"replaced {starts}"] = difference(*both)
-        found["graphs of two blocks"] = compiled.graphs - 1
-    return found
+            results[f"replaced {starts}"] = difference(*both)
+        results["graphs of two blocks"] = compiled.graphs - 1
+    return results
 
 
 def test_every_form_of_the_call_compiles_to_the_numbers_of_eager_calls(
     compiling_pool: WorkerPool,
 ) -> None:
     """Need 23: sinks, lse, labels, the module, checkpoints, autocast, PyTorch's own attention."""
-    for found in compiling_pool.run(forms, 2, seconds=SECONDS):
-        assert all(error < 1e-6 for error in found.values()), found
+    for results in compiling_pool.run(forms, 2, seconds=SECONDS):
+        assert all(error < 1e-6 for error in results.values()), results
 
 
 def effects(rank: int, world_size: int) -> list[int]:
@@ -136,17 +136,17 @@ def effects(rank: int, world_size: int) -> list[int]:
 
         with torch.no_grad():
             cp.attention(*leaves, documents=docs)
-        one = forward_bytes()
+        once = forward_bytes()
         compiled = Compiled(odd)
         counts = []
         for _ in range(2):
             before = forward_bytes()
             out = compiled(q)
-            counts.append((forward_bytes() - before) // one)
+            counts.append((forward_bytes() - before) // once)
         with torch.no_grad():
             before = forward_bytes()
             compiled(q)
-            counts.append((forward_bytes() - before) // one)
+            counts.append((forward_bytes() - before) // once)
         del out
         return counts
 
@@ -158,22 +158,22 @@ def test_no_call_is_dropped_merged_or_moved(compiling_pool: WorkerPool) -> None:
 
 def faults(rank: int, world_size: int) -> dict[str, str]:
     """Errors, by what is wrong; the first ones on one rank alone."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     cp = ContextParallel(causal=True, keep="shards")  # graphs do not know what batches keep
     docs = cp.documents([0, 5, 16])
     q, k, v = leaves = qkv(cp, docs)
 
-    def told(name: str, action: Function) -> None:
+    def attempt(name: str, action: Function) -> None:
         try:
             action()
-            found[name] = "nothing"
+            results[name] = "nothing"
         except MeshAttentionError as error:
-            found[name] = str(error)
+            results[name] = str(error)
 
     odd = 0.5 if rank == 1 else 0.0
-    told("dropout", Compiled(lambda: cp.attention(*leaves, documents=docs, dropout_p=odd)))
+    attempt("dropout", Compiled(lambda: cp.attention(*leaves, documents=docs, dropout_p=odd)))
     other = [q[:, :4], k, v] if rank == 0 else leaves
-    told("shape", Compiled(lambda: cp.attention(*other, documents=docs)))
+    attempt("shape", Compiled(lambda: cp.attention(*other, documents=docs)))
 
     compiled = Compiled(lambda docs: cp.attention(*leaves, documents=docs, return_lse=True))
     made = cp.documents([0, 9, 16])
@@ -183,38 +183,38 @@ def faults(rank: int, world_size: int) -> dict[str, str]:
     gc.collect()
     grads = torch.autograd.grad(out.sum(), leaves)
     same = all(map(torch.equal, grads, wanted))
-    found["documents that nobody holds"] = "the same" if same else "others"
+    results["documents that nobody holds"] = "the same" if same else "others"
 
     both = [cp.documents(starts) for starts in ([0, 9, 16], [0, 2, 16])]
-    ways: list[Function] = [compiled, lambda one: (cp.attention(*leaves, documents=one), None)]
+    ways: list[Function] = [compiled, lambda each: (cp.attention(*leaves, documents=each), None)]
     # In the same calls one rank is compiled and the other is not.
-    outs = [[way(one)[0] for one in both] for way in (ways if rank == 0 else reversed(ways))]
+    outs = [[way(side)[0] for side in both] for way in (ways if rank == 0 else reversed(ways))]
     first, second = ([torch.autograd.grad(out.sum(), leaves) for out in of_way] for of_way in outs)
     same = all(all(map(torch.equal, *pair)) for pair in zip(first, second, strict=True))
-    found["several in flight"] = "the same" if same else "others"
+    results["several in flight"] = "the same" if same else "others"
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         made = cp.documents([0, 9, 16])
         out, _ = compiled(made)
     del made
     gc.collect()
-    told("copied by hooks", lambda: torch.autograd.grad(out.sum(), leaves))
+    attempt("copied by hooks", lambda: torch.autograd.grad(out.sum(), leaves))
     out, lse = compiled(docs)
-    told("lse", lambda: torch.autograd.grad(lse.sum(), leaves))
+    attempt("lse", lambda: torch.autograd.grad(lse.sum(), leaves))
     cp.close()
-    told("closed", lambda: compiled(docs))
-    return found
+    attempt("closed", lambda: compiled(docs))
+    return results
 
 
 def test_mistakes_in_compiled_code_are_told_to_all_ranks(compiling_pool: WorkerPool) -> None:
-    for rank, found in enumerate(compiling_pool.run(faults, 2, seconds=SECONDS)):
-        assert "dropout_p=0.5: dropout of attention weights" in found["dropout"], (rank, found)
-        assert "q has shape (1, 4, 2, 8), expected (1, 8, 2, 8)" in found["shape"]
-        assert found["documents that nobody holds"] == "the same"
-        assert found["several in flight"] == "the same"
-        assert "the documents of this call are gone" in found["copied by hooks"]
-        assert "a loss depends on lse" in found["lse"]
-        assert "this ContextParallel is closed" in found["closed"]
+    for rank, results in enumerate(compiling_pool.run(faults, 2, seconds=SECONDS)):
+        assert "dropout_p=0.5: dropout of attention weights" in results["dropout"], (rank, results)
+        assert "q has shape (1, 4, 2, 8), expected (1, 8, 2, 8)" in results["shape"]
+        assert results["documents that nobody holds"] == "the same"
+        assert results["several in flight"] == "the same"
+        assert "the documents of this call are gone" in results["copied by hooks"]
+        assert "a loss depends on lse" in results["lse"]
+        assert "this ContextParallel is closed" in results["closed"]
 
 
 def checked_ops(rank: int, world_size: int) -> list[set[str]]:
@@ -225,10 +225,10 @@ def checked_ops(rank: int, world_size: int) -> list[set[str]]:
         call: Any = (cp._calls.name, None, False, True)
         label: Any = ("x", None, None)
         of_call: Any = (*call, True, *label, None, None)
-        given: Any = (*leaves, sinks, docs.number, None, *of_call)
-        checks = [torch.library.opcheck(attention_op, given)]
+        inputs: Any = (*leaves, sinks, docs.number, None, *of_call)
+        checks = [torch.library.opcheck(attention_op, inputs)]
         with torch.no_grad():
-            out, lse, place, kept = attention_op(*given)
+            out, lse, place, kept = attention_op(*inputs)
         saved = [x.detach() for x in (*leaves, out, lse, sinks)]
         last: Any = (kept, place, docs.number, leaves[1].shape, [True] * 4, *of_call)
         checks.append(torch.library.opcheck(attention_backward_op, (out, None, *saved, *last)))
@@ -241,7 +241,7 @@ def test_opcheck_passes_for_both_ops(compiling_pool: WorkerPool) -> None:
 
 def batches_in_opposite_order(rank: int, world_size: int) -> list[str]:
     """Micro-batches on the same documents, in one graph for all of them."""
-    told = []
+    messages = []
     with ContextParallel(causal=True) as cp:
         docs = cp.documents([0, 5, 16])
         x = qkv(cp, docs)[0].detach()
@@ -251,10 +251,10 @@ def batches_in_opposite_order(rank: int, world_size: int) -> list[str]:
         for i in (0, 2, 1) if rank == 1 else (0, 1, 2):
             try:
                 compiled(batches[i].documents)
-                told.append("")
+                messages.append("")
             except MeshAttentionError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_compiled_calls_compare_their_batches(compiling_pool: WorkerPool) -> None:

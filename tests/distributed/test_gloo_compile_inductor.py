@@ -37,24 +37,26 @@ def results_in_graphs(rank: int, world_size: int) -> list[bool]:
     from torch._inductor import ir, scheduler
     from torch._inductor.utils import is_cudagraph_unsafe_op
 
-    found: list[bool] = []
+    results: list[bool] = []
 
     class Seen(scheduler.Scheduler):
         def __init__(self, nodes: list[Any]) -> None:
             ours = (ir.FallbackKernel, ir.MultiOutput)
-            found.extend(not is_cudagraph_unsafe_op(one) for one in nodes if isinstance(one, ours))
+            results.extend(
+                not is_cudagraph_unsafe_op(node) for node in nodes if isinstance(node, ours)
+            )
             super().__init__(nodes)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scheduler, "Scheduler", Seen)
         by_inductor(rank, world_size)
-    return found
+    return results
 
 
 def test_neither_an_op_nor_its_results_are_told_apart_in_a_cuda_graph(pool: WorkerPool) -> None:
-    for found in pool.run(results_in_graphs, 1, seconds=SECONDS):
-        assert len(found) >= 2 + 2 + 3, "two ops, and results of both"
-        assert not any(found)
+    for result in pool.run(results_in_graphs, 1, seconds=SECONDS):
+        assert len(result) >= 2 + 2 + 3, "two ops, and results of both"
+        assert not any(result)
 
 
 class Layers(nn.Module):
@@ -95,13 +97,13 @@ def by_framework(rank: int, world_size: int, name: str) -> list[float]:
             documents = cp.documents(starts)
             x = cp.shard(torch.randn(1, starts[-1], HEADS * HEAD_DIM), 1, documents=documents)
             positions = cp.positions(documents=documents, restart=True)
-            for one in (eager, plain):
-                one.zero_grad()
-            for one in (eager, model):
-                one(x, positions, documents).pow(2).sum().backward()
-            for mine, wanted in zip(plain.parameters(), eager.parameters(), strict=True):
+            for way in (eager, plain):
+                way.zero_grad()
+            for way in (eager, model):
+                way(x, positions, documents).pow(2).sum().backward()
+            for own, wanted in zip(plain.parameters(), eager.parameters(), strict=True):
                 dist.all_reduce(wanted.grad)
-                grad: Any = mine.grad
+                grad: Any = own.grad
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                 assert wanted.grad is not None
                 errors.append(float((grad * world_size - wanted.grad).abs().max()))

@@ -41,20 +41,20 @@ def batch(number: int, world_size: int) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def by_function(number: int, world_size: int) -> None:
-    tensors, given = batch(number, world_size)
-    mine = [x.chunk(world_size, 1)[dist.get_rank()].clone().requires_grad_() for x in tensors]
-    out = mesh_attention(*mine, layout="contiguous", **given)
+    tensors, inputs = batch(number, world_size)
+    own = [x.chunk(world_size, 1)[dist.get_rank()].clone().requires_grad_() for x in tensors]
+    out = mesh_attention(*own, layout="contiguous", **inputs)
     if number % 4 == 0:
         out.sum().backward()  # type: ignore[union-attr]
 
 
 def by_object(number: int, world_size: int) -> None:
     """Dropped without being closed."""
-    tensors, given = batch(number, world_size)
+    tensors, inputs = batch(number, world_size)
     sizes: dict[str, Any] = {"seq_len": tensors[0].shape[1], "num_heads": 1, "head_dim": 4}
-    cp = ContextParallel(**sizes, dtype=torch.float32, **given)
-    mine = [cp.shard(x, 1).requires_grad_() for x in tensors]
-    out = cp.attention(*mine)
+    cp = ContextParallel(**sizes, dtype=torch.float32, **inputs)
+    own = [cp.shard(x, 1).requires_grad_() for x in tensors]
+    out = cp.attention(*own)
     if number % 4 == 0:
         out.sum().backward()  # type: ignore[union-attr]
 
@@ -145,8 +145,8 @@ def two_objects(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_objects_on_one_group_share_its_process_groups_and_kinds_of_call(pool: WorkerPool) -> None:
-    found = pool.run(two_objects, 4)
-    for seen in found:
+    results = pool.run(two_objects, 4)
+    for seen in results:
         assert seen["shared"]
         assert seen["warm"]
         assert seen["grown"] == {}
@@ -155,7 +155,7 @@ def test_objects_on_one_group_share_its_process_groups_and_kinds_of_call(pool: W
         assert seen["left"] == 0
     longer = replace(CASE, q_tokens=61, kv_tokens=61)
     truth = attention(*longer.tensors(), longer.mask)
-    distances = errors(whole([seen["part"] for seen in found], longer), truth)
+    distances = errors(whole([seen["part"] for seen in results], longer), truth)
     assert max(distances.values()) <= tolerance(CASE.dtype)
 
 
@@ -194,18 +194,18 @@ def test_a_backward_pass_runs_after_70_other_kinds_of_call(pool: WorkerPool) -> 
 
 
 def dropped(rank: int, world_size: int) -> list[dict[str, int]]:
-    found = []
+    results = []
     for _ in range(6):
         attend(context(CASE), CASE)
-        found.append(resources())
-    return found
+        results.append(resources())
+    return results
 
 
 def test_objects_that_are_dropped_without_close_hold_one_context(pool: WorkerPool) -> None:
-    for found in pool.run(dropped, 4):
-        assert found[0]["groups"] == 4
-        assert found[1:] == [found[1]] * 5
-        assert {**found[0], "keys": 0} == {**found[1], "keys": 0}
+    for results in pool.run(dropped, 4):
+        assert results[0]["groups"] == 4
+        assert results[1:] == [results[1]] * 5
+        assert {**results[0], "keys": 0} == {**results[1], "keys": 0}
 
 
 def closed_on_one_rank(rank: int, world_size: int) -> str:
@@ -310,7 +310,7 @@ class Counting(Reference):
 
 
 def register_again(rank: int, world_size: int) -> list[bool]:
-    found = []
+    results = []
     with context(CASE):
         for _ in range(2):
             kernel = Counting()
@@ -318,8 +318,8 @@ def register_again(rank: int, world_size: int) -> list[bool]:
             with context(CASE, kernel="counting") as cp:
                 attend(cp, CASE)
             unregister("counting")
-            found.append(kernel.calls > 0)
-    return found
+            results.append(kernel.calls > 0)
+    return results
 
 
 def test_objects_made_after_a_kernel_was_registered_anew_use_the_new_one(pool: WorkerPool) -> None:

@@ -41,8 +41,8 @@ def fixed(rank: int) -> tuple[ContextParallel, Tensor]:
 
 def beside_an_object_of_plain_batches(rank: int) -> tuple[ContextParallel, Tensor]:
     plain, cp = (ContextParallel(seq_len=TOKENS, causal=True) for _ in range(2))
-    for one in plain, cp:
-        kept(one, one.shard(whole(), 1))
+    for context in plain, cp:
+        kept(context, context.shard(whole(), 1))
     return cp, cp.shard(whole(), 1, documents=cp.documents(STARTS))
 
 
@@ -55,8 +55,8 @@ def before_another_cuts_plain_batches(rank: int) -> tuple[ContextParallel, Tenso
 def by_another_object(rank: int) -> tuple[ContextParallel, Tensor]:
     cp = ContextParallel(causal=True)
     local = ContextParallel(causal=True, window_size=(9, 0))
-    for one in local, cp:
-        kept(one, one.shard(whole(), 1, documents=one.documents([0, TOKENS])))
+    for context in local, cp:
+        kept(context, context.shard(whole(), 1, documents=context.documents([0, TOKENS])))
     return local, cp.shard(whole(), 1, documents=cp.documents(STARTS, also=[local]))
 
 

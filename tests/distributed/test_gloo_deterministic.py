@@ -47,13 +47,15 @@ def both_passes(cp: ContextParallel, whole: tuple[Tensor, ...], docs: Any = None
 
 def chosen(cp: ContextParallel) -> list[tuple[str, str]]:
     """The kernels of both passes, and what is said of them."""
-    kinds = tuple(f"{one} {kind}" for one in ("forward", "backward") for kind in MaskKind)
+    kinds = tuple(
+        f"{direction} {kind}" for direction in ("forward", "backward") for kind in MaskKind
+    )
     return [reasons[-1] for name, reasons in cp.kernels().items() if name in kinds]
 
 
 def two_runs(rank: int, world_size: int) -> list[tuple[bool, set[str]]]:
     """Each with an object of its own, the first of which made everything anew."""
-    found = []
+    results = []
     for case in CASES:
         runs, said = [], set[str]()
         for times in (2, 1):
@@ -61,20 +63,20 @@ def two_runs(rank: int, world_size: int) -> list[tuple[bool, set[str]]]:
                 runs += [both_passes(cp, case.tensors()) for _ in range(times)]
                 said |= {what for _, what in chosen(cp)}
         same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-        found.append((same, said))
+        results.append((same, said))
     with make(deterministic=True) as cp:
         for starts in ([0, 5, 64], [0, 1, 1, 30, 57]):
             whole = tensors(starts, 1)
             first, again = (both_passes(cp, whole, cp.documents(starts)) for _ in range(2))
             same = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-            found.append((same, {"chosen, deterministic"}))
-    return found
+            results.append((same, {"chosen, deterministic"}))
+    return results
 
 
 def test_two_runs_give_the_same_bits_in_both_passes_with_documents_too(pool: WorkerPool) -> None:
     """Need 35: bit-equal, for several methods, with sinks, and for documents of a batch."""
-    for found in pool.run(two_runs, 4):
-        assert found == [(True, {"chosen, deterministic"})] * (len(CASES) + 2)
+    for result in pool.run(two_runs, 4):
+        assert result == [(True, {"chosen, deterministic"})] * (len(CASES) + 2)
 
 
 @contextmanager

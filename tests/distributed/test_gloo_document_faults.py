@@ -23,23 +23,23 @@ def other_documents(rank: int, world_size: int, warm: bool) -> tuple[str, str]:
             error(cp, [0, 20, 64], 0)
         try:
             error(cp, [0, 30, 64] if rank == 1 else [0, 31, 64], 1)
-        except MeshAttentionError as found:
-            told = str(found)
+        except MeshAttentionError as refusal:
+            message = str(refusal)
         else:
-            told = "nothing"
+            message = "nothing"
         try:
-            return told, str(error(cp, [0, 12, 64], 2))
-        except MeshAttentionError as found:
-            return told, str(found)
+            return message, str(error(cp, [0, 12, 64], 2))
+        except MeshAttentionError as refusal:
+            return message, str(refusal)
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_rank_with_other_documents_is_named_and_nothing_is_broken(
     pool: WorkerPool, warm: bool
 ) -> None:
-    for told, later in pool.run(other_documents, 4, warm):
-        assert "rank 1" in told
-        assert "2 documents" in told
+    for message, later in pool.run(other_documents, 4, warm):
+        assert "rank 1" in message
+        assert "2 documents" in message
         assert float(later) < 1e-5
 
 
@@ -51,17 +51,17 @@ def wrong_tensors(rank: int, world_size: int) -> tuple[str, float]:
         q, k, v, _ = (cp.shard(x, 1) for x in tensors([0, 64], 0))
         try:
             cp.attention(q, k, v, documents=docs)
-            told = "nothing"
-        except MeshAttentionError as found:
-            told = str(found)
-        return told, error(cp, [0, 20, 90], 0)
+            message = "nothing"
+        except MeshAttentionError as refusal:
+            message = str(refusal)
+        return message, error(cp, [0, 20, 90], 0)
 
 
 def test_tensors_of_another_batch_are_refused_by_all_and_the_object_lives(
     pool: WorkerPool,
 ) -> None:
-    for told, later in pool.run(wrong_tensors, 3):
-        assert "q has shape" in told
+    for message, later in pool.run(wrong_tensors, 3):
+        assert "q has shape" in message
         assert later < 1e-5
 
 
@@ -78,20 +78,20 @@ def late_rank(rank: int, world_size: int) -> tuple[str, float]:
         return "", 0.0
     try:
         error(cp, [0, 21, 64], 1)
-        told = "nothing"
-    except MeshAttentionError as found:
-        told = str(found)
+        message = "nothing"
+    except MeshAttentionError as refusal:
+        message = str(refusal)
     took = monotonic() - begin
     dist.distributed_c10d._get_default_store().set("told", "yes")
-    return told, took
+    return message, took
 
 
 def test_a_rank_that_does_not_come_is_told_after_the_timeout_of_the_object(
     pool: WorkerPool,
 ) -> None:
     *others, _ = pool.run(late_rank, 3)
-    for told, took in others:
-        assert "rank 2" in told
+    for message, took in others:
+        assert "rank 2" in message
         assert took < LATE_SECONDS + 5
 
 
@@ -100,18 +100,18 @@ def outliving(rank: int, world_size: int) -> list[float]:
     cp = make()
     starts = [0, 20, 64]
     docs = cp.documents(starts)
-    found = []
+    results = []
     for _ in range(2):
         whole = tensors(starts, 1)
         q, k, v, _ = (cp.shard(x, 1, documents=docs) for x in whole)
         out = cp.attention(q, k, v, documents=docs)
         assert isinstance(out, Tensor)
         right = cp.shard(one_by_one(starts, whole)[0], 1, documents=docs)
-        found.append(float((out - right).abs().max()))
+        results.append(float((out - right).abs().max()))
         cp.close()
         cp = make()
     cp.close()
-    return found
+    return results
 
 
 def test_documents_outlive_the_object_that_made_them(pool: WorkerPool) -> None:
@@ -152,7 +152,7 @@ def slow_loader(rank: int, world_size: int) -> list[float]:
                 used.wait(60)
             yield starts
 
-    found = []
+    results = []
     with ContextParallel(causal=True) as cp:
         for starts, docs in cp.prefetch(loader(), lambda starts: starts):
             whole = tensors(starts, 1)
@@ -160,8 +160,8 @@ def slow_loader(rank: int, world_size: int) -> list[float]:
             out = cp.attention(q, k, v, documents=docs)
             used.set()
             right = cp.shard(one_by_one(starts, whole)[0], 1, documents=docs)
-            found.append(float((out - right).abs().max()))  # type: ignore[operator]
-    return found
+            results.append(float((out - right).abs().max()))  # type: ignore[operator]
+    return results
 
 
 def test_batches_are_laid_out_alike_however_fast_the_loaders_are(pool: WorkerPool) -> None:
@@ -184,14 +184,14 @@ def mistakes(rank: int, world_size: int) -> list[str]:
             lambda: cp.documents([3, 9]),
             closed.packer,
         ]
-        return [told_by(one) for one in tried]
+        return [told_by(each) for each in tried]
 
 
 def told_by(work: Any) -> str:
     try:
         work()
-    except MeshAttentionError as found:
-        return str(found)
+    except MeshAttentionError as refusal:
+        return str(refusal)
     return "nothing"
 
 
@@ -206,7 +206,7 @@ def test_what_documents_cannot_use_is_refused_by_name(pool: WorkerPool) -> None:
         "the first is 3",
         "closed",
     ]
-    for told in pool.run(mistakes, 2):
-        assert len(told) == len(parts)
-        for one, part in zip(told, parts, strict=True):
-            assert part in one
+    for messages in pool.run(mistakes, 2):
+        assert len(messages) == len(parts)
+        for text, part in zip(messages, parts, strict=True):
+            assert part in text

@@ -97,8 +97,8 @@ def windows_too(rank: int, world_size: int) -> tuple[list[float], int]:
                 out = cp.attention(q, k, v, documents=docs)
                 assert isinstance(out, Tensor)
                 wanted = one_by_one(starts, whole, window)[0]
-                found = cp.unshard(out, 1, documents=docs)
-                errors.append(float((found - wanted).abs().max()))
+                results = cp.unshard(out, 1, documents=docs)
+                errors.append(float((results - wanted).abs().max()))
         return errors, full._calls.session.handshake._rounds
 
 
@@ -109,11 +109,11 @@ def test_layers_with_and_without_a_window_share_the_shards_of_a_batch(pool: Work
 
 def rounds_of_agreement(rank: int, world_size: int) -> list[int]:
     with make() as cp:
-        found = []
+        results = []
         for seed, starts in enumerate([[0, 9, 64], [0, 33, 64], [0, 70], [0, 2, 3, 40]]):
             error(cp, starts, seed)
-            found.append(cp._calls.session.handshake._rounds)
-        return found
+            results.append(cp._calls.session.handshake._rounds)
+        return results
 
 
 def test_ranks_stop_for_no_agreement_on_later_documents(pool: WorkerPool) -> None:
@@ -133,14 +133,14 @@ def rows_apart(rank: int, world_size: int) -> list[Any]:
         out = cp.attention(q, k, v, documents=docs)
         assert isinstance(out, Tensor)
         wanted = one_by_one(packed, whole)[0].reshape(2, 40, HEADS, DIM)
-        found = cp.unshard(out, 1, documents=docs)
+        results = cp.unshard(out, 1, documents=docs)
         restart = cp.positions(documents=docs, restart=True)
         real = ~cp.padding(documents=docs)
         at = cp.positions(documents=docs)
         by_hand = torch.cat([torch.arange(b - a) for a, b in pairwise(packed)])
         return [
-            tuple(found.shape),
-            float((found - wanted).abs().max()) < 1e-5,
+            tuple(results.shape),
+            float((results - wanted).abs().max()) < 1e-5,
             torch.equal(restart[real], by_hand[at[real]]),
             bool((restart[~real] == 0).all()),
         ]
@@ -150,9 +150,9 @@ def test_rows_with_documents_of_their_own_are_one_pack(pool: WorkerPool) -> None
     assert pool.run(rows_apart, 3) == [[(2, 40, HEADS, DIM), True, True, True]] * 3
 
 
-def told(cp: ContextParallel) -> tuple[set[str], set[str]]:
+def passes_and_reasons(cp: ContextParallel) -> tuple[set[str], set[str]]:
     """What is said of the latest calls: of which passes, and why not through shared memory."""
-    passes = [{name.split()[0] for name in one} for one in (cp.kernels(), cp.transports())]
+    passes = [{name.split()[0] for name in each} for each in (cp.kernels(), cp.transports())]
     assert passes[0] == passes[1]
     return passes[0], {reason for _, reason in cp.transports().values()}
 
@@ -160,14 +160,14 @@ def told(cp: ContextParallel) -> tuple[set[str], set[str]]:
 def told_of_batches(rank: int, world_size: int, sizes: dict[str, Any]) -> list[Any]:
     """After a batch with documents, after it was let go, and after one call more without any."""
     with make(method="mesh", **sizes) as cp:
-        found = [cp.kernels(), error(cp, [0, 9, 64], 1) < 1e-5]
+        results = [cp.kernels(), error(cp, [0, 9, 64], 1) < 1e-5]
         gc.collect()
-        found.append(told(cp))
+        results.append(passes_and_reasons(cp))
         plain = cp.documents([0, 64])
         q, k, v = (cp.shard(x, 1, documents=plain) for x in tensors([0, 64], 1)[:3])
         cp.attention(q, k, v)
-        found.append(told(cp))
-    return [*found, cp.kernels()]
+        results.append(passes_and_reasons(cp))
+    return [*results, cp.kernels()]
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,11 @@ def prefetched(rank: int, world_size: int) -> tuple[list[float], list[int], bool
             q, k, v, grad = (cp.shard(x, 1, documents=docs) for x in whole)
             leaves = [x.requires_grad_() for x in (q, k, v)]
             out = cp.attention(*leaves, documents=docs)
-            found = [out, *torch.autograd.grad(out, leaves, grad)]
+            results = [out, *torch.autograd.grad(out, leaves, grad)]
             wanted = one_by_one(starts, whole)
             errors += [
                 float((a - cp.shard(b, 1, documents=docs)).detach().abs().max())  # type: ignore[operator]
-                for a, b in zip(found, wanted, strict=True)
+                for a, b in zip(results, wanted, strict=True)
             ]
     alive = any("prefetch" in thread.name for thread in threading.enumerate())
     return errors, ready, alive

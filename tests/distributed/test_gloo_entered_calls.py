@@ -49,8 +49,8 @@ def after_the_comparison(kind: type[BaseException] = KeyboardInterrupt) -> Any:
     """Others go on, and send."""
     begin = User.begin
 
-    def begin_and_end(*given: Any, **named: Any) -> None:
-        begin(*given, **named)
+    def begin_and_end(*inputs: Any, **named: Any) -> None:
+        begin(*inputs, **named)
         raise kind("enough")
 
     return mock.patch.object(User, "begin", begin_and_end)
@@ -80,14 +80,14 @@ class Calls:
         for call in (self.attend, self.function, self.unshard, self.loss, self.backward(self.leaf)):
             call()
 
-    def attend(self, q: Any = None, **given: Any) -> Any:
-        return self.cp.attention(self.q if q is None else q, self.q, self.q, **given)
+    def attend(self, q: Any = None, **inputs: Any) -> Any:
+        return self.cp.attention(self.q if q is None else q, self.q, self.q, **inputs)
 
     def function(self, *more: Any) -> Any:
         return mesh_attention(self.q, self.q, self.q, *more, group=self.group, causal=False)
 
-    def unshard(self, **given: Any) -> Any:
-        return self.cp.unshard(self.q, 1, **given)
+    def unshard(self, **inputs: Any) -> Any:
+        return self.cp.unshard(self.q, 1, **inputs)
 
     def loss(self) -> Any:
         targets = torch.zeros(1, 4, dtype=torch.long)
@@ -178,17 +178,17 @@ def made(case: Case, *, odd: bool) -> tuple[str, str]:
 
 def end_calls(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
     with mock.patch.object(identity, "_TURN", timedelta(seconds=0.05)):
-        found = {name: made(case, odd=rank == ODD) for name, (_, case) in CASES.items()}
-        return found | {"alike": made(lambda c, _: c.unshard(nonsense=1), odd=False)}
+        results = {name: made(case, odd=rank == ODD) for name, (_, case) in CASES.items()}
+        return results | {"alike": made(lambda c, _: c.unshard(nonsense=1), odd=False)}
 
 
 def test_whatever_ends_a_call_on_one_rank_is_told_and_what_follows_is_refused(
     pool: WorkerPool,
 ) -> None:
     results = pool.run(end_calls, RANKS)
-    for rank, found in enumerate(results):
+    for rank, result in enumerate(results):
         for name, (kind, _) in CASES.items():
-            first, second = found[name]
+            first, second = result[name]
             if rank == ODD:
                 assert first.startswith(f"{kind}: "), (name, first)
             else:
@@ -196,5 +196,5 @@ def test_whatever_ends_a_call_on_one_rank_is_told_and_what_follows_is_refused(
                 assert f"rank {ODD}" in first, (name, first)
                 assert kind in first, (name, first)
             assert "everything on this group is refused" in second, (name, second)
-        assert found["alike"][0].startswith("TypeError: ")
-        assert found["alike"][1] == "nothing"
+        assert result["alike"][0].startswith("TypeError: ")
+        assert result["alike"][1] == "nothing"

@@ -106,14 +106,14 @@ def call_wrongly(
     rank: int, world_size: int, names: list[str], by: list[int]
 ) -> list[tuple[Raised, Part]]:
     """What each mistake raises on an object of its own, and what that computes afterwards."""
-    found = []
+    results = []
     for name in names:
         with context(CASE) as cp:
             inputs = shards(cp, CASE)
             wrong = MISTAKES[name][0](inputs) if rank in by else inputs
             raised = raised_by(partial(cp.attention, *wrong), cp)
-            found.append((raised, attend(cp, CASE)))
-    return found
+            results.append((raised, attend(cp, CASE)))
+    return results
 
 
 MISTAKES = {
@@ -201,15 +201,15 @@ def negated(rank: int, world_size: int) -> list[bool]:
     with context(CASE) as cp:
         q, k, v = shards(cp, CASE)
         views = [torch._neg_view(-x.detach()).requires_grad_() for x in (q, k, v)]
-        plain, found = cp.attention(q, k, v), cp.attention(*views)
+        plain, result = cp.attention(q, k, v), cp.attention(*views)
         assert isinstance(plain, Tensor)
-        assert isinstance(found, Tensor)
+        assert isinstance(result, Tensor)
         grads = torch.autograd.grad(plain, (q, k, v), plain.detach())
-        same = torch.autograd.grad(found, views, torch._neg_view(-plain.detach()))
+        same = torch.autograd.grad(result, views, torch._neg_view(-plain.detach()))
         whole = cp.unshard(views[0], 1)
         return [
             all(x.is_neg() for x in views),
-            torch.equal(plain, found),
+            torch.equal(plain, result),
             all(torch.equal(a, b) for a, b in zip(grads, same, strict=True)),
             torch.equal(whole, cp.unshard(q, 1)),
         ]
@@ -233,10 +233,10 @@ def call_wrongly_once(
     case = replace(CASE, ranks=world_size)
     with context(case) as cp:
         inputs = shards(cp, case)
-        given = mistake(inputs) if rank in by else inputs
+        arguments = mistake(inputs) if rank in by else inputs
         torch.distributed.barrier()  # a rank that comes much later than others is told, not heard
         with mock.patch.object(handshake, "_GRACE_SECONDS", 8.0):  # on a busy machine
-            return raised_by(lambda: cp.attention(*given), cp)
+            return raised_by(lambda: cp.attention(*arguments), cp)
 
 
 def forced_kernel(rank: int, world_size: int, kernel: str) -> tuple[Raised, list[CallKind]]:
@@ -254,7 +254,7 @@ def test_a_kernel_that_cannot_do_the_work_of_one_rank_is_refused_on_all(pool: Wo
     raised, kinds = zip(*pool.run(forced_kernel, RANKS, "cpu_flash"), strict=True)
     assert [CallKind.RANGE in own for own in kinds] == [True, False, False, False]
     all_raised(list(raised))
-    assert all("kernel 'cpu_flash' cannot do" in one.error for one in raised)
+    assert all("kernel 'cpu_flash' cannot do" in failure.error for failure in raised)
 
 
 def shard_wrongly(rank: int, world_size: int) -> list[Raised]:
@@ -288,9 +288,9 @@ def call_wrongly_when_warm(
     cp = context(case)
     inputs = shards(cp, case)
     cp.attention(*inputs)
-    given = mistake(inputs) if rank == by else inputs
+    arguments = mistake(inputs) if rank == by else inputs
     with mock.patch.object(handshake, "_GRACE_SECONDS", 8.0):  # on a busy machine
-        raised = raised_by(lambda: cp.attention(*given))
+        raised = raised_by(lambda: cp.attention(*arguments))
     # Where an error has broken it off, the next call is refused, right as it is.
     after = raised_by(lambda: cp.attention(*inputs))
     leave_with_all(folder, rank, world_size, f"{raised.seconds} {raised.error}\n{after.error}")

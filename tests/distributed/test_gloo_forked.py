@@ -75,8 +75,10 @@ def test_a_forked_process_refuses_to_communicate_and_leaves_its_parent_alone(
     pool: WorkerPool,
 ) -> None:
     for refused, local, same in pool.run(use_in_children, RANKS):
-        for told in refused:
-            assert told.startswith("MeshAttentionError: this process was forked from process"), told
+        for message in refused:
+            assert message.startswith("MeshAttentionError: this process was forked from process"), (
+                message
+            )
         assert local == ["returned None", "returned (1, 6, 2, 4)"]
         assert same
 
@@ -96,25 +98,25 @@ def children_outlive_a_fault(rank: int, world_size: int, how: str) -> tuple[str,
         os._exit(0)
     store = default_store()
     store.set(f"child {rank}", str(child))
-    children = [int(store.get(f"child {one}")) for one in range(world_size)]
+    children = [int(store.get(f"child {number}")) for number in range(world_size)]
     if rank == ODD and how == "ends":
         os.kill(os.getpid(), signal.SIGKILL)
-    told, begun, run = "nothing", time.monotonic(), Executor.run
+    message, begun, run = "nothing", time.monotonic(), Executor.run
     try:
         if rank == ODD:
             Executor.run = out_of_memory  # type: ignore[method-assign, assignment]
         attend(cp, case)
     except (MeshAttentionError, MemoryError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     finally:
         Executor.run = run  # type: ignore[method-assign]
     passed = time.monotonic() - begun
     store.set(f"told {rank}", "")
     if rank == 0:
         store.get("told 2")
-        for one in children:
-            os.kill(one, signal.SIGKILL)
-    return told, passed
+        for each in children:
+            os.kill(each, signal.SIGKILL)
+    return message, passed
 
 
 @pytest.mark.parametrize("how", ["raises", "ends"])
@@ -127,7 +129,7 @@ def test_processes_that_a_rank_forked_do_not_keep_its_fault_from_the_others(
         may_end=(ODD,) if how == "ends" else (),
     )
     for rank in (0, 2):
-        told, seconds = results[rank]
+        message, seconds = results[rank]
         cause = "has ended" if how == "ends" else "broke off a call: MemoryError: none left"
-        assert told.startswith(f"CommunicationError: rank {ODD} {cause}"), told
+        assert message.startswith(f"CommunicationError: rank {ODD} {cause}"), message
         assert seconds < LONG_SECONDS / 2

@@ -77,14 +77,14 @@ def held_by_autograd(rank: int, world_size: int) -> tuple[int, int]:
     inputs = [torch.randn(1, 4, 2, 4, requires_grad=True) for _ in range(3)]
     gc.collect()
     # Tests before this one may have left some in the process.
-    before = [one for one in gc.get_objects() if isinstance(one, Executor)]
+    before = [thing for thing in gc.get_objects() if isinstance(thing, Executor)]
     out = attend(*inputs, causal=True, seq_len=8)
-    found = [one for one in gc.get_objects() if isinstance(one, Executor)]
-    made = [weakref.ref(one) for one in found if not any(one is old for old in before)]
-    del before, found
+    results = [thing for thing in gc.get_objects() if isinstance(thing, Executor)]
+    made = [weakref.ref(result) for result in results if not any(result is old for old in before)]
+    del before, results
     release()
     gc.collect()
-    left = sum(one() is not None for one in made)
+    left = sum(maker() is not None for maker in made)
     del out
     return len(made), left
 
@@ -93,12 +93,12 @@ def test_release_lets_go_of_executors_of_calls_that_only_autograd_holds(pool: Wo
     assert pool.run(held_by_autograd, 2) == [(2, 0)] * 2
 
 
-def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) -> Part:
-    changes = {"layout": given.get("layout")}
+def with_options(rank: int, world_size: int, case: Case, arguments: dict[str, Any]) -> Part:
+    changes = {"layout": arguments.get("layout")}
     with context(case, **changes) as cp:
         inputs = shards(cp, case)
         grad_out = cp.shard(case.tensors()[3], 1)
-        result = attend(*inputs, return_lse=True, **given)
+        result = attend(*inputs, return_lse=True, **arguments)
         assert isinstance(result, tuple)
         out, lse = result
         grads = torch.autograd.grad(out, inputs, grad_out)
@@ -109,7 +109,7 @@ def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("case", "given"),
+    ("case", "arguments"),
     [
         (CASE, {"causal": True}),
         (Case(4, 45, 45, mask=Mask(causal=True)), {"causal": True, "seq_len": 45}),
@@ -133,8 +133,10 @@ def with_options(rank: int, world_size: int, case: Case, given: dict[str, Any]) 
         ),
     ],
 )
-def test_the_function_equals_the_truth(pool: WorkerPool, case: Case, given: dict[str, Any]) -> None:
-    parts = pool.run(with_options, 4, case, given)
+def test_the_function_equals_the_truth(
+    pool: WorkerPool, case: Case, arguments: dict[str, Any]
+) -> None:
+    parts = pool.run(with_options, 4, case, arguments)
     distances = errors(whole(parts, case), attention(*case.tensors(), case.mask))
     assert max(distances.values()) <= 1e-10, distances
 

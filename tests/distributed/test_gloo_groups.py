@@ -71,10 +71,10 @@ def test_ranks_6_2_0_4_of_eight_give_the_result_of_a_world_of_four(
     """Need 9."""
     case = Case(**{**vars(CASE), "options": {**CASE.options, "combine": combine}})
     expected = pool.run(world_of_four, 4, case)
-    found = pool.run(sub_group, 8, case, kind)
-    members = dict(one for one in found if one[1] is not None)
+    results = pool.run(sub_group, 8, case, kind)
+    members = dict(result for result in results if result[1] is not None)
     assert set(members) == {0, 1, 2, 3}
-    assert [rank for rank, one in enumerate(found) if one[1] is None] == [1, 3, 5, 7]
+    assert [rank for rank, result in enumerate(results) if result[1] is None] == [1, 3, 5, 7]
     for place, part in members.items():
         assert part.rank == place
         assert torch.equal(part.positions, expected[place].positions)
@@ -82,7 +82,7 @@ def test_ranks_6_2_0_4_of_eight_give_the_result_of_a_world_of_four(
             torch.testing.assert_close(value, expected[place].tensors[name], rtol=0, atol=1e-12)
         assert part.traffic == expected[place].traffic == expected_bytes(case)[place]
     if kind == "as given":
-        assert found[6][0] == 0
+        assert results[6][0] == 0
     distances = errors(whole(list(members.values()), case), attention(*case.tensors(), case.mask))
     assert max(distances.values()) <= tolerance(case.dtype)
 
@@ -177,7 +177,7 @@ def use_after_close(rank: int, world_size: int, case: Case) -> list[str]:
 def test_after_close_communication_is_refused_and_the_rest_still_answers(pool: WorkerPool) -> None:
     for said in pool.run(use_after_close, 4, CASE):
         assert len(said) == 3
-        assert all("closed; make a new one" in one for one in said)
+        assert all("closed; make a new one" in answer for answer in said)
 
 
 def close_after_destroy(rank: int, world_size: int, case: Case) -> None:
@@ -217,8 +217,8 @@ def after_the_group_was_destroyed(rank: int, world_size: int) -> str:
 
 
 def test_a_destroyed_process_group_is_named(pool: WorkerPool) -> None:
-    for told in pool.run(after_the_group_was_destroyed, 2):
-        assert "the process group of this call was destroyed" in told
+    for message in pool.run(after_the_group_was_destroyed, 2):
+        assert "the process group of this call was destroyed" in message
 
 
 def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None, list[object]]:
@@ -229,9 +229,9 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
     helper, seen = c10d._new_process_group_helper, list[object]()
 
     @functools.wraps(helper)
-    def noting(*given: Any, **named: Any) -> Any:
+    def noting(*inputs: Any, **named: Any) -> Any:
         seen.append(default.bound_device_id)
-        return helper(*given, **named)
+        return helper(*inputs, **named)
 
     part = None
     with pytest.MonkeyPatch.context() as patch:
@@ -245,12 +245,12 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
 
 def test_no_group_is_split_off_a_job_that_is_bound_to_a_device(pool: WorkerPool) -> None:
     case = Case(2, 31, 31, mask=Mask(causal=True))
-    found = pool.run(on_a_bound_job, 3, case)
-    for part, seen in found[:2]:
+    results = pool.run(on_a_bound_job, 3, case)
+    for part, seen in results[:2]:
         assert part is not None
         assert seen
         assert set(seen) == {None}
-    assert found[2] == (None, [])
+    assert results[2] == (None, [])
 
 
 def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
@@ -263,16 +263,16 @@ def late_at_a_group(rank: int, world_size: int, case: Case) -> list[str]:
             time.sleep(2.0 if rank == world_size - 1 else 0.0)
         return make_group(ranks, name, backend, limit, store)
 
-    told = []
+    messages = []
     with mock.patch("mesh_attention.runtime.transport.groups.make_group", late):
         cp = context(case, timeout=timedelta(seconds=30))
         for _ in range(2):
             try:
                 attend(cp, case)
-                told.append("nothing")
+                messages.append("nothing")
             except MeshAttentionError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_a_rank_that_is_late_at_a_group_is_told_to_all(pool: WorkerPool) -> None:

@@ -130,13 +130,15 @@ def by_framework(rank: int, world_size: int, name: str) -> Trained:
             steps.append((times * mean.value.item(), grads))
             optimizer.step()
         if name == "fsdp, gathered":
-            told = refusal(lambda: loss(hidden, weight, data_parallel=None, num_targets=None))
-            assert "give the others as data_parallel" in told, told
+            message = refusal(lambda: loss(hidden, weight, data_parallel=None, num_targets=None))
+            assert "give the others as data_parallel" in message, message
             # A call ends with an error in one replica, while the other waits to gather.
-            told = refusal(lambda: loss(hidden, weight, labels=None if rank > 1 else batch.labels))
+            message = refusal(
+                lambda: loss(hidden, weight, labels=None if rank > 1 else batch.labels)
+            )
             if rank > 1:
-                told = refusal(lambda: loss(hidden, weight, label="next"))
-            assert "number of calls that gather over these ranks is" in told, told
+                message = refusal(lambda: loss(hidden, weight, label="next"))
+            assert "number of calls that gather over these ranks is" in message, message
     return steps
 
 
@@ -169,7 +171,7 @@ def of_a_sharded_head(rank: int, world_size: int) -> list[str]:
         loss: Any = partial(cp.linear_cross_entropy, hidden, reduce="sum")
         assert batch.labels is not None
         labels, alike = batch.labels, {"labels": batch.labels}
-        told = [
+        messages = [
             refusal(lambda: loss(parts.weight, labels=None if rank else labels, bias=parts.bias)),
             refusal(lambda: loss(parts.weight if rank else whole.weight, **alike)),
             refusal(lambda: loss(distribute_tensor(whole.weight, mesh["cp"], [Shard(1)]), **alike)),
@@ -191,17 +193,17 @@ def of_a_sharded_head(rank: int, world_size: int) -> list[str]:
             dist.all_reduce(x.grad)
             assert error(y.grad.full_tensor(), x.grad) < 1e-12
         pair = hidden[..., :2].detach(), adapters[0].detach() if rank else in_parts[0].detach()
-        told.append(refusal(lambda: loss(parts.weight, low_rank=pair, **alike)))
+        messages.append(refusal(lambda: loss(parts.weight, low_rank=pair, **alike)))
         log_probs = partial(cp.log_probs, hidden, weight=parts.weight, reduce="sum")
         made = [log_probs(labels)[0].sum() for _ in range(2)]
         # A rank leaves out the first backward pass.
-        told.append(refusal(lambda: made[rank].backward()))  # type: ignore[no-untyped-call]
-    return told
+        messages.append(refusal(lambda: made[rank].backward()))  # type: ignore[no-untyped-call]
+    return messages
 
 
 def test_a_head_in_parts_is_exact_or_refused_by_name(pool: WorkerPool) -> None:
-    for told in pool.run(of_a_sharded_head, 2, group_seconds=10.0):
+    for messages in pool.run(of_a_sharded_head, 2, group_seconds=10.0):
         wanted = ["targets is None", "weight in parts is", *["in the forward of the module"] * 2]
         wanted += ["say reduce='fsdp'", "reduce='mean': must be", "low_rank[1] in parts is"]
         wanted += ["number of its forward call is"]
-        assert all(words in text for words, text in zip(wanted, told, strict=True)), told
+        assert all(words in text for words, text in zip(wanted, messages, strict=True)), messages

@@ -36,8 +36,8 @@ def leaves(cp: ContextParallel, case: Case = CASE) -> Leaves:
     return [cp.shard(x, 1).requires_grad_() for x in case.tensors()[:3]]
 
 
-def out_of(cp: ContextParallel, given: Leaves, **options: Any) -> Tensor:
-    out = cp.attention(*given, **options)
+def out_of(cp: ContextParallel, tensors: Leaves, **options: Any) -> Tensor:
+    out = cp.attention(*tensors, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -59,11 +59,13 @@ def two_halves(cp: ContextParallel) -> Callable[[bool], Any]:
     """Types of one size: nothing but the numbers would tell them apart."""
     small = Case(RANKS, 8, 8, heads=(1, 1), mask=Mask(causal=True), dtype=torch.bfloat16)
     with context(small) as own:
-        given = {t: [x.to(t) for x in leaves(own, small)] for t in (torch.bfloat16, torch.float16)}
-        for one in given.values():
-            out_of(own, one)
+        arguments = {
+            t: [x.to(t) for x in leaves(own, small)] for t in (torch.bfloat16, torch.float16)
+        }
+        for part in arguments.values():
+            out_of(own, part)
     again = context(small)
-    return lambda odd: out_of(again, given[torch.float16 if odd else torch.bfloat16])
+    return lambda odd: out_of(again, arguments[torch.float16 if odd else torch.bfloat16])
 
 
 def needs_grad(cp: ContextParallel) -> Callable[[bool], Any]:
@@ -72,36 +74,36 @@ def needs_grad(cp: ContextParallel) -> Callable[[bool], Any]:
 
 def opposite_order(cp: ContextParallel) -> Callable[[bool], Any]:
     second = context(CASE)
-    given = leaves(cp)
-    out_of(cp, given)
-    out_of(second, given)
-    return lambda odd: out_of(second if odd else cp, given)
+    tensors = leaves(cp)
+    out_of(cp, tensors)
+    out_of(second, tensors)
+    return lambda odd: out_of(second if odd else cp, tensors)
 
 
 def other_label(cp: ContextParallel) -> Callable[[bool], Any]:
     """A rank has skipped a layer: its next call looks like that of the others."""
-    given = leaves(cp)
-    out_of(cp, given, label=0)
-    return lambda odd: out_of(cp, given, label=2 if odd else 1)
+    tensors = leaves(cp)
+    out_of(cp, tensors, label=0)
+    return lambda odd: out_of(cp, tensors, label=2 if odd else 1)
 
 
 def forward_and_backward(cp: ContextParallel) -> Callable[[bool], Any]:
-    given = leaves(cp)
-    out = out_of(cp, given)
+    tensors = leaves(cp)
+    out = out_of(cp, tensors)
 
     def call(odd: bool) -> Any:
         if not odd:
-            return out_of(cp, given)
-        return torch.autograd.grad(out, given, torch.ones_like(out), retain_graph=True)
+            return out_of(cp, tensors)
+        return torch.autograd.grad(out, tensors, torch.ones_like(out), retain_graph=True)
 
     return call
 
 
 def backward_of_another_call(cp: ContextParallel) -> Callable[[bool], Any]:
-    given = leaves(cp)
-    outs = [out_of(cp, given) for _ in range(2)]
+    tensors = leaves(cp)
+    outs = [out_of(cp, tensors) for _ in range(2)]
     return lambda odd: torch.autograd.grad(
-        outs[odd], given, torch.ones_like(outs[odd]), retain_graph=True
+        outs[odd], tensors, torch.ones_like(outs[odd]), retain_graph=True
     )
 
 
@@ -121,10 +123,10 @@ def unshard_narrow(cp: ContextParallel) -> Callable[[bool], Any]:
 
 
 def unshard_and_attention(cp: ContextParallel) -> Callable[[bool], Any]:
-    given = leaves(cp)
-    out_of(cp, given)
-    cp.unshard(given[0], 1)
-    return lambda odd: cp.unshard(given[0], 1) if odd else out_of(cp, given)
+    tensors = leaves(cp)
+    out_of(cp, tensors)
+    cp.unshard(tensors[0], 1)
+    return lambda odd: cp.unshard(tensors[0], 1) if odd else out_of(cp, tensors)
 
 
 MIXED: dict[str, tuple[Callable[[ContextParallel], Callable[[bool], Any]], str]] = {
@@ -159,14 +161,14 @@ def test_ranks_at_different_calls_raise_on_all_and_name_the_odd_one(
 ) -> None:
     raised, parts = zip(*pool.run(mix, RANKS, name), strict=True)
     if name in OF_ORDER:  # all groups were given up, and none was made
-        assert all(one.groups < 0 for one in raised)
-        raised = tuple(replace(one, groups=0) for one in raised)
+        assert all(failure.groups < 0 for failure in raised)
+        raised = tuple(replace(failure, groups=0) for failure in raised)
     all_raised(list(raised))
-    for one in raised:
-        assert one.kind == "DisagreementError"
-        assert f"rank {ODD} of the group [0, 1, 2, 3] disagrees" in one.error
-        assert MIXED[name][1] in one.error
-        assert one.seconds < 5
+    for outcome in raised:
+        assert outcome.kind == "DisagreementError"
+        assert f"rank {ODD} of the group [0, 1, 2, 3] disagrees" in outcome.error
+        assert MIXED[name][1] in outcome.error
+        assert outcome.seconds < 5
     if name in OF_ORDER:
         for said in parts:
             assert "the ranks of this process group are out of step since an earlier call" in said
@@ -180,17 +182,17 @@ def test_ranks_at_different_calls_raise_on_all_and_name_the_odd_one(
 def one_batch_ahead(rank: int, world_size: int) -> list[str]:
     """A rank skips one backward pass; every rank catches what it is told and goes on with the next
     batch. What each batch came to."""
-    cp, found = context(CASE), []
+    cp, results = context(CASE), []
     for batch in range(4):
-        given = [x * (batch + 1) for x in leaves(cp)]
+        tensors = [x * (batch + 1) for x in leaves(cp)]
         try:
-            out = out_of(cp, given, label=0)
+            out = out_of(cp, tensors, label=0)
             if rank != ODD or batch != 1:
-                torch.autograd.grad(out, given, torch.ones_like(out))
-            found.append("made")
+                torch.autograd.grad(out, tensors, torch.ones_like(out))
+            results.append("made")
         except MeshAttentionError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def test_ranks_that_are_out_of_step_by_a_batch_never_get_back_in_step_in_silence(
@@ -198,19 +200,19 @@ def test_ranks_that_are_out_of_step_by_a_batch_never_get_back_in_step_in_silence
 ) -> None:
     for rank, (first, *others) in enumerate(pool.run(one_batch_ahead, RANKS)):
         assert first == "made"
-        told = others[1:] if rank == ODD else others
-        assert told[0].startswith(f"DisagreementError: rank {ODD} of the group")
-        assert all("out of step since an earlier call" in one for one in told[1:])
+        message = others[1:] if rank == ODD else others
+        assert message[0].startswith(f"DisagreementError: rank {ODD} of the group")
+        assert all("out of step since an earlier call" in each for each in message[1:])
 
 
 def first_call_skipped(rank: int, world_size: int) -> list[str]:
     """Nothing was agreed on before."""
     cp = context(CASE)
-    given = leaves(cp)
-    calls = [lambda: out_of(cp, given), lambda: cp.unshard(given[0], 1)]
+    tensors = leaves(cp)
+    calls = [lambda: out_of(cp, tensors), lambda: cp.unshard(tensors[0], 1)]
     if rank == ODD:
         calls = [calls[1], calls[1]]
-    return [f"{one.kind}: {one.error}" for one in map(raised_by, calls)]
+    return [f"{failure.kind}: {failure.error}" for failure in map(raised_by, calls)]
 
 
 def test_ranks_whose_first_calls_are_different_ones_are_out_of_step(pool: WorkerPool) -> None:
@@ -223,7 +225,7 @@ def test_ranks_whose_first_calls_are_different_ones_are_out_of_step(pool: Worker
 def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
     """The odd rank ends as soon as it is told; the others are told when it has ended."""
     cp = context(CASE)
-    given = leaves(cp)
+    tensors = leaves(cp)
     faults = cp._calls.session.guard._faults
     statements = faults.statements
 
@@ -235,7 +237,7 @@ def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
 
     if rank != ODD:
         faults.statements = slowly  # type: ignore[method-assign,assignment]
-    said = raised_by(lambda: out_of(cp, given, label=1 + (rank == ODD)))
+    said = raised_by(lambda: out_of(cp, tensors, label=1 + (rank == ODD)))
     if rank == ODD:
         Path(folder, "told").write_text(said.error)
         os._exit(1)
@@ -245,20 +247,22 @@ def end_with_the_error(rank: int, world_size: int, folder: str) -> str:
 def test_a_difference_is_told_although_the_odd_rank_ends_with_it(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    told = pool.run(end_with_the_error, RANKS, str(tmp_path), may_end=(ODD,))
-    del told[ODD]
-    assert len({*told}) == 1
-    assert told[0].startswith(f"DisagreementError: rank {ODD} of the group [0, 1, 2, 3] disagrees")
-    assert (tmp_path / "told").read_text() in told[0]
+    messages = pool.run(end_with_the_error, RANKS, str(tmp_path), may_end=(ODD,))
+    del messages[ODD]
+    assert len({*messages}) == 1
+    assert messages[0].startswith(
+        f"DisagreementError: rank {ODD} of the group [0, 1, 2, 3] disagrees"
+    )
+    assert (tmp_path / "told").read_text() in messages[0]
 
 
 def out_of_step(rank: int, world_size: int) -> str:
     """A rank skips one of several calls that look alike, and goes on to the backward pass."""
     with context(CASE) as cp:
-        given = leaves(cp)
+        tensors = leaves(cp)
         try:
-            outs = [out_of(cp, given) for _ in range(2 if rank == ODD else 3)]
-            torch.autograd.grad(outs[-1], given, torch.ones_like(outs[-1]))
+            outs = [out_of(cp, tensors) for _ in range(2 if rank == ODD else 3)]
+            torch.autograd.grad(outs[-1], tensors, torch.ones_like(outs[-1]))
         except MeshAttentionError as error:
             return str(error)
     return ""
@@ -295,14 +299,14 @@ def test_what_the_caller_sends_on_its_group_is_never_mixed_up_with_ours(pool: Wo
 def function_wrongly(rank: int, world_size: int, mistake: str) -> Raised:
     """The function, warm, with something else on one rank."""
     q, k, v = (x.detach() for x in leaves(context(CASE)))
-    given: dict[str, Any] = {"causal": True, "timeout": None}
-    mesh_attention(q, k, v, **given)
+    arguments: dict[str, Any] = {"causal": True, "timeout": None}
+    mesh_attention(q, k, v, **arguments)
     first: Any = q
     if rank == ODD:
-        given |= {"softmax_scale": 0.5} if mistake == "scale" else {}
-        given |= {"mask": Mask(causal=True, window=(3, 0))} if mistake == "mask" else {}
+        arguments |= {"softmax_scale": 0.5} if mistake == "scale" else {}
+        arguments |= {"mask": Mask(causal=True, window=(3, 0))} if mistake == "mask" else {}
         first = {"None": None, "3-D": q[0]}.get(mistake, q)
-    return raised_by(lambda: mesh_attention(first, k, v, **given))
+    return raised_by(lambda: mesh_attention(first, k, v, **arguments))
 
 
 @pytest.mark.parametrize(
@@ -318,19 +322,19 @@ def test_a_mistake_in_a_warm_function_is_told_to_all_and_soon(
     pool: WorkerPool, mistake: str, reason: str
 ) -> None:
     raised = pool.run(function_wrongly, RANKS, mistake)
-    for rank, one in enumerate(raised):
-        assert reason in one.error
-        assert one.seconds < 10
-        assert f"rank {ODD}" in one.error or rank == ODD
+    for rank, failure in enumerate(raised):
+        assert reason in failure.error
+        assert failure.seconds < 10
+        assert f"rank {ODD}" in failure.error or rank == ODD
 
 
 def close_alone(rank: int, world_size: int) -> Raised:
     cp = context(CASE)
-    given = leaves(cp)
-    out_of(cp, given)
+    tensors = leaves(cp)
+    out_of(cp, tensors)
     if rank == ODD:
         cp.close()
-    return raised_by(lambda: out_of(cp, given))
+    return raised_by(lambda: out_of(cp, tensors))
 
 
 def test_an_object_that_one_rank_has_closed_is_named_by_the_others(pool: WorkerPool) -> None:

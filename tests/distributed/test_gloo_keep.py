@@ -38,8 +38,8 @@ CASES = [  # cut by heads and by rows, with KV heads on two ranks, unevenly, and
 ]  # fmt: skip
 
 
-def alike(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def alike(each: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(each, other, strict=True))
 
 
 def gradients(out: Tensor, leaves: list[Tensor], grad: Tensor, **how: bool) -> tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ class Held:
 
 def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part, int]]:
     """The results of each case, and the bytes that autograd holds between its passes."""
-    found = []
+    results = []
     for case in cases:
         with context(case) as cp:
             part = attend(cp, case)
@@ -90,8 +90,8 @@ def in_every_use(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Pa
                     leaf.grad = None
             with torch.inference_mode():
                 assert torch.equal(one_output(cp, *leaves), plain[0])
-            found.append((part, held.num_bytes))
-    return found
+            results.append((part, held.num_bytes))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_every_use_of_autograd_has_the_same_numbers_and_holds_what_is_counted(
 
 
 def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part, Tensor]]:
-    found = []
+    results = []
     for case in cases:
         with context(case) as cp:
             q, k, v, grad_out = (cp.shard(x, 1) for x in case.tensors())
@@ -128,8 +128,8 @@ def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part
             named["out"] = out.detach()
             named["lse"] = torch.zeros(case.batch, case.heads[0], out.shape[1]).double()
             part = Part(cp.rank, cp.positions(), cp.positions(side="kv"), named, {})
-            found.append((part, grads[3]))
-    return found
+            results.append((part, grads[3]))
+    return results
 
 
 def test_sinks_reach_the_lse_that_is_kept(pool: WorkerPool) -> None:
@@ -145,7 +145,7 @@ def test_sinks_reach_the_lse_that_is_kept(pool: WorkerPool) -> None:
     ]  # fmt: skip
     by_rank = pool.run(with_sinks, 4, cases)
     for number, case in enumerate(cases):
-        found = whole([of_rank[number][0] for of_rank in by_rank], case)
-        found["grad_sinks"] = torch.stack([of_rank[number][1] for of_rank in by_rank]).sum(0)
-        wrong = distances(found, attention_with_sinks(case.tensors(), SINKS, case.mask))
+        results = whole([of_rank[number][0] for of_rank in by_rank], case)
+        results["grad_sinks"] = torch.stack([of_rank[number][1] for of_rank in by_rank]).sum(0)
+        wrong = distances(results, attention_with_sinks(case.tensors(), SINKS, case.mask))
         assert max(error for name, error in wrong.items() if name != "lse") <= 1e-10, (wrong, case)

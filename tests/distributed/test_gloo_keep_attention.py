@@ -42,7 +42,7 @@ def trained(
     """Two steps of two batches each, whose forward passes come before their backward passes: the
     outputs, and the gradients of all parameters. `watch` is called between the passes."""
     torch.manual_seed(1)  # of dropout too
-    found = []
+    results = []
     for _ in range(2):
         outs = []
         for _ in range(2):
@@ -56,11 +56,11 @@ def trained(
             watch()
         for out in outs:
             out.square().sum().backward()  # type: ignore[no-untyped-call]
-        found += [out.detach().clone() for out in outs]
+        results += [out.detach().clone() for out in outs]
         for parameter in blocks.parameters():
-            found.append(parameter.grad)
+            results.append(parameter.grad)
             parameter.grad = None
-    return found
+    return results
 
 
 def received(cp: ContextParallel) -> dict[str, int]:
@@ -71,8 +71,8 @@ def received(cp: ContextParallel) -> dict[str, int]:
 def counted(cp: ContextParallel, run: Run, *more: Any) -> tuple[list[Tensor], dict[str, int]]:
     """What `trained` gives, and the bytes that were received for it in each pass."""
     before = received(cp)
-    found = trained(cp, run, blocks_of(cp), *more)
-    return found, {name: n - before.get(name, 0) for name, n in received(cp).items()}
+    result = trained(cp, run, blocks_of(cp), *more)
+    return result, {name: n - before.get(name, 0) for name, n in received(cp).items()}
 
 
 def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: bool) -> list[str]:
@@ -81,8 +81,8 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
     with ContextParallel(**options) as cp, ContextParallel(**options, keep="shards") as shards:
         documents, others = (x.documents(STARTS) if packed else None for x in (cp, shards))
         wanted, usual = counted(cp, plain, documents)
-        found, once = counted(shards, plain, others)
-        assert equal(wanted, found)
+        result, once = counted(shards, plain, others)
+        assert equal(wanted, result)
         offloading = cp.keep_attention(offload=True)
         capped = cp.keep_attention(offload=True, host_bytes=20_000)
         memory, small = offloading.host, capped.host
@@ -98,8 +98,8 @@ def in_every_kind(rank: int, world_size: int, options: dict[str, Any], packed: b
         between: list[int] = []
         for name, run in ways.items():
             watch = (lambda: between.append(memory.num_bytes)) if name == "offloaded" else None
-            found, moved = counted(cp, run, documents, watch)
-            if not equal(wanted, found):
+            result, moved = counted(cp, run, documents, watch)
+            if not equal(wanted, result):
                 wrong.append(f"{name}: other bits")
             if moved != once:
                 wrong.append(f"{name}: received {moved}, not {once}")
@@ -144,8 +144,8 @@ def fully_sharded(rank: int, world_size: int) -> list[bool]:
                         block.mlp.forward = tiles(block.mlp.forward)  # type: ignore[method-assign]
                     fully_shard(block.mlp, mesh=mesh)
                     fully_shard(block, mesh=mesh)
-                found = trained(cp, run, blocks)
-                results.append([getattr(x, "full_tensor", lambda x=x: x)() for x in found])
+                result = trained(cp, run, blocks)
+                results.append([getattr(x, "full_tensor", lambda x=x: x)() for x in result])
     for whole, in_parts in zip(results[0], results[2], strict=True):
         torch.testing.assert_close(whole, in_parts)
     return [equal(results[0], results[1]), equal(results[2], results[3])]
@@ -158,7 +158,7 @@ def test_parameters_may_be_sharded_and_the_mlp_tiled(pool: WorkerPool) -> None:
 def compiled(rank: int, world_size: int) -> list[bool]:
     """The same graph without a checkpoint, in one that keeps, and without again; and one for the
     documents of batches, of which graphs know no rows that a plan keeps."""
-    found = []
+    results = []
     for sizes, kept in ((SIZES, (False, True, False)), ({}, (True,))):
         with ContextParallel(causal=True, method="ulysses", **sizes) as cp:
             documents = None if sizes else cp.documents(STARTS)
@@ -171,9 +171,9 @@ def compiled(rank: int, world_size: int) -> list[bool]:
                 run = partial(not_reentrant, keep) if keeps else plain
                 before = received(cp)["forward"]
                 again = trained(cp, lambda _, *x: run(graph, *x), blocks, documents)  # noqa: B023
-                found.append(equal(wanted, again))
-                found.append(received(cp)["forward"] - before < 1.1 * once)  # lse besides
-    return found
+                results.append(equal(wanted, again))
+                results.append(received(cp)["forward"] - before < 1.1 * once)  # lse besides
+    return results
 
 
 @pytest.mark.slow
@@ -208,10 +208,10 @@ def inside_a_graph(rank: int, world_size: int) -> list[bool]:
 
         wanted, once, whole = counted(lambda x: block(block(x, angles), angles))
         graph = Compiled(checkpoints)
-        found, forward, less = counted(lambda x: graph(x, False))
+        result, forward, less = counted(lambda x: graph(x, False))
         with pytest.raises(RuntimeError, match="inside compiled code: graphs keep tensors"):
             graph(x, True)
-    return [equal(wanted, found), forward == once, less < whole / 2]
+    return [equal(wanted, result), forward == once, less < whole / 2]
 
 
 def test_a_checkpoint_inside_compiled_code_keeps_attention(compiling_pool: WorkerPool) -> None:
@@ -230,7 +230,7 @@ def in_other_uses(rank: int, world_size: int) -> list[bool]:
         assert isinstance(out, Tensor)
         return out.mul_(2.0).sin()
 
-    found = []
+    results = []
     with ContextParallel(causal=True, seq_len=TOKENS) as cp:
         blocks, angles = blocks_of(cp, 2), torch.rand(HEAD_DIM)
         for block in blocks:
@@ -243,27 +243,27 @@ def in_other_uses(rank: int, world_size: int) -> list[bool]:
             kept = not_reentrant(keep, two, x, angles).square().sum()
             for more in (True, False):
                 grads = torch.autograd.grad(kept, leaves, retain_graph=more)
-                found.append(equal([*wanted], [*grads]))
+                results.append(equal([*wanted], [*grads]))
             try:
                 y = cp.shard(torch.randn(2, TOKENS, 48), 1).requires_grad_()
                 torch.autograd.grad(not_reentrant(keep, changes, y).sum(), y)
             except MeshAttentionError as error:
-                found.append("was changed in place" in str(error))
-        found.append(equal([*wanted], [*torch.autograd.grad(loss, leaves)]))
+                results.append("was changed in place" in str(error))
+        results.append(equal([*wanted], [*torch.autograd.grad(loss, leaves)]))
         [grad] = torch.autograd.grad(blocks[0](x, angles).square().sum(), x)
         keep = cp.keep_attention(offload=True)
         loss = reentrant(keep, blocks[0], x, angles).square().sum()
         for more in (True, False):
             loss.backward(retain_graph=more)  # type: ignore[no-untyped-call]
             assert keep.host is not None
-            found.append((keep.host.num_bytes > 0) == more)  # although the loss is still there
+            results.append((keep.host.num_bytes > 0) == more)  # although the loss is still there
         assert x.grad is not None
-        found.append(torch.equal(x.grad, 2 * grad))
+        results.append(torch.equal(x.grad, 2 * grad))
         again = keep.reentrant(blocks[0])
         again(x, angles)
         with pytest.raises(MeshAttentionError, match="make it anew for each"):
             again(x, angles)
-    return found
+    return results
 
 
 def test_nested_checkpoints_second_backward_passes_and_changes_in_place(pool: WorkerPool) -> None:
@@ -278,7 +278,7 @@ def of_the_function(rank: int, world_size: int) -> list[bool]:
         assert isinstance(out, Tensor)
         return out.square()
 
-    found = []
+    results = []
     with ContextParallel(causal=True, seq_len=TOKENS) as cp:
         torch.manual_seed(0)
         x = cp.shard(torch.randn(1, TOKENS, HEADS, HEAD_DIM), 1).requires_grad_()
@@ -286,9 +286,9 @@ def of_the_function(rank: int, world_size: int) -> list[bool]:
         for run in (not_reentrant, reentrant):
             x.grad = None
             run(cp.keep_attention(), block, x).sum().backward()  # type: ignore[no-untyped-call]
-            found.append(x.grad is not None and torch.equal(wanted, x.grad))
+            results.append(x.grad is not None and torch.equal(wanted, x.grad))
     release()
-    return found
+    return results
 
 
 def test_calls_of_the_function_are_kept_too(pool: WorkerPool) -> None:
@@ -325,8 +325,8 @@ def out_of_step(rank: int, world_size: int, mistake: str) -> str:
 def test_a_rank_that_computes_something_else_again_is_told_to_all(
     pool: WorkerPool, mistake: str, words: str
 ) -> None:
-    told = pool.run(out_of_step, 2, mistake, group_seconds=6.0)
-    assert all(words in each for each in told), told
+    messages = pool.run(out_of_step, 2, mistake, group_seconds=6.0)
+    assert all(words in each for each in messages), messages
 
 
 def test_a_limit_of_what_is_not_offloaded_is_refused() -> None:

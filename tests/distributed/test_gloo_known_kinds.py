@@ -32,16 +32,16 @@ def is_right(cp: ContextParallel, case: Case) -> bool:
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, leaves, cp.shard(grad_out, 1))
     truth = attention(q, k, v, grad_out, case.mask).named()
-    found = zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads), strict=True)
-    return all(torch.allclose(cp.unshard(x, 1), truth[name]) for name, x in found)
+    pairs = zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *grads), strict=True)
+    return all(torch.allclose(cp.unshard(x, 1), truth[name]) for name, x in pairs)
 
 
 def chosen_by_one_rank(rank: int, world_size: int) -> list[bool]:
-    found = []
+    results = []
     for choice in ({"kernel": "reference"}, {"nvtx": True}, {}):
         with context(CASE), context(CASE, **(choice if rank == ODD else {})) as cp:
-            found += [is_right(cp, CASE), is_right(context(CASE), CASE)]
-    return found
+            results += [is_right(cp, CASE), is_right(context(CASE), CASE)]
+    return results
 
 
 def test_what_one_rank_chooses_alone_makes_no_other_kind_of_call(pool: WorkerPool) -> None:
@@ -55,24 +55,24 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     shared = cp._calls.session
     shared.calls._kept[False]._limit = 3
     shared.calls._agreed._limit = 3
-    found = [is_right(cp, case) for case in cases[:3]]
-    for one, other in ((0, 1), (1, 2)):
-        at = one if rank == ODD else other
+    results = [is_right(cp, case) for case in cases[:3]]
+    for usual, other in ((0, 1), (1, 2)):
+        at = usual if rank == ODD else other
         q, k, v = (cp.shard(x, 1).requires_grad_() for x in cases[at].tensors()[:3])
         try:
             cp.attention(q, k, v)
         except DisagreementError:
-            found.append(True)
+            results.append(True)
         try:
             cp.unshard(q.detach(), 1)
         except DisagreementError:
-            found.append(True)
+            results.append(True)
     for at in (3, 0, 1, 2, 3):
-        found.append(is_right(cp, cases[at]))
+        results.append(is_right(cp, cases[at]))
     if rank == ODD:  # by whatever fault: it asks again, and the others answer
         shared.calls._kept[False].clear()
-    found.append(is_right(cp, cases[3]))
-    return found
+    results.append(is_right(cp, cases[3]))
+    return results
 
 
 def test_a_mistake_that_was_told_leaves_the_same_kinds_known_on_all_ranks(pool: WorkerPool) -> None:
@@ -138,20 +138,20 @@ def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:
             "sinks of a list": lambda: cp.attention(q, k, v, sinks=[0.0, 0.0]),  # type: ignore[arg-type]
             "vmap": lambda: torch.vmap(lambda x: cp.attention(x, k, v))(q[None]),
         }
-        told = {}
+        messages = {}
         for name, call in calls.items():
             try:
-                told[name] = str(type(call()))
+                messages[name] = str(type(call()))
             except MeshAttentionError as error:
-                told[name] = str(error)
+                messages[name] = str(error)
         with torch.device("meta"):  # the library's own tensors are where they belong
             cp.attention(q, k, v)
         assert is_right(cp, CASE)
     try:
         cp.attention(q, k, v)
     except MeshAttentionError as error:
-        told["closed"] = str(error)
-    return told
+        messages["closed"] = str(error)
+    return messages
 
 
 def test_a_warm_call_hides_no_mistake(pool: WorkerPool) -> None:
@@ -169,7 +169,7 @@ def test_a_warm_call_hides_no_mistake(pool: WorkerPool) -> None:
         "vmap": "torch.func",
         "closed": "is closed",
     }
-    for told in pool.run(wrong_after_a_right_call, RANKS):
-        assert {name: words[name] in text for name, text in told.items()} == dict.fromkeys(
+    for messages in pool.run(wrong_after_a_right_call, RANKS):
+        assert {name: words[name] in text for name, text in messages.items()} == dict.fromkeys(
             words, True
-        ), told
+        ), messages

@@ -239,14 +239,14 @@ def other_replica(rank: int, world_size: int) -> list[str]:
         loss = partial(
             cp.linear_cross_entropy, hidden, torch.zeros(VOCABULARY, 4), batch.labels, reduce="sum"
         )
-        told = [
+        messages = [
             refusal(partial(loss, data_parallel=mesh["dp"], z_loss=0.1 * (rank // 2))),
             refusal(partial(loss, softcap=1.0 + rank % 2)),
             refusal(partial(loss, bias=torch.zeros(VOCABULARY) if rank % 2 else None)),
             refusal(partial(loss, low_rank=(hidden[..., :2], few) if rank % 2 else None)),
         ]
         loss()
-        return told
+        return messages
 
 
 def test_ranks_and_replicas_with_another_loss_are_told(pool: WorkerPool) -> None:

@@ -32,39 +32,39 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def wrong_numbers(rank: int, world_size: int) -> tuple[dict[str, str], list[float]]:
     """On two of three ranks, so that the job has others; and bytes as labels."""
     group = dist.new_group([0, 1])
-    told: dict[str, str] = {}
+    messages: dict[str, str] = {}
     if rank == 2:
-        return told, []
+        return messages, []
     with ContextParallel(group, causal=True) as cp:
         batch = sharded(cp, PLAIN)
         assert batch.labels is not None
         chance = torch.Generator().manual_seed(rank)
         logits = torch.randn(*batch.labels.shape, 256, generator=chance)
-        for name, (given, _) in WRONG.items():
-            changed = dict(given)
+        for name, (inputs, _) in WRONG.items():
+            changed = dict(inputs)
             if changed.get("num_targets") == "own":
                 changed["num_targets"] = (batch.labels != -100).sum() + rank
             if "data_parallel" in changed:
                 changed["data_parallel"] = group
-            told[name] = refusal(
+            messages[name] = refusal(
                 partial(cp.cross_entropy, logits, batch.labels, reduce="sum", **changed)
             )
         whole = PLAIN.labels.clamp(min=0)
         losses = [
-            cp.cross_entropy(logits, one.labels, reduce="sum").value.item()
-            for one in (sharded(cp, PLAIN, labels=x) for x in (whole, whole.to(torch.uint8)))
+            cp.cross_entropy(logits, each.labels, reduce="sum").value.item()
+            for each in (sharded(cp, PLAIN, labels=x) for x in (whole, whole.to(torch.uint8)))
         ]
-        told["labels"] = refusal(lambda: sharded(cp, PLAIN, labels=whole > 0))
-        return told, losses
+        messages["labels"] = refusal(lambda: sharded(cp, PLAIN, labels=whole > 0))
+        return messages, losses
 
 
 def test_numbers_that_cannot_be_meant_are_refused_on_all_ranks_and_bytes_are_labels(
     pool: WorkerPool,
 ) -> None:
-    for told, losses in pool.run(wrong_numbers, 3)[:2]:
+    for messages, losses in pool.run(wrong_numbers, 3)[:2]:
         for name, (_, words) in WRONG.items():
-            assert words in told[name], name
-        assert "labels are torch.bool: must be whole numbers" in told["labels"]
+            assert words in messages[name], name
+        assert "labels are torch.bool: must be whole numbers" in messages["labels"]
         assert losses[0] == losses[1]
 
 

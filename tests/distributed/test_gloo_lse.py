@@ -33,18 +33,18 @@ def lse_without_a_loss(rank: int, world_size: int) -> list[bool]:
     with context(CASE) as cp:
         leaves, grad_out = local(cp)
         wanted = torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
-        found = []
+        results = []
         out, lse = both_of(cp, *leaves)
-        told = f"{lse.max().item():.3f}"
-        weighted = out * (lse.detach() > float(told)).logical_not().any()
-        found.append(torch.autograd.grad(weighted, leaves, grad_out))
+        message = f"{lse.max().item():.3f}"
+        weighted = out * (lse.detach() > float(message)).logical_not().any()
+        results.append(torch.autograd.grad(weighted, leaves, grad_out))
         out, lse = checkpoint(both_of, cp, *leaves, use_reentrant=True)
         torch.autograd.backward(out, grad_out)
-        found.append(tuple(leaf.grad for leaf in leaves))
+        results.append(tuple(leaf.grad for leaf in leaves))
         out, lse = both_of(cp, *leaves)
         zeros = torch.autograd.grad(lse, leaves, torch.zeros_like(lse))
-        found.append(tuple(a + b for a, b in zip(zeros, wanted, strict=True)))
-        return [all_equal(wanted, one) for one in found]
+        results.append(tuple(a + b for a, b in zip(zeros, wanted, strict=True)))
+        return [all_equal(wanted, result) for result in results]
 
 
 def test_lse_that_no_loss_depends_on_changes_nothing(pool: WorkerPool) -> None:
@@ -68,8 +68,8 @@ def loss_of_lse(rank: int, world_size: int, by: tuple[int, ...], with_out: bool)
 
 @pytest.mark.parametrize("with_out", [True, False])
 def test_a_loss_of_lse_is_refused_in_backward(pool: WorkerPool, with_out: bool) -> None:
-    for told in pool.run(loss_of_lse, 4, (0, 1, 2, 3), with_out):
-        assert "a loss depends on lse: without differentiable_lse=True" in told
+    for message in pool.run(loss_of_lse, 4, (0, 1, 2, 3), with_out):
+        assert "a loss depends on lse: without differentiable_lse=True" in message
 
 
 def differentiable_lse(rank: int, world_size: int, alone: bool) -> list[float]:
@@ -80,8 +80,8 @@ def differentiable_lse(rank: int, world_size: int, alone: bool) -> list[float]:
         out, lse = both_of(cp, *leaves)
         grad_lse = 2.0 * lse.detach()  # -inf times two
         roots = (lse,) if alone else (out, lse)
-        given = (grad_lse,) if alone else (grad_out, grad_lse)
-        found = torch.autograd.grad(roots, leaves, given)
+        inputs = (grad_lse,) if alone else (grad_out, grad_lse)
+        results = torch.autograd.grad(roots, leaves, inputs)
         whole = [x.double().requires_grad_() for x in CASE.tensors()[:3]]
         q, k, v = (x.repeat_interleave(4 // x.shape[2], 2) for x in whole)
         scores = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
@@ -96,7 +96,7 @@ def differentiable_lse(rank: int, world_size: int, alone: bool) -> list[float]:
         real = ~cp.padding()
         return [
             (a[:, real] - cp.shard(b, 1)[:, real]).abs().max().item()
-            for a, b in zip(found, expected, strict=True)
+            for a, b in zip(results, expected, strict=True)
         ]
 
 
@@ -107,6 +107,6 @@ def test_a_loss_of_lse_is_exact_where_it_was_asked_for(pool: WorkerPool, alone: 
 
 
 def test_a_loss_of_lse_on_one_rank_is_an_error_on_all(pool: WorkerPool) -> None:
-    told = pool.run(loss_of_lse, 4, (2,), True, group_seconds=3.0)
-    assert "a loss depends on lse" in told[2]
-    assert "nothing" not in told
+    messages = pool.run(loss_of_lse, 4, (2,), True, group_seconds=3.0)
+    assert "a loss depends on lse" in messages[2]
+    assert "nothing" not in messages

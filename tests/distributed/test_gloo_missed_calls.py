@@ -33,11 +33,11 @@ def missed(rank: int, world_size: int, asks: bool) -> list[Raised]:
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_first_call_that_one_rank_missed_is_waited_for_once(pool: WorkerPool, asks: bool) -> None:
     results = pool.run(missed, RANKS, asks)
-    told = "ranks [1] did not reach the same call (token_mean) within 2 s"
+    message = "ranks [1] did not reach the same call (token_mean) within 2 s"
     for raised in results:
-        assert all(told in one.error for one in raised), raised
-        assert all("refused" in one.error for one in raised)
-        assert all(one.seconds < 1 for one in raised[-3:]), raised
+        assert all(message in failure.error for failure in raised), raised
+        assert all("refused" in failure.error for failure in raised)
+        assert all(failure.seconds < 1 for failure in raised[-3:]), raised
         assert "make new process groups" in raised[-1].error
 
 

@@ -39,7 +39,7 @@ class Seen(TorchDispatchMode):
 
 
 def seen(rank: int, world_size: int) -> list[bool]:
-    found = []
+    results = []
     with context(CASE) as cp:
         leaves, grad_out = local(cp)
         ways: Any = (partial(out_of, cp), partial(mesh_attention, causal=True, seq_len=45))
@@ -51,11 +51,11 @@ def seen(rank: int, world_size: int) -> list[bool]:
                     out = attend(*leaves)
                 with Seen() as backward:
                     grads = torch.autograd.grad(out, leaves, grad_out)
-                found.append(all_equal(wanted, (out.detach(), *grads)))
+                results.append(all_equal(wanted, (out.detach(), *grads)))
                 calls = [op for op in forward.ops if op is not torch.ops.aten.detach.default]
-                found.append(calls == [attention_op])
-                found.append(attention_backward_op in backward.ops and len(backward.ops) < 6)
-    return found
+                results.append(calls == [attention_op])
+                results.append(attention_backward_op in backward.ops and len(backward.ops) < 6)
+    return results
 
 
 def test_a_dispatch_mode_sees_the_two_operators_and_nothing_inside_them(pool: WorkerPool) -> None:
@@ -132,8 +132,8 @@ def traced(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_trace_of_an_eager_call_runs_again_also_where_its_prepared_call_is_gone(
     pool: WorkerPool,
 ) -> None:
-    for found in pool.run(traced, 2):
-        assert all(found.values()), found
+    for result in pool.run(traced, 2):
+        assert all(result.values()), result
 
 
 def kept(rank: int, world_size: int) -> list[bool]:
@@ -143,7 +143,7 @@ def kept(rank: int, world_size: int) -> list[bool]:
     def attend(cp: ContextParallel, *leaves: Tensor) -> Tensor:
         return out_of(cp, *leaves).relu()
 
-    found = []
+    results = []
     options = {"method": "ulysses"}
     heads = replace(CASE, q_tokens=48, kv_tokens=48, heads=(4, 4), options=options)
     unknown = ContextParallel(causal=True, method="ulysses")
@@ -155,12 +155,12 @@ def kept(rank: int, world_size: int) -> list[bool]:
             compiled = Compiled(partial(attend, once))
             block = Compiled(partial(checkpoint, attend, once, use_reentrant=False))
             for call in (partial(attend, once), compiled, block, compiled):
-                found.append(
+                results.append(
                     all_equal(wanted, torch.autograd.grad(call(*leaves), leaves, grad_out))
                 )
         moved = {x: handed_bytes(x)["backward"]["AllToAll"][0] for x in (plain, cp)}
-        found.append(moved[cp] < 0.6 * 4 * moved[plain])  # four calls, and one
-    return found
+        results.append(moved[cp] < 0.6 * 4 * moved[plain])  # four calls, and one
+    return results
 
 
 @pytest.mark.slow

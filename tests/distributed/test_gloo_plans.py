@@ -77,15 +77,15 @@ def test_the_file_of_a_choice_is_a_plan_and_one_for_other_ranks_is_refused(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    found = find_best(CASE.problem, CASE.ranks, CLUSTER)
-    write_choice(file, found.question)
+    result = find_best(CASE.problem, CASE.ranks, CLUSTER)
+    write_choice(file, result.question)
     parts = pool.run(by_file, CASE.ranks, str(file), CASE)
-    assert {told for _, told in parts} == {digest(found.plan())}
+    assert {message for _, message in parts} == {digest(result.plan())}
     truth = attention(*CASE.tensors(), CASE.mask, 0.3)
     made = whole([part for part, _ in parts], CASE)
     assert max(errors(made, truth).values()) <= tolerance(CASE.dtype)
-    for told in pool.run(refused_file, 2, str(file)):
-        assert "it is for 4 ranks, and this group has 2" in told.error
+    for messages in pool.run(refused_file, 2, str(file)):
+        assert "it is for 4 ranks, and this group has 2" in messages.error
 
 
 def refused_file(rank: int, world_size: int, file: str) -> Raised:
@@ -96,17 +96,17 @@ def refused_file(rank: int, world_size: int, file: str) -> Raised:
 def test_run_local_takes_any_plan(source: str) -> None:
     q, k, v, grad_out = CASE.tensors()
     result = run_local(SOURCES[source](CASE), q, k, v, grad_out)
-    found = {name: getattr(result, name) for name in NAMES}
+    results = {name: getattr(result, name) for name in NAMES}
     truth = attention(q, k, v, grad_out, CASE.mask)
-    assert max(errors(found, truth).values()) <= tolerance(CASE.dtype)
+    assert max(errors(results, truth).values()) <= tolerance(CASE.dtype)
 
 
-def construct(rank: int, world_size: int, given: dict[str, Any]) -> Raised:
-    return raised_by(lambda: ContextParallel(plan=made(CASE), **given))
+def construct(rank: int, world_size: int, arguments: dict[str, Any]) -> Raised:
+    return raised_by(lambda: ContextParallel(plan=made(CASE), **arguments))
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"seq_len": 45}, "seq_len: the plan defines this already"),
         ({"causal": True, "head_dim": 8}, "head_dim, causal: the plan defines this already"),
@@ -117,11 +117,11 @@ def construct(rank: int, world_size: int, given: dict[str, Any]) -> Raised:
     ],
 )
 def test_what_the_plan_says_is_not_given_again(
-    pool: WorkerPool, given: dict[str, Any], told: str
+    pool: WorkerPool, arguments: dict[str, Any], message: str
 ) -> None:
-    raised = pool.run(construct, 4, given)
+    raised = pool.run(construct, 4, arguments)
     all_raised(raised)
-    assert all(told in one.error for one in raised)
+    assert all(message in failure.error for failure in raised)
 
 
 def own_digest(rank: int, world_size: int, case: Case) -> str:
@@ -144,14 +144,14 @@ def test_without_a_plan_what_is_missing_is_named(pool: WorkerPool) -> None:
     raised = pool.run(missing, 2)
     all_raised(raised)
     words = "causal: missing; give causal=True or False, or a mask, or a plan"
-    assert all(words in one.error for one in raised)
+    assert all(words in failure.error for failure in raised)
 
 
 def changed(plan: Plan, rank: int, change: Callable[[Program], Program]) -> Plan:
     """The plan with another forward program on one rank."""
-    one = plan.forward
-    programs = [change(p) if p.rank == rank else p for p in one.programs]
-    forward = replace(one, programs=tuple(programs))
+    pass_ = plan.forward
+    programs = [change(p) if p.rank == rank else p for p in pass_.programs]
+    forward = replace(pass_, programs=tuple(programs))
     return replace(plan, passes=(forward, *plan.passes[1:]))
 
 
@@ -201,8 +201,8 @@ def odd_plan(rank: int, world_size: int, odd: int) -> Raised:
 def test_another_plan_on_one_rank_is_refused_and_the_rank_named(pool: WorkerPool, odd: int) -> None:
     raised = pool.run(odd_plan, 4, odd)
     all_raised(raised)
-    for one in raised:
-        assert f"rank {odd} of the group [0, 1, 2, 3] disagrees: plan is" in one.error
+    for failure in raised:
+        assert f"rank {odd} of the group [0, 1, 2, 3] disagrees: plan is" in failure.error
 
 
 @pytest.mark.parametrize("others", ["parsed", "made"])
@@ -214,14 +214,14 @@ def test_a_damaged_plan_on_one_rank_is_refused_and_the_rank_named(
     case = replace(CASE, options={"tile": (2, 2), "combine": "exchange"})
     raised = pool.run(damaged, 4, case, kind, others)
     all_raised(raised)
-    for rank, one in enumerate(raised):
-        assert one.error.startswith("the plan is wrong" if rank == 2 else "rank 2: the plan is")
+    for rank, failure in enumerate(raised):
+        assert failure.error.startswith("the plan is wrong" if rank == 2 else "rank 2: the plan is")
 
 
 def damaged(rank: int, world_size: int, case: Case, kind: type[Any], others: str) -> Raised:
     plan = SOURCES[others](case)
-    given = changed(plan, 2, without(kind)) if rank == 2 else plan
-    return raised_by(lambda: ContextParallel(plan=given))
+    own_plan = changed(plan, 2, without(kind)) if rank == 2 else plan
+    return raised_by(lambda: ContextParallel(plan=own_plan))
 
 
 def half_made(rank: int, world_size: int, case: Case) -> Part:
@@ -240,8 +240,8 @@ def disguised(rank: int, world_size: int, case: Case, kind: type[Any]) -> Raised
     """Damage that the plan itself does not show: its programs look as if the method made them."""
     plan = made(case)
     if rank == 2:
-        one = changed(plan, 2, doubled(kind)).forward
-        forward = replace(one, programs=Programs(4, list(one.programs).__getitem__))
+        pass_ = changed(plan, 2, doubled(kind)).forward
+        forward = replace(pass_, programs=Programs(4, list(pass_.programs).__getitem__))
         plan = replace(plan, passes=(forward, *plan.passes[1:]))
     with ContextParallel(plan=plan) as cp:
         inputs = [cp.shard(x, 1) for x in case.tensors()[:3]]
@@ -256,10 +256,10 @@ def test_collectives_that_do_not_fit_together_are_named_by_group(
     raised = pool.run(disguised, 4, case, kind)
     all_raised(raised)
     groups = [name for name, members in made(case).forward.groups.items() if 2 in members]
-    for one in raised:
-        assert "the plans of the ranks do not fit together" in one.error
-        assert any(f"in group forward {name}" in one.error for name in groups)
-        assert "2" in one.error.partition("on ranks")[2]
+    for failure in raised:
+        assert "the plans of the ranks do not fit together" in failure.error
+        assert any(f"in group forward {name}" in failure.error for name in groups)
+        assert "2" in failure.error.partition("on ranks")[2]
 
 
 def call(rank: int, world_size: int, directions: tuple[Direction, ...], dtype: torch.dtype) -> Any:
@@ -275,18 +275,18 @@ def call(rank: int, world_size: int, directions: tuple[Direction, ...], dtype: t
 
 
 @pytest.mark.parametrize(
-    ("directions", "dtype", "told"),
+    ("directions", "dtype", "message"),
     [
         ((Direction.FORWARD,), torch.float32, "this plan has no backward pass; it has: forward"),
         (tuple(Direction), torch.bfloat16, "the plan is for 4-byte elements, but the tensors are"),
     ],
 )
 def test_what_the_plan_cannot_do_is_refused_by_name(
-    pool: WorkerPool, directions: tuple[Direction, ...], dtype: torch.dtype, told: str
+    pool: WorkerPool, directions: tuple[Direction, ...], dtype: torch.dtype, message: str
 ) -> None:
     results = pool.run(call, 4, directions, dtype)
     all_raised([raised for raised, _ in results])
-    assert all(told in raised.error for raised, _ in results)
+    assert all(message in raised.error for raised, _ in results)
 
 
 def own_programs(rank: int, world_size: int, case: Case, training: bool) -> dict[str, list[int]]:
@@ -298,21 +298,21 @@ def own_programs(rank: int, world_size: int, case: Case, training: bool) -> dict
         if training:
             out.sum().backward()  # type: ignore[no-untyped-call]
         cp.transports()
-        found = {}
-        for one in cp.plan.passes:
-            assert isinstance(one.programs, Programs)
-            made = one.programs._made
-            found[one.direction.value] = [r for r, p in enumerate(made) if p is not None]
+        results = {}
+        for pass_ in cp.plan.passes:
+            assert isinstance(pass_.programs, Programs)
+            made = pass_.programs._made
+            results[pass_.direction.value] = [r for r, p in enumerate(made) if p is not None]
         assert cp.rank == rank
-        return found
+        return results
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("method", ["mesh", "ring", "ulysses"])
 def test_a_rank_makes_its_own_programs_only(pool: WorkerPool, method: str, training: bool) -> None:
     case = replace(CASE, heads=(4, 4), options={"method": method})
-    for rank, found in enumerate(pool.run(own_programs, 4, case, training)):
-        assert found == {"forward": [rank], "backward": [rank] if training else []}
+    for rank, result in enumerate(pool.run(own_programs, 4, case, training)):
+        assert result == {"forward": [rank], "backward": [rank] if training else []}
 
 
 def wrong_everywhere(rank: int, world_size: int, change: str) -> Raised:
@@ -332,7 +332,7 @@ def test_a_plan_that_computes_something_else_is_refused_on_all_ranks(
 ) -> None:
     raised = pool.run(wrong_everywhere, 4, change)
     all_raised(raised)
-    assert all("the plan is wrong: forward" in one.error for one in raised)
+    assert all("the plan is wrong: forward" in failure.error for failure in raised)
 
 
 def compiled_after_plain(rank: int, world_size: int, odd: int | None) -> Raised:
@@ -340,8 +340,8 @@ def compiled_after_plain(rank: int, world_size: int, odd: int | None) -> Raised:
     plan = make_plan(CASE.problem, world_size, method="mesh")
     compiled = compile_plan(plan, target_on("hgx-h200", plan))
 
-    def attend_by(given: Plan) -> None:
-        with ContextParallel(plan=given) as cp:
+    def attend_by(own_plan: Plan) -> None:
+        with ContextParallel(plan=own_plan) as cp:
             cp.attention(*(cp.shard(x, 1) for x in CASE.tensors()[:3]))
 
     attend_by(plan)
@@ -350,5 +350,5 @@ def compiled_after_plain(rank: int, world_size: int, odd: int | None) -> Raised:
 
 @pytest.mark.parametrize("odd", [None, 1])
 def test_a_compiled_plan_is_not_taken_for_the_plain_one(pool: WorkerPool, odd: int | None) -> None:
-    for one in pool.run(compiled_after_plain, 2, odd):
-        assert "compiled for a kernel" in one.error or "disagree" in one.error
+    for of_rank in pool.run(compiled_after_plain, 2, odd):
+        assert "compiled for a kernel" in of_rank.error or "disagree" in of_rank.error

@@ -110,8 +110,8 @@ def test_log_probs_and_entropies_have_values_and_gradients_of_whole_logits(
     [seen] = pool.run(policy_tokens, 1)
     words = ["temperature=0: must be finite", "bias without", "['is_top2']: give a list of is_top1"]
     words += ["targets hold", "(vocabulary, 5)"]
-    for told, word in zip(seen.pop("refused"), words, strict=True):
-        assert word in told
+    for message, word in zip(seen.pop("refused"), words, strict=True):
+        assert word in message
     assert max(seen.values()) < 1e-12, seen
 
 
@@ -191,7 +191,7 @@ def refused_means(rank: int, world_size: int) -> list[str]:
         values = torch.ones(batch.position_ids.shape)
         mask = ~batch.padding
         mean: Any = partial(cp.token_mean, values, reduce="sum", documents=batch.documents)
-        told = [
+        messages = [
             refusal(lambda: mean(mask, per="batch")),
             refusal(lambda: mean(mask.float())),
             refusal(lambda: mean(mask[:, 1:])),
@@ -199,7 +199,7 @@ def refused_means(rank: int, world_size: int) -> list[str]:
             refusal(lambda: mean(mask, per="sequence" if rank else "token")),
         ]
         assert mean(mask, per="sequence").value.item() == 1
-        return told
+        return messages
 
 
 def test_a_mean_that_cannot_be_meant_is_refused_on_all_ranks(pool: WorkerPool) -> None:
@@ -210,8 +210,8 @@ def test_a_mean_that_cannot_be_meant_is_refused_on_all_ranks(pool: WorkerPool) -
         "documents",
         "rank",
     )
-    for told in pool.run(refused_means, 2):
-        for text, word in zip(told, words, strict=True):
+    for messages in pool.run(refused_means, 2):
+        for text, word in zip(messages, words, strict=True):
             assert word in text
 
 
@@ -249,8 +249,8 @@ def ahead_of(rank: int, world_size: int, ahead: int) -> list[bool]:
                     torch.equal(plain.labels[..., 0], batch.labels[..., 0]),
                     batch.num_targets.tolist() == (wanted != -100).sum((0, 1)).tolist(),
                 ]
-                told = refusal(lambda: sharded(cp, PLAIN, ahead=0))
-                same.append("ahead=0: must be a whole number of at least 1" in told)
+                message = refusal(lambda: sharded(cp, PLAIN, ahead=0))
+                same.append("ahead=0: must be a whole number of at least 1" in message)
     return same
 
 
@@ -264,12 +264,12 @@ def test_targets_further_ahead_cross_neither_documents_nor_padding(
 
 def means_with_padding(rank: int, world_size: int) -> list[float]:
     """Of ones: 1 by tokens, whatever padding there is, with documents and with known sizes."""
-    found = []
+    results = []
     with ContextParallel(causal=True) as cp:
         batch = cp.shard_batch(input_ids=torch.arange(11)[None], v=torch.ones(1, 11))
         everywhere = torch.ones_like(batch["v"], dtype=torch.bool)
         of_batch: Any = {"reduce": "sum", "documents": batch.documents}
-        found.append(float(cp.token_mean(batch["v"], everywhere, **of_batch).value))
+        results.append(float(cp.token_mean(batch["v"], everywhere, **of_batch).value))
         with pytest.raises(MeshAttentionError, match="mask is torch"):
             cp.token_mean(batch["v"], everywhere.long(), **of_batch)
         of_batch["documents"] = cp.documents([0, 4 + rank, 11])  # others on each rank
@@ -277,10 +277,10 @@ def means_with_padding(rank: int, world_size: int) -> list[float]:
     with ContextParallel(seq_len=11, num_heads=2, head_dim=8, causal=True) as cp:
         ones = cp.shard(torch.ones(1, 11), 1)
         everywhere = torch.ones_like(ones, dtype=torch.bool)
-        found.append(float(cp.token_mean(ones, everywhere, reduce="sum").value))
-    return found
+        results.append(float(cp.token_mean(ones, everywhere, reduce="sum").value))
+    return results
 
 
 def test_padding_counts_in_no_mean(pool: WorkerPool) -> None:
-    for found in pool.run(means_with_padding, 2):
-        assert found == [1.0, 1.0]
+    for result in pool.run(means_with_padding, 2):
+        assert result == [1.0, 1.0]

@@ -39,28 +39,28 @@ def apart(
 
 
 def heads_before_tokens(rank: int, world_size: int) -> Told:
-    told = []
+    messages = []
     with ContextParallel(causal=True) as cp, ContextParallel(seq_len=64, causal=True) as known:
         chance = torch.Generator().manual_seed(rank)
         grouped = [torch.randn(1, heads, 20, 8, generator=chance) for heads in (6, 2, 2)]
         long = [torch.randn(1, 4, 300, 8, generator=chance)] * 3
         for tensors in grouped, long:
-            told.append(refusal(lambda: cp.attention(*tensors)))  # noqa: B023
-            told.append(refusal(lambda: mesh_attention(*tensors, causal=True)))  # noqa: B023
+            messages.append(refusal(lambda: cp.attention(*tensors)))  # noqa: B023
+            messages.append(refusal(lambda: mesh_attention(*tensors, causal=True)))  # noqa: B023
         shards = [known.shard(x, 1) for x in whole(64)]
-        told.append(refusal(lambda: cp.attention(*(x.transpose(1, 2) for x in shards))))
+        messages.append(refusal(lambda: cp.attention(*(x.transpose(1, 2) for x in shards))))
         right = apart(known, cp.attention(*shards), whole(64), [0, 64])
         with ContextParallel(causal=False, num_heads=20) as meant:  # few queries of many heads
-            told.append(refusal(lambda: meant.attention(*grouped)))
-        return told, [right]
+            messages.append(refusal(lambda: meant.attention(*grouped)))
+        return messages, [right]
 
 
 def test_heads_where_tokens_are_meant_are_refused_unless_their_number_is_said(
     pool: WorkerPool,
 ) -> None:
-    for told, errors in pool.run(heads_before_tokens, 2):
-        assert told.pop() == "nothing"
-        for words in told:
+    for messages, errors in pool.run(heads_before_tokens, 2):
+        assert messages.pop() == "nothing"
+        for words in messages:
             assert "looks like (batch, heads, local_seq, head_dim)" in words
             assert "x.transpose(1, 2)" in words
         assert max(errors) < 1e-5
@@ -69,7 +69,7 @@ def test_heads_where_tokens_are_meant_are_refused_unless_their_number_is_said(
 def never_cut(rank: int, world_size: int) -> Told:
     tensors = whole(48)
     with ContextParallel(causal=True) as cp, ContextParallel(seq_len=96, causal=True) as meant:
-        told = [
+        messages = [
             refusal(lambda: cp.attention(*tensors)),
             refusal(lambda: mesh_attention(*tensors, causal=True)),
             refusal(lambda: cp.attention(*(torch.ones(1, 6, 4, 8),) * 3)),  # they say nothing
@@ -77,18 +77,18 @@ def never_cut(rank: int, world_size: int) -> Told:
         ]
         docs = cp.documents([0, 48])
         shards = [cp.shard(x, 1, documents=docs) for x in tensors]
-        told.append(refusal(lambda: cp.attention(*tensors)))
+        messages.append(refusal(lambda: cp.attention(*tensors)))
         out = cp.attention(*shards, documents=docs)
-        return told, [apart(cp, out, tensors, [0, 48], documents=docs)]
+        return messages, [apart(cp, out, tensors, [0, 48], documents=docs)]
 
 
 def test_tensors_that_were_never_cut_are_refused(pool: WorkerPool) -> None:
-    for told, errors in pool.run(never_cut, 2):
-        for words in told[:2]:
+    for messages, errors in pool.run(never_cut, 2):
+        for words in messages[:2]:
             assert "ranks [0, 1] hold the same keys" in words
             assert "shard_batch" in words
-        assert told[2:4] == ["nothing", "nothing"]
-        assert "cut from 48 tokens, so that a rank has fewer" in told[4]
+        assert messages[2:4] == ["nothing", "nothing"]
+        assert "cut from 48 tokens, so that a rank has fewer" in messages[4]
         assert max(errors) < 1e-5
 
 
@@ -97,7 +97,7 @@ def without_documents(rank: int, world_size: int) -> Told:
     with ContextParallel(causal=True) as cp, ContextParallel(seq_len=48, causal=True) as sized:
         docs = cp.documents(starts)
         shards = [cp.shard(x, 1, documents=docs) for x in tensors]
-        told = [
+        messages = [
             refusal(lambda: cp.attention(*shards)),
             refusal(lambda: sized.attention(*shards)),
             refusal(lambda: mesh_attention(*shards, causal=True)),
@@ -115,16 +115,16 @@ def without_documents(rank: int, world_size: int) -> Told:
             cp.attention(*own)
             cp.attention(*own)
             cp.shard(ids, 1, documents=batch)
-            told.append(refusal(lambda: cp.attention(*own)))
+            messages.append(refusal(lambda: cp.attention(*own)))
     with ContextParallel(causal=False) as cp:  # whose padding is seen
         slots = cp.shard_batch(input_ids=torch.arange(91)[None]).position_ids.shape[1]
         own = [torch.randn(1, slots, 4, 8)] * 3
-        return [*told, refusal(lambda: cp.attention(*own))], errors
+        return [*messages, refusal(lambda: cp.attention(*own))], errors
 
 
 def test_documents_that_were_cut_by_and_then_forgotten_are_asked_for(pool: WorkerPool) -> None:
-    for told, errors in pool.run(without_documents, 2):
-        for words in told:
+    for messages, errors in pool.run(without_documents, 2):
+        for words in messages:
             assert "attention(..., documents=...)" in words
         assert max(errors) < 1e-5
 
@@ -133,7 +133,7 @@ def padded(rank: int, world_size: int) -> Told:
     tensors, errors = whole(24), []
     with ContextParallel(causal=False) as cp, ContextParallel(seq_len=24, causal=False) as sized:
         shards = [sized.shard(x, 1) for x in tensors]
-        told = [
+        messages = [
             refusal(lambda: cp.attention(*shards)),
             refusal(lambda: mesh_attention(*shards, causal=False)),
         ]
@@ -142,12 +142,12 @@ def padded(rank: int, world_size: int) -> Told:
     with ContextParallel(causal=True) as cp, ContextParallel(seq_len=24, causal=True) as sized:
         out = cp.attention(*(sized.shard(x, 1) for x in tensors))  # padding is seen by none
         errors.append(apart(sized, out, tensors, [0, 24]))
-    return told, errors
+    return messages, errors
 
 
 def test_padding_is_not_taken_for_tokens(pool: WorkerPool) -> None:
-    for told, errors in pool.run(padded, 5):
-        for words, to in zip(told, (" to ContextParallel(...)", ""), strict=True):
+    for messages, errors in pool.run(padded, 5):
+        for words, to in zip(messages, (" to ContextParallel(...)", ""), strict=True):
             assert "with 1 of padding" in words
             assert words.endswith(f"if these are other tensors, give seq_len=25 alone{to}"), words
         assert max(errors) < 1e-5
@@ -168,7 +168,7 @@ def other_positions(rank: int, world_size: int) -> dict[str, str]:
         def check(x: Any, documents: Any = docs) -> str:
             return refusal(lambda: cp.check_positions(x, documents=documents))
 
-        told = {
+        messages = {
             "right": check(right) + check(counted.expand(3, -1)) + check(padding, uneven),
             "contiguous": check(torch.arange(48)[rank * slots :][:slots]),
             "striped": check(torch.arange(48)[rank::world_size][None]),
@@ -181,14 +181,14 @@ def other_positions(rank: int, world_size: int) -> dict[str, str]:
         batch = cp.shard_batch(
             input_ids=torch.arange(48)[None], cu_seqlens=starts, position_ids=torch.arange(48) * 3
         )
-        told["own"] = check(batch.position_ids, batch.documents)
-        return told
+        messages["own"] = check(batch.position_ids, batch.documents)
+        return messages
 
 
 def test_positions_of_another_layout_are_told_to_all_with_its_name(pool: WorkerPool) -> None:
-    for told in pool.run(other_positions, 2):
-        assert told.pop("right") == "nothing" * 3
-        assert told.pop("own") == "nothing"
-        assert "position_ids are contiguous" in told.pop("on one")
-        for name, words in told.items():
+    for messages in pool.run(other_positions, 2):
+        assert messages.pop("right") == "nothing" * 3
+        assert messages.pop("own") == "nothing"
+        assert "position_ids are contiguous" in messages.pop("on one")
+        for name, words in messages.items():
             assert name in words

@@ -24,14 +24,14 @@ CASES = [  # 45 tokens on 4 ranks: 12 slots outside, 12 inside; 41: 11 and 12
 
 
 def all_cases(rank: int, world_size: int) -> list[Part]:
-    found = []
+    results = []
     for case in CASES:
         with context(case) as cp:
-            found.append(attend(cp, case))
+            results.append(attend(cp, case))
             q = case.tensors()[0]
             assert torch.equal(cp.shard(q, 1)[:, ~cp.padding()], q.chunk(4, 1)[rank])
             assert torch.equal(cp.unshard(cp.shard(q, 1), 1), q)
-    return found
+    return results
 
 
 def test_outputs_and_gradients_are_exact_in_contiguous_shards(pool: WorkerPool) -> None:
@@ -57,8 +57,8 @@ def sinks_and_lse(rank: int, world_size: int) -> tuple[Part, Tensor]:
         real = ~cp.padding()
         loss = (out * grad_out).sum() + (lse[..., real] * rising(cp.positions()[real])).sum()
         grads = torch.autograd.grad(loss, leaves)
-        found = dict(zip(NAMES, (out.detach(), lse.detach(), *grads[:3]), strict=True))
-        return Part(cp.rank, cp.positions(), cp.positions(side="kv"), found, {}), grads[3]
+        result = dict(zip(NAMES, (out.detach(), lse.detach(), *grads[:3]), strict=True))
+        return Part(cp.rank, cp.positions(), cp.positions(side="kv"), result, {}), grads[3]
 
 
 def rising(positions: Tensor) -> Tensor:
@@ -69,19 +69,19 @@ def test_sinks_and_the_log_sum_exp_have_gradients_in_the_order_of_the_shards(
     pool: WorkerPool,
 ) -> None:
     case, by_rank = CASES[0], pool.run(sinks_and_lse, 4)
-    found = whole([part for part, _ in by_rank], case)
-    found["grad_sinks"] = torch.stack([grad for _, grad in by_rank]).sum(0)
+    results = whole([part for part, _ in by_rank], case)
+    results["grad_sinks"] = torch.stack([grad for _, grad in by_rank]).sum(0)
     grad_lse = rising(torch.arange(41)).expand(2, 4, 41)
     truth = attention_with_sinks(case.tensors(), SINKS, case.mask, grad_lse=grad_lse)
-    assert max(distances(found, truth).values()) <= 1e-10
+    assert max(distances(results, truth).values()) <= 1e-10
 
 
 def batches(rank: int, world_size: int) -> list[float]:
     """Documents of every batch, by what is chosen and by methods that work in zigzag."""
-    found = []
+    results = []
     for changes in ({}, {"method": "mesh"}, {"method": "seen", "layout": "zigzag"}):
         with make(relayout=True, **changes) as cp:
-            found += [error(cp, [0, 5, 64], 1), error(cp, [0, 1, 1, 2, 40, 63], 2, batch=2)]
+            results += [error(cp, [0, 5, 64], 1), error(cp, [0, 1, 1, 2, 40, 63], 2, batch=2)]
             docs = cp.documents([0, 9, 50])
             slots = -(-50 // world_size)
             assert cp.positions(documents=docs).tolist() == [
@@ -91,12 +91,12 @@ def batches(rank: int, world_size: int) -> list[float]:
             batch = cp.shard_batch(input_ids=ids, labels=ids, cu_seqlens=[0, 9, 50])
             own = batch["input_ids"][~batch.padding]
             assert torch.equal(own, torch.arange(50)[rank * slots : (rank + 1) * slots])
-    return found
+    return results
 
 
 def test_documents_of_every_batch_are_exact_in_contiguous_shards(pool: WorkerPool) -> None:
-    for found in pool.run(batches, 3):
-        assert max(found) < 1e-5
+    for result in pool.run(batches, 3):
+        assert max(result) < 1e-5
 
 
 def by_hand(rank: int, world_size: int) -> float:
@@ -107,10 +107,10 @@ def by_hand(rank: int, world_size: int) -> float:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with ContextParallel(causal=True, relayout=True) as cp:
         out, lse = cp.attention(*leaves, return_lse=True)
-        found = (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad))
+        results = (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad))
     truth = attention(*tensors, CAUSAL).named()
     parts = {name: truth[name].chunk(world_size, 2 if name == "lse" else 1)[rank] for name in truth}
-    return max(float((x - parts[name]).abs().max()) for name, x in zip(NAMES, found, strict=True))
+    return max(float((x - parts[name]).abs().max()) for name, x in zip(NAMES, results, strict=True))
 
 
 def test_shards_cut_by_chunk_are_right_without_sizes(pool: WorkerPool) -> None:

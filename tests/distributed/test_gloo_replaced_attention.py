@@ -91,11 +91,11 @@ def alternating(rank: int, world_size: int) -> tuple[float, float, bool]:
                 inner = scaled_dot_product_attention(q, k, v, is_causal=True)
             last = scaled_dot_product_attention(q, k, v, is_causal=True)
         assert torch.equal(first, last)
-        found = [full.unshard(x, 2, documents=docs) for x in (first, inner)]
+        results = [full.unshard(x, 2, documents=docs) for x in (first, inner)]
         plain = scaled_dot_product_attention(
             whole[0], whole[1], whole[2], is_causal=True
         )  # on this rank again
-    errors = [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    errors = [float((a - b).abs().max()) for a, b in zip(results, wanted, strict=True)]
     return errors[0], errors[1], restored and torch.allclose(plain, wanted[0], atol=1e-6)
 
 
@@ -114,8 +114,8 @@ def with_documents(rank: int, world_size: int) -> float:
     q, k, v = buffers = [x.clone() for x in whole]
     with ContextParallel(causal=True) as cp:
         docs = cp.documents([0, 5, TOKENS])
-        given: Any = {"buffers": buffers, "buffer_seq_dims": [2, 2, -2], "documents": docs}
-        with cp.context_parallel(**given) as same:
+        arguments: Any = {"buffers": buffers, "buffer_seq_dims": [2, 2, -2], "documents": docs}
+        with cp.context_parallel(**arguments) as same:
             out = scaled_dot_product_attention(q, k, v, is_causal=True)
         assert same is docs
         return float((cp.unshard(out, 2, documents=docs) - wanted).abs().max())
@@ -143,8 +143,8 @@ def as_leaves(rank: int, world_size: int) -> tuple[float, bool]:
                 [scaled_dot_product_attention(q.detach(), k.detach(), v, is_causal=True)],
                 [2 * out.detach()],
             )
-            found = [x.grad for x in buffers if x.grad is not None]
-        pairs = zip(found, wanted, strict=True)
+            results = [x.grad for x in buffers if x.grad is not None]
+        pairs = zip(results, wanted, strict=True)
         errors = [(a - cp.shard(b, 2, documents=docs)).abs().max() for a, b in pairs]
     return float(max(errors)), all(map(torch.equal, buffers, whole))
 
@@ -179,8 +179,8 @@ def changed(rank: int, world_size: int) -> str:
 
 
 def test_a_buffer_that_is_changed_before_backward_is_refused_as_ever(pool: WorkerPool) -> None:
-    for told in pool.run(changed, 1):
-        assert "modified by an inplace operation" in told
+    for message in pool.run(changed, 1):
+        assert "modified by an inplace operation" in message
 
 
 # What is refused.
@@ -193,7 +193,7 @@ def spread(x: Tensor) -> DTensor:
 
 def calls(mistake: str, q: Tensor) -> Any:
     good = {"is_causal": True}
-    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "attn_mask": ((q, q, q), {"attn_mask": torch.ones(6, 6, dtype=torch.bool)}),
         "dropout_p": ((q, q, q, None, 0.1, True), {}),
         "is_causal": ((q, q, q), {}),
@@ -204,7 +204,7 @@ def calls(mistake: str, q: Tensor) -> Any:
     }
     if mistake == "module":
         return nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0])
-    args, kwargs = given[mistake]
+    args, kwargs = arguments[mistake]
     return scaled_dot_product_attention(*args, **kwargs)
 
 
@@ -239,11 +239,11 @@ REFUSED = {
 def test_what_is_not_attention_over_ranks_is_refused_on_all(pool: WorkerPool, mistake: str) -> None:
     raised = pool.run(refused, 2, mistake)
     all_raised(raised)
-    assert all(REFUSED[mistake] in one.error for one in raised)
+    assert all(REFUSED[mistake] in failure.error for failure in raised)
 
 
 def wrong_buffers(rank: int, world_size: int) -> list[str]:
-    told = []
+    messages = []
     x = torch.zeros(2, 8)
     cases: list[Any] = [
         ([x], [], ()),
@@ -260,17 +260,17 @@ def wrong_buffers(rank: int, world_size: int) -> list[str]:
                 with cp.context_parallel(
                     buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=keep
                 ):
-                    told.append("nothing")
+                    messages.append("nothing")
             except MeshAttentionError as error:
-                told.append(str(error))
+                messages.append(str(error))
         assert x.shape == (2, 8)
-    return told
+    return messages
 
 
 def test_wrong_buffers_are_refused_and_left_alone(pool: WorkerPool) -> None:
-    for told in pool.run(wrong_buffers, 2):
+    for messages in pool.run(wrong_buffers, 2):
         for line, wanted in zip(
-            told,
+            messages,
             [
                 "1 buffers and 0 buffer_seq_dims",
                 "not among the buffers",

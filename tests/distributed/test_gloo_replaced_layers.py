@@ -61,9 +61,9 @@ def labels_of(action: Callable[[], Any]) -> Labels:
     """Of the calls that it makes."""
     labels = Labels()
 
-    def noted(*args: Any, **given: Any) -> Any:
-        labels.append(given["label"])
-        return attend(*args, **given)
+    def noted(*args: Any, **inputs: Any) -> Any:
+        labels.append(inputs["label"])
+        return attend(*args, **inputs)
 
     with mock.patch(f"{REPLACED}.attend", noted):
         action()
@@ -93,7 +93,7 @@ class Caller(nn.Module):
 def names(rank: int, world_size: int) -> dict[str, Labels]:
     from torch.distributed.fsdp import fully_shard  # seconds, which the pool has spent already
 
-    found = {}
+    results = {}
     ids, _ = batch()
     with ContextParallel(causal=True) as cp:
         for reentrant in (False, True):
@@ -104,37 +104,37 @@ def names(rank: int, world_size: int) -> dict[str, Labels]:
                 out.sum().backward()
 
             with entered(cp, model, ids):
-                found[f"checkpoint {reentrant}"] = labels_of(forward_and_backward)
+                results[f"checkpoint {reentrant}"] = labels_of(forward_and_backward)
         model = make_model()
         mesh = init_device_mesh("cpu", (world_size,))
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh)
         with entered(cp, model, ids):
-            found["FSDP2"] = labels_of(lambda: model(ids).sum().backward())
+            results["FSDP2"] = labels_of(lambda: model(ids).sum().backward())
         wrapped = DistributedDataParallel(model := make_model())
         with entered(cp, model, ids):
-            found["DDP"] = labels_of(lambda: wrapped(ids).sum().backward())
+            results["DDP"] = labels_of(lambda: wrapped(ids).sum().backward())
 
         x = torch.ones(1, 2, TOKENS, 4, requires_grad=True)
         caller = Caller(Caller(nn.Identity()))
         whole = nn.Sequential(Caller(nn.Identity()))  # of which a rank has run a part before
         with cp.context_parallel(documents=cp.documents([0, world_size * TOKENS])):
             for kind in ("method", "hidden", "checkpointed"):
-                found[kind] = labels_of(lambda: caller(x, kind).sum().backward())  # noqa: B023
-            found["no module"] = labels_of(lambda: caller.attend(x))
-            found["a part"] = labels_of(lambda: whole[0](x, "method"))
+                results[kind] = labels_of(lambda: caller(x, kind).sum().backward())  # noqa: B023
+            results["no module"] = labels_of(lambda: caller.attend(x))
+            results["a part"] = labels_of(lambda: whole[0](x, "method"))
             whole.forward = lambda x: whole[0](x, "method")  # type: ignore[method-assign]
-            found["the whole"] = labels_of(lambda: whole(x))
-    return found
+            results["the whole"] = labels_of(lambda: whole(x))
+    return results
 
 
 def test_a_call_has_the_name_of_its_module_and_so_has_what_a_checkpoint_runs_again(
     pool: WorkerPool,
 ) -> None:
-    for found in pool.run(names, 2):
+    for result in pool.run(names, 2):
         for way in ("checkpoint False", "checkpoint True"):
-            assert found.pop(way) == [*LAYERS, *reversed(LAYERS)]
-        assert found == {
+            assert result.pop(way) == [*LAYERS, *reversed(LAYERS)]
+        assert result == {
             "FSDP2": ["FSDPRotary.blocks.0", "FSDPRotary.blocks.1"],
             "DDP": [f"DistributedDataParallel.module.blocks.{i}" for i in range(2)],
             "method": ["Caller"],
@@ -169,8 +169,8 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
     ):
         wanted = gradients(lambda: model(x), leaves)
         with never:
-            found = gradients(lambda: counter(model[1], counter(model[0], x)), leaves)
-    return difference(wanted, found), counter.graphs
+            result = gradients(lambda: counter(model[1], counter(model[0], x)), leaves)
+    return difference(wanted, result), counter.graphs
 
 
 def test_layers_of_compiled_code_have_no_names_and_share_a_graph(

@@ -106,7 +106,7 @@ TOLD = {
 def test_a_checkpoint_that_would_attend_to_its_own_tokens_is_told(
     pool: WorkerPool, way: str
 ) -> None:
-    assert all(TOLD[way] in told for told in pool.run(too_late, 2, way))
+    assert all(TOLD[way] in message for message in pool.run(too_late, 2, way))
 
 
 def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float:
@@ -115,7 +115,7 @@ def pipelined(rank: int, world_size: int, way: str | None, wanted: Any) -> float
     batches = [batch(0), batch(1)]
     run = run_of(way) if way else (lambda block, *x: block(*x))
     with ContextParallel(causal=True) as cp:
-        tensors = [x for one in batches for x in one]
+        tensors = [x for each in batches for x in each]
         with entered(cp, model, *tensors) as documents:
             outs = [model(ids, run) for ids, _ in batches]
             losses = [loss_of(out, labels) for out, (_, labels) in zip(outs, batches, strict=True)]
@@ -145,8 +145,8 @@ def fully_sharded(rank: int, world_size: int, inside: bool, wanted: Any) -> floa
                 loss.backward()  # type: ignore[no-untyped-call]
         if not inside:
             loss.backward()  # type: ignore[no-untyped-call]
-    found: list[Any] = [p.grad for p in model.parameters()]
-    pairs = zip(found, wanted[1], strict=True)
+    results: list[Any] = [p.grad for p in model.parameters()]
+    pairs = zip(results, wanted[1], strict=True)
     return max(float((a.full_tensor() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 

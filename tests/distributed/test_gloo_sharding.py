@@ -60,16 +60,16 @@ def refused_then_used(rank: int, world_size: int, dtype: torch.dtype) -> tuple[s
         try:
             cp.unshard(x.to(dtype), 0)
         except MeshAttentionError as error:
-            told = str(error)
-        return told, torch.equal(cp.unshard(x, 0), torch.arange(10, dtype=torch.float32))
+            message = str(error)
+        return message, torch.equal(cp.unshard(x, 0), torch.arange(10, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.uint32])
 def test_a_dtype_that_gloo_does_not_gather_is_refused_and_the_group_lives_on(
     pool: WorkerPool, dtype: torch.dtype
 ) -> None:
-    for told, works in pool.run(refused_then_used, 2, dtype):
-        assert f"gloo does not gather {dtype}; convert it" in told
+    for message, works in pool.run(refused_then_used, 2, dtype):
+        assert f"gloo does not gather {dtype}; convert it" in message
         assert works
 
 
@@ -131,8 +131,8 @@ def test_tokens_positions_and_targets_stay_together(pool: WorkerPool, layout: st
     """Need 8, without documents."""
     tokens = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = list(zip(tokens, range(23), [*tokens[1:], -100], strict=True))
-    found = [triple for part in pool.run(triples, 4, layout) for triple in part]
-    assert sorted(found, key=lambda triple: triple[1]) == expected
+    results = [triple for part in pool.run(triples, 4, layout) for triple in part]
+    assert sorted(results, key=lambda triple: triple[1]) == expected
 
 
 def unshard_gradient(rank: int, world_size: int) -> list[str]:
@@ -152,13 +152,13 @@ def unshard_gradient(rank: int, world_size: int) -> list[str]:
         total = world_size * (world_size + 1) / 2
         for grad, factor in {"own": rank + 1, "sum": total, "mean": total / world_size}.items():
             assert torch.equal(gradient(grad=grad), parts * factor), grad
-        told = []
+        messages = []
         for how in ({}, {"grad": "average"}, {"grad": "own" if rank else "sum"}):
             with pytest.raises(MeshAttentionError) as error:
                 gradient(**how)
-            told.append(str(error.value))
+            messages.append(str(error.value))
         assert torch.equal(gradient(grad="sum"), parts * total)
-        return told
+        return messages
 
 
 def test_a_loss_on_unshard_says_whose_gradients_are_meant(pool: WorkerPool) -> None:

@@ -31,7 +31,7 @@ def both(cp: ContextParallel, leaves: list[Tensor], grad_out: Tensor) -> tuple[T
 
 def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part, Tensor]]:
     """The first call of each object, and a second one, which must be the same bit for bit."""
-    found = []
+    results = []
     for case in cases:
         with context(case) as cp:
             q, k, v, grad_out = (cp.shard(x, 1) for x in case.tensors())
@@ -41,8 +41,8 @@ def with_sinks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Part
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
             tensors = {n: x.detach() for n, x in zip(NAMES, first, strict=False)}
             part = Part(cp.rank, cp.positions(), cp.positions(side="kv"), tensors, {})
-            found.append((part, first[-1]))
-    return found
+            results.append((part, first[-1]))
+    return results
 
 
 def test_the_whole_is_exact_and_gradients_of_sinks_add_up_over_ranks(pool: WorkerPool) -> None:
@@ -50,8 +50,8 @@ def test_the_whole_is_exact_and_gradients_of_sinks_add_up_over_ranks(pool: Worke
     for number, case in enumerate(CASES):
         parts = [of_rank[number][0] for of_rank in by_rank]
         grads = torch.stack([of_rank[number][1] for of_rank in by_rank])
-        found = whole(parts, case) | {"grad_sinks": grads.sum(0)}
-        errors = distances(found, attention_with_sinks(case.tensors(), SINKS, case.mask))
+        results = whole(parts, case) | {"grad_sinks": grads.sum(0)}
+        errors = distances(results, attention_with_sinks(case.tensors(), SINKS, case.mask))
         assert max(errors.values()) <= 1e-10, (errors, case)
         assert not torch.allclose(grads[0], grads[1])  # of this rank's own rows
 
@@ -100,7 +100,7 @@ def refused(rank: int, world_size: int, odd: dict[str, Any], scale: float | None
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "message"),
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1: dropout of attention weights is not supported; drop"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: a bias by distance"),
@@ -109,34 +109,34 @@ def refused(rank: int, world_size: int, odd: dict[str, Any], scale: float | None
     ids=["dropout", "alibi", "shape of sinks"],
 )
 def test_what_is_wrong_on_one_rank_is_told_to_all(
-    pool: WorkerPool, odd: dict[str, Any], told: str
+    pool: WorkerPool, odd: dict[str, Any], message: str
 ) -> None:
-    for found in pool.run(refused, 4, odd, None):
-        assert told in found
+    for result in pool.run(refused, 4, odd, None):
+        assert message in result
 
 
 def test_a_rank_without_sinks_is_told_from_the_others(pool: WorkerPool) -> None:
-    for found in pool.run(refused, 4, {"sinks": torch.ones(4)}, None):
-        assert "sinks" in found
+    for result in pool.run(refused, 4, {"sinks": torch.ones(4)}, None):
+        assert "sinks" in result
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_a_scale_of_zero_or_below_is_refused(pool: WorkerPool, scale: float) -> None:
-    for found in pool.run(refused, 4, {}, scale):
-        assert f"softmax_scale={scale}: must be finite and above 0" in found
+    for result in pool.run(refused, 4, {}, scale):
+        assert f"softmax_scale={scale}: must be finite and above 0" in result
 
 
 def nothing_of_flash_attn(rank: int, world_size: int) -> list[str]:
-    told = []
+    messages = []
     with context(CASE, dropout_p=0.0) as cp:
         leaves, _ = local(cp)
         cp.attention(*leaves, dropout_p=0.0, alibi_slopes=None)
-        for given in ({"dropout_p": 0.5}, {"alibi_slopes": torch.ones(4)}):
+        for tensors in ({"dropout_p": 0.5}, {"alibi_slopes": torch.ones(4)}):
             try:
-                mesh_attention(*leaves, causal=True, **given)
+                mesh_attention(*leaves, causal=True, **tensors)
             except MeshAttentionError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_the_function_refuses_them_too_and_takes_nothing_for_nothing(pool: WorkerPool) -> None:
@@ -150,13 +150,13 @@ def checkpointed(rank: int, world_size: int) -> bool:
         leaves, grad_out = local(cp)
         sinks = SINKS.float().requires_grad_()
 
-        def run(*given: Tensor) -> Any:
-            return cp.attention(*given[:3], sinks=given[3])
+        def run(*tensor: Tensor) -> Any:
+            return cp.attention(*tensor[:3], sinks=tensor[3])
 
         wanted = torch.autograd.grad(run(*leaves, sinks), (*leaves, sinks), grad_out)
         out = checkpoint(run, *leaves, sinks, use_reentrant=False)
-        found = torch.autograd.grad(out, (*leaves, sinks), grad_out)
-        return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+        results = torch.autograd.grad(out, (*leaves, sinks), grad_out)
+        return all(torch.equal(a, b) for a, b in zip(wanted, results, strict=True))
 
 
 def test_a_checkpoint_computes_them_again(pool: WorkerPool) -> None:
@@ -166,7 +166,7 @@ def test_a_checkpoint_computes_them_again(pool: WorkerPool) -> None:
 def with_documents(rank: int, world_size: int) -> list[tuple[list[float], Tensor]]:
     """Errors of out, dq, dk and dv for batches of other documents and lengths, and this rank's part
     of the gradient of sinks."""
-    found = []
+    results = []
     with context(CASE, tile=None, chunks=None) as cp:
         for starts in DOCUMENTS:
             case = batch_of(starts)
@@ -181,8 +181,8 @@ def with_documents(rank: int, world_size: int) -> list[tuple[list[float], Tensor
                 (a - cp.shard(truth[name], 1, documents=docs)).abs().max().item()
                 for name, a in zip(("out", *NAMES[2:]), (out, *grads), strict=False)
             ]
-            found.append((errors, grads[-1]))
-    return found
+            results.append((errors, grads[-1]))
+    return results
 
 
 DOCUMENTS = ((0, 5, 45), (0, 1, 30, 61))

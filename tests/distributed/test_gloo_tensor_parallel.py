@@ -161,8 +161,8 @@ def as_dtensors(rank: int, world_size: int) -> dict[str, bool]:
         cut: Any = [cp.shard(spread(x, Shard(2)), 1, documents=docs) for x in heads]
         sinks = torch.tensor([0.3, -1.0])
         wanted: Any = cp.attention(*own, sinks=sinks, documents=docs, return_lse=True)
-        given = spread(sinks, Shard(0))
-        both: Any = cp.attention(*cut, sinks=given, documents=docs, return_lse=True)
+        inputs = spread(sinks, Shard(0))
+        both: Any = cp.attention(*cut, sinks=inputs, documents=docs, return_lse=True)
         out, lse = both
         once = mesh_attention(*cut, causal=True, group=mesh["cp"], seq_len=TOKENS)
         joined: Any = cp.unshard(out, 1, documents=docs)
@@ -187,8 +187,8 @@ def as_dtensors(rank: int, world_size: int) -> dict[str, bool]:
 
 
 def test_what_becomes_of_a_dtensor_is_one_that_is_spread_alike(pool: WorkerPool) -> None:
-    for found in pool.run(as_dtensors, 4):
-        assert [name for name, right in found.items() if not right] == []
+    for results in pool.run(as_dtensors, 4):
+        assert [name for name, right in results.items() if not right] == []
 
 
 def refused(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -201,7 +201,7 @@ def refused(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, str]]
 
     uneven: Any = {"shape": torch.Size((1, 12, 3, DIM)), "stride": (288, 24, 8, 1)}
     odd = DTensor.from_local(x, mesh["tp"], [Shard(2)], run_check=False, **uneven)
-    given: dict[str, list[Any]] = {
+    arguments: dict[str, list[Any]] = {
         "replicated": [spread(x, Replicate())] * 3,
         "partial": [spread(x, Partial())] * 3,
         "tokens": [spread(x, Shard(1))] * 3,
@@ -215,30 +215,32 @@ def refused(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, str]]
         logits = torch.ones(1, 12, 5)
         raised: dict[str, Any] = {}
         is_odd = rank in (1, 2)  # one in each group
-        for name, tensors in given.items():
-            mine = tensors if is_odd else [x] * 3
-            raised[name] = raised_by(partial(cp.attention, *mine), cp)
+        for name, tensors in arguments.items():
+            own = tensors if is_odd else [x] * 3
+            raised[name] = raised_by(partial(cp.attention, *own), cp)
         part = spread(x, Shard(1)) if is_odd else x
         raised["unshard"] = raised_by(lambda: cp.unshard(part, 1, documents=docs), cp)
         words = spread(logits, Shard(2)) if is_odd else logits
         raised["loss"] = raised_by(lambda: cp.cross_entropy(words, ids, reduce="sum"), cp)
-        told = {
+        messages = {
             "shard": refusal(lambda: cp.shard(spread(x, Shard(1)), 1, documents=docs)),
             "batch": refusal(lambda: cp.shard_batch(input_ids=spread(ids, Replicate()))),
         }
         cp.attention(x, x, x)
-        return raised, told
+        return raised, messages
 
 
 def test_dtensors_that_say_something_else_are_refused_on_all_ranks(pool: WorkerPool) -> None:
     """Need 6."""
-    found = pool.run(refused, 4)
+    results = pool.run(refused, 4)
     odd = {"mixed": "k is a plain tensor", "few KV heads": "k is a DTensor; give the plain"}
     odd |= {"unshard": "x is a DTensor; give x.full_tensor()", "loss": "logits is a DTensor"}
-    for name in found[0][0]:
-        raised = [one[name] for one, _ in found]
+    for name in results[0][0]:
+        raised = [result[name] for result, _ in results]
         all_raised(raised)
-        assert all(odd.get(name, "q is a DTensor; give the plain") in one.error for one in raised)
-    for _, told in found:
-        assert "x is a DTensor; give x.full_tensor()" in told["shard"]
-        assert "input_ids is a DTensor; give the plain" in told["batch"]
+        assert all(
+            odd.get(name, "q is a DTensor; give the plain") in failure.error for failure in raised
+        )
+    for _, messages in results:
+        assert "x is a DTensor; give x.full_tensor()" in messages["shard"]
+        assert "input_ids is a DTensor; give the plain" in messages["batch"]

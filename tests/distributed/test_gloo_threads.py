@@ -62,13 +62,13 @@ def on_one_group(rank: int, world_size: int) -> list[str]:
     q, k, v = (cp.shard(x, 1) for x in whole(1))
     right = cp.attention(q, k, v)
     assert isinstance(right, Tensor)
-    told = []
+    messages = []
 
     def call() -> None:
         try:
-            told.append("right" if right.equal(cp.attention(q, k, v)) else "wrong")  # type: ignore[arg-type]
+            messages.append("right" if right.equal(cp.attention(q, k, v)) else "wrong")  # type: ignore[arg-type]
         except MeshAttentionError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     if rank == 0:
         first = threading.Thread(target=call)
@@ -82,14 +82,14 @@ def on_one_group(rank: int, world_size: int) -> list[str]:
         store.wait(["crossed"])
         call()
     call()
-    return told
+    return messages
 
 
 def test_two_threads_on_one_group_are_refused_on_all_ranks(pool: WorkerPool) -> None:
     refused, *others = pool.run(on_one_group, RANKS)
     cause = "rank 0: a call in thread 'MainThread' began while another thread was in one"
     assert refused[0].startswith(cause)
-    assert all(cause in told for told in refused[1:])
+    assert all(cause in message for message in refused[1:])
     assert "everything on this group is refused" in refused[2]
     for first, second in others:  # all ranks were in the first, so it may have come to its end
         assert cause in first or first == "right"
@@ -130,6 +130,6 @@ def on_two_groups(rank: int, world_size: int) -> list[float]:
 def test_first_calls_of_two_threads_on_a_group_each_do_not_wait_for_each_other(
     pool: WorkerPool,
 ) -> None:
-    for found in pool.run(on_two_groups, RANKS):
-        assert len(found) == 4
-        assert max(found) < 1e-5
+    for result in pool.run(on_two_groups, RANKS):
+        assert len(result) == 4
+        assert max(result) < 1e-5

@@ -47,8 +47,8 @@ def grads_of(model: torch.nn.Module) -> list[Tensor]:
     return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
 
 
-def check(found: list[Trained], wanted: Trained) -> None:
-    for of_rank in found:
+def check(results: list[Trained], wanted: Trained) -> None:
+    for of_rank in results:
         for (loss, grads), (true_loss, true_grads) in zip(of_rank, wanted, strict=True):
             assert abs(loss - true_loss) < 1e-5 * true_loss
             for a, b in zip(grads, true_grads, strict=True):
@@ -61,7 +61,7 @@ def check(found: list[Trained], wanted: Trained) -> None:
 def by_hand(rank: int, world_size: int, cases: list[WholeCase]) -> Trained:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    found = []
+    results = []
     with make() as cp:
         for case in cases:
             optimizer.zero_grad()
@@ -70,9 +70,9 @@ def by_hand(rank: int, world_size: int, cases: list[WholeCase]) -> Trained:
             mean.loss.backward()  # type: ignore[no-untyped-call]
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-            found.append((mean.value.item(), grads_of(model)))
+            results.append((mean.value.item(), grads_of(model)))
             optimizer.step()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -89,8 +89,8 @@ def test_training_on_any_batches_has_losses_and_gradients_of_one_process(
 
 
 def parameters_of(model: torch.nn.Module) -> list[Tensor]:
-    found: list[Any] = [p.detach() for p in model.parameters()]
-    return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in found]
+    results: list[Any] = [p.detach() for p in model.parameters()]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in results]
 
 
 def by_framework(
@@ -112,7 +112,7 @@ def by_framework(
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     place = mesh.get_coordinate()
     assert place is not None
-    found = []
+    results = []
     with make(mesh["cp"]) as cp:
         for cases in steps:
             optimizer.zero_grad()
@@ -122,9 +122,9 @@ def by_framework(
             reduce: Any = "ddp" if name == "ddp" else "fsdp"
             mean = cp.cross_entropy(logits, batch.labels, reduce=reduce, data_parallel=counted)
             mean.loss.backward()  # type: ignore[no-untyped-call]
-            found.append((mean.value.item(), grads_of(model)))
+            results.append((mean.value.item(), grads_of(model)))
             optimizer.step()
-    return found, parameters_of(model)
+    return results, parameters_of(model)
 
 
 ORDERED, ODD = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
@@ -146,9 +146,9 @@ def test_frameworks_that_average_gradients_get_those_of_the_mean_over_all_tokens
     batches = [[PACKED, RIGHT], [FEW, POSITIONS], [PLAIN, FEW]]
     steps = [cases[: len(ranks)] for cases in batches]
     [(wanted, parameters)] = pool.run(truth_and_parameters, 1, steps)
-    found = pool.run(by_framework, sum(map(len, ranks)), name, ranks, steps)
-    check([trained for trained, _ in found], wanted)
-    for _, after in found:
+    results = pool.run(by_framework, sum(map(len, ranks)), name, ranks, steps)
+    check([trained for trained, _ in results], wanted)
+    for _, after in results:
         for a, b, before in zip(after, parameters, make_model().parameters(), strict=True):
             assert (a - b).abs().max() <= 1e-5 * (b - before).abs().max() + 1e-7
 
@@ -202,7 +202,7 @@ def as_on_the_page(rank: int, world_size: int, steps: Steps) -> list[float]:
     _, loop, *blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     model = ModelOfThePage()
     model.load_state_dict(make_model().state_dict())
-    mine = [cases[rank // 2] for cases in steps]
+    own = [cases[rank // 2] for cases in steps]
     losses: list[float] = []
     names = model.names = {
         "device_type": "cpu",
@@ -213,7 +213,7 @@ def as_on_the_page(rank: int, world_size: int, steps: Steps) -> list[float]:
         "init_device_mesh": init_device_mesh,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), RATE),
-        "loader": [{"input_ids": x.input_ids, "labels": x.labels, **x.given} for x in mine],
+        "loader": [{"input_ids": x.input_ids, "labels": x.labels, **x.arguments} for x in own],
         "losses": losses,
         "doctor": doctor,
     }
@@ -235,7 +235,7 @@ def test_the_loop_of_the_page_has_the_losses_of_one_process(pool: WorkerPool) ->
 def made_ahead(rank: int, world_size: int) -> list[float]:
     model, losses = make_model(), []
     cases = [PACKED, ROWS, PACKED, ROWS]
-    loader = [{"input_ids": x.input_ids, "labels": x.labels, **x.given} for x in cases]
+    loader = [{"input_ids": x.input_ids, "labels": x.labels, **x.arguments} for x in cases]
     with make() as cp:
         for whole, docs in cp.prefetch(loader, lambda whole: whole["cu_seqlens"]):
             batch = cp.shard_batch(**whole, documents=docs)
@@ -274,6 +274,6 @@ def test_labels_of_another_batch_than_the_attention_before_the_logits_are_refuse
     pool: WorkerPool,
 ) -> None:
     for words in pool.run(labels_of_another_batch, 2):
-        assert all("targets are those of another batch than" in told for told in words)
+        assert all("targets are those of another batch than" in message for message in words)
         assert "logits, which" in words[0]
         assert "hidden_or_logits, which" in words[1]

@@ -37,10 +37,10 @@ def choices(rank: int, world_size: int, transport: str) -> dict[str, tuple[str, 
 def test_every_group_says_which_transport_it_has_and_why(
     pool: WorkerPool, transport: str, why: str
 ) -> None:
-    for found in pool.run(choices, 4, transport):
-        assert any(name.startswith("forward ") for name in found)
-        assert any(name.startswith("backward ") for name in found)
-        assert all(name == "distributed" and why in reason for name, reason in found.values())
+    for results in pool.run(choices, 4, transport):
+        assert any(name.startswith("forward ") for name in results)
+        assert any(name.startswith("backward ") for name in results)
+        assert all(name == "distributed" and why in reason for name, reason in results.values())
 
 
 def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Raised:
@@ -52,7 +52,7 @@ def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Raised:
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "told"),
+    ("by_rank", "message"),
     [
         (["symmetric"] * 4, "transport='symmetric' is not possible: the tensors are on the cpu"),
         (["auto", "auto", "distributed", "auto"], "transport is 'distributed' there, 'auto'"),
@@ -60,11 +60,11 @@ def wanted(rank: int, world_size: int, by_rank: list[Any]) -> Raised:
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(
-    pool: WorkerPool, by_rank: list[Any], told: str
+    pool: WorkerPool, by_rank: list[Any], message: str
 ) -> None:
     raised = pool.run(wanted, 4, by_rank)
     all_raised(raised)
-    assert all(told in one.error for one in raised), raised
+    assert all(message in failure.error for failure in raised), raised
 
 
 def test_one_rank_needs_no_transport(pool: WorkerPool) -> None:
@@ -72,9 +72,9 @@ def test_one_rank_needs_no_transport(pool: WorkerPool) -> None:
 
 
 def alone(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
-    one = replace(CASE, ranks=1, options={})
-    with context(one, transport="symmetric") as cp:
-        attend(cp, one)
+    changed = replace(CASE, ranks=1, options={})
+    with context(changed, transport="symmetric") as cp:
+        attend(cp, changed)
         return cp.transports()
 
 
@@ -89,7 +89,7 @@ class Plain:
         self.own = torch.empty(num_bytes, dtype=torch.uint8)
         self.released = False
 
-    def connect(self, *given: Any) -> None:
+    def connect(self, *inputs: Any) -> None:
         self._step("connect")
 
     def connected(self) -> None: ...
@@ -123,11 +123,11 @@ def share(rank: int, world_size: int, fails: tuple[int, str]) -> tuple[str, bool
 
 @pytest.mark.parametrize("step", ["begin", "allocate", "connect"])
 def test_a_failure_of_one_rank_is_told_to_all(pool: WorkerPool, step: str) -> None:
-    found = pool.run(share, 3, (1, step))
-    reasons = {reason for reason, _, _ in found}
+    results = pool.run(share, 3, (1, step))
+    reasons = {reason for reason, _, _ in results}
     assert len(reasons) == 1
     assert reasons.pop().startswith("rank 1: ")
-    assert not any(covered for _, covered, _ in found)
+    assert not any(covered for _, covered, _ in results)
 
 
 def test_a_block_grows_to_the_largest_call_and_never_shrinks(pool: WorkerPool) -> None:

@@ -41,20 +41,20 @@ def run_tuned(rank: int, world_size: int, case: Case, folder: str) -> dict[str, 
     heads = {"num_heads": p.num_heads, "num_kv_heads": p.kv_heads, "head_dim": p.head_dim}
     asked: dict[str, Any] = {"seq_len": 48, "mask": case.mask, "dtype": case.dtype, **heads}
     file, other = f"{folder}/tuned.json", f"{folder}/other.json"
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     # The same answers by another name, on the last rank.
-    mine = f"{folder}/copy.json" if rank == 3 else file
-    with ContextParallel(tuned=mine, **asked) as cp:
-        found["fixed"] = attend(cp, case), digest(cp.plan), cp.choice
+    own = f"{folder}/copy.json" if rank == 3 else file
+    with ContextParallel(tuned=own, **asked) as cp:
+        results["fixed"] = attend(cp, case), digest(cp.plan), cp.choice
         shards = [cp.shard(x.to(case.dtype), dim=1) for x in case.tensors()[:3]]
         out = cp.attention(*shards)
         by_function = mesh_attention(*shards, causal=True, tuned=file)
         assert torch.equal(out, by_function)  # type: ignore[arg-type]
-    with ContextParallel(tuned=Path(mine), causal=True) as cp:
+    with ContextParallel(tuned=Path(own), causal=True) as cp:
         assert torch.equal(out, cp.attention(*shards))  # type: ignore[arg-type]
-        found["by calls"] = digest(cp.plan), cp.choice
+        results["by calls"] = digest(cp.plan), cp.choice
         longer = [torch.cat([x, x], dim=1) for x in shards]
-        found["other sizes"] = raised_by(partial(cp.attention, *longer)).error
+        results["other sizes"] = raised_by(partial(cp.attention, *longer)).error
     wrong: dict[str, dict[str, Any]] = {
         "ranks differ": {"tuned": other if rank == 0 else file},
         "one has none": {"tuned": file if rank == 0 else None},
@@ -64,9 +64,9 @@ def run_tuned(rank: int, world_size: int, case: Case, folder: str) -> dict[str, 
         "no name": {"tuned": 5},
     }
     for name, how in wrong.items():
-        found[name] = raised_by(partial(ContextParallel, **asked, **how)).error
-    found["plan"] = raised_by(partial(ContextParallel, plan=cp.plan, tuned=file)).error
-    return found
+        results[name] = raised_by(partial(ContextParallel, **asked, **how)).error
+    results["plan"] = raised_by(partial(ContextParallel, plan=cp.plan, tuned=file)).error
+    return results
 
 
 def test_what_was_measured_is_planned_and_all_else_is_an_error_on_all_ranks(
@@ -77,22 +77,22 @@ def test_what_was_measured_is_planned_and_all_else_is_an_error_on_all_ranks(
     write(tmp_path / "other.json", dict.fromkeys(Direction, ("ring", {})))
     by_rank = pool.run(run_tuned, 4, CASE, str(tmp_path))
     truth = attention(*CASE.tensors(), CASE.mask)
-    parts: list[Part] = [one["fixed"][0] for one in by_rank]
+    parts: list[Part] = [of_rank["fixed"][0] for of_rank in by_rank]
     assert max(errors(whole(parts, CASE), truth).values()) <= tolerance(CASE.dtype)
     measured = digest(question_of(CLUSTER, replace(CASE.problem), 4, CHOSEN).plan())
-    for one in by_rank:
-        _, plan, choice = one["fixed"]
-        assert plan == one["by calls"][0] == measured
+    for results_of_rank in by_rank:
+        _, plan, choice = results_of_rank["fixed"]
+        assert plan == results_of_rank["by calls"][0] == measured
         assert "tuned: 1 + 1 ms measured forward and backward on 4 ranks of cpu, gloo" in choice
         assert "others found something else" not in choice
-        assert "looked up by the sizes of each call" in one["by calls"][1]
-        assert "has no answer for 96 tokens" in one["other sizes"]
-        assert "--tokens 96" in one["other sizes"]
-        assert "tuned is" in one["ranks differ"]
-        assert "tuned is" in one["one has none"]
-        assert "has no answer for 48 tokens" in one["options"]
-        assert "--layout striped" in one["options"]
-        assert "the file sets the method" in one["method"]
-        assert "No such file" in one["missing"]
-        assert "must be the name of a file" in one["no name"]
-        assert "leave it out, or leave plan out" in one["plan"]
+        assert "looked up by the sizes of each call" in results_of_rank["by calls"][1]
+        assert "has no answer for 96 tokens" in results_of_rank["other sizes"]
+        assert "--tokens 96" in results_of_rank["other sizes"]
+        assert "tuned is" in results_of_rank["ranks differ"]
+        assert "tuned is" in results_of_rank["one has none"]
+        assert "has no answer for 48 tokens" in results_of_rank["options"]
+        assert "--layout striped" in results_of_rank["options"]
+        assert "the file sets the method" in results_of_rank["method"]
+        assert "No such file" in results_of_rank["missing"]
+        assert "must be the name of a file" in results_of_rank["no name"]
+        assert "leave it out, or leave plan out" in results_of_rank["plan"]

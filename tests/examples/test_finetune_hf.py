@@ -40,10 +40,10 @@ def losses(printed: str) -> tuple[float, float]:
 def test_fine_tuning_learns_the_same_on_one_and_on_two_ranks(
     model_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    given = ["--steps", "2", "--tokens", "500", "--output", str(tmp_path)]
-    first, other = model_pool.run(run, 2, "--cp", "2", *given, "--checkpointing")
+    flags = ["--steps", "2", "--tokens", "500", "--output", str(tmp_path)]
+    first, other = model_pool.run(run, 2, "--cp", "2", *flags, "--checkpointing")
     assert not other
-    [alone] = model_pool.run(run, 1, "--cp", "1", *given)
+    [alone] = model_pool.run(run, 1, "--cp", "1", *flags)
     before, after = losses(first)
     assert (before, after) == pytest.approx(losses(alone), abs=2e-5)
     assert after < before - 0.3
@@ -55,8 +55,8 @@ def test_fine_tuning_learns_the_same_on_one_and_on_two_ranks(
 def test_fine_tuning_trains_adapters_on_data_parallel_by_context_parallel_ranks(
     model_pool: WorkerPool,
 ) -> None:
-    given = ["--steps", "10", "--cp", "2", "--lora"]
-    first, *others = model_pool.run(run, 4, *given)
+    flags = ["--steps", "10", "--cp", "2", "--lora"]
+    first, *others = model_pool.run(run, 4, *flags)
     assert not any(others)
     before, after = losses(first)
     assert after < before - 0.1

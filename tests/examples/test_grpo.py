@@ -34,9 +34,9 @@ def vowels(printed: str) -> tuple[float, float]:
 
 
 def test_grpo_learns_the_same_on_one_and_on_two_ranks(model_pool: WorkerPool) -> None:
-    given = ["--steps", "4", "--tokens", "8"]
-    first, other = model_pool.run(run, 2, "--cp", "2", *given)
-    [alone] = model_pool.run(run, 1, "--cp", "1", *given)
+    flags = ["--steps", "4", "--tokens", "8"]
+    first, other = model_pool.run(run, 2, "--cp", "2", *flags)
+    [alone] = model_pool.run(run, 1, "--cp", "1", *flags)
     assert vowels(first) == pytest.approx(vowels(alone), abs=1e-4)
     assert "1 data-parallel by 2 context-parallel ranks, 4 steps" in first
     assert "context-parallel" not in other

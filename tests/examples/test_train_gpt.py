@@ -50,16 +50,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(printed: list[str]) -> list[float]:
     first, *others = printed
     assert not any(others)
-    found: list[float] = json.loads(first)["losses"]
-    return found
+    results: list[float] = json.loads(first)["losses"]
+    return results
 
 
 @pytest.fixture(scope="module")
 def trained(pool: WorkerPool, text: Path) -> tuple[Path, list[float]]:
     """On data-parallel by context-parallel ranks, two by two; and its checkpoints."""
     folder = text.parent / "checkpoints"
-    given = [*SIZES, "--text", str(text), "--checkpoints", str(folder), "--save-every", str(SAVED)]
-    return folder, losses(pool.run(run_example, 4, FILE.name, *given, "--json"))
+    flags = [*SIZES, "--text", str(text), "--checkpoints", str(folder), "--save-every", str(SAVED)]
+    return folder, losses(pool.run(run_example, 4, FILE.name, *flags, "--json"))
 
 
 class OneProcess(nn.Module):
@@ -87,7 +87,7 @@ def on_one_process(rank: int, world_size: int, file: Path, arguments: list[str])
     args: Namespace = names["read"](arguments)
     model: Any = names["made"](args, OneProcess(), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
-    found = []
+    results = []
     for whole in names["packs"](args, 0, 1):
         ids, starts = whole["input_ids"], whole["cu_seqlens"]
         positions, targets = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -100,18 +100,18 @@ def on_one_process(rank: int, world_size: int, file: Path, arguments: list[str])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        results.append(loss.item())
+    return results
 
 
 def test_training_has_the_losses_of_one_process(
     pool: WorkerPool, text: Path, trained: tuple[Path, list[float]]
 ) -> None:
     """Need 9."""
-    [one] = pool.run(on_one_process, 1, FILE, [*SIZES, "--text", str(text)])
+    [alone] = pool.run(on_one_process, 1, FILE, [*SIZES, "--text", str(text)])
     many = trained[1]
-    assert len(many) == len(one) == STEPS
-    assert all(abs(a - b) < 1e-4 for a, b in zip(many, one, strict=True))
+    assert len(many) == len(alone) == STEPS
+    assert all(abs(a - b) < 1e-4 for a, b in zip(many, alone, strict=True))
     assert many[-1] < many[0] / 2
 
 
@@ -134,10 +134,10 @@ def test_a_checkpoint_goes_on_with_the_very_same_losses_on_any_number_of_ranks(
     """Saved by FSDP2 on two by two ranks; there are one, two and four context-parallel ranks."""
     folder, wanted = trained
     shutil.copytree(folder / f"step-{SAVED}", tmp_path / f"step-{SAVED}")
-    given = [*SIZES, "--text", str(text), "--checkpoints", str(tmp_path), "--json", *more]
-    found = losses(pool.run(run_example, ranks, FILE.name, *given))
-    assert found[:SAVED] == wanted[:SAVED]
-    assert found[SAVED:] == pytest.approx(wanted[SAVED:], rel=1e-5)
+    flags = [*SIZES, "--text", str(text), "--checkpoints", str(tmp_path), "--json", *more]
+    results = losses(pool.run(run_example, ranks, FILE.name, *flags))
+    assert results[:SAVED] == wanted[:SAVED]
+    assert results[SAVED:] == pytest.approx(wanted[SAVED:], rel=1e-5)
     assert (tmp_path / f"step-{STEPS}" / ".metadata").exists()
 
 
@@ -152,14 +152,14 @@ def refused(rank: int, world_size: int, *arguments: str) -> str:
 def test_a_checkpoint_of_another_run_is_refused(
     pool: WorkerPool, text: Path, trained: tuple[Path, list[float]]
 ) -> None:
-    given = [*SIZES, "--text", str(text), "--checkpoints", str(trained[0]), "--seed", "1"]
-    assert "is of another run" in pool.run(refused, 1, *given)[0]
+    flags = [*SIZES, "--text", str(text), "--checkpoints", str(trained[0]), "--seed", "1"]
+    assert "is of another run" in pool.run(refused, 1, *flags)[0]
 
 
 def test_the_losses_are_drawn_and_printed(pool: WorkerPool, text: Path, tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
-    given = [*SIZES, "--text", str(text), "--steps", "2", "--plot", str(picture)]
-    [printed] = pool.run(run_example, 1, FILE.name, *given)
+    flags = [*SIZES, "--text", str(text), "--steps", "2", "--plot", str(picture)]
+    [printed] = pool.run(run_example, 1, FILE.name, *flags)
     assert "step 2: loss" in printed
     assert "1 data-parallel by 1 context-parallel ranks, fsdp" in printed
     assert "█▁" in printed
@@ -191,10 +191,10 @@ def test_it_starts_its_ranks_itself_and_refuses_what_does_not_fit(
         [command] = call.call_args.args
         assert command[1:3] == ["-m", "torch.distributed.run"]
         assert command[-3:] == [str(FILE), "--steps", "2"]
-        for wrong, told in WRONG.items():
+        for wrong, message in WRONG.items():
             with pytest.raises(SystemExit):
                 main(["--ranks", "4", *wrong.split()])
-            assert told in capsys.readouterr().err
+            assert message in capsys.readouterr().err
     assert call.call_count == 1
 
 
@@ -209,5 +209,5 @@ def test_it_runs_by_itself(wrap: str) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    told = json.loads(run.stdout)
-    assert (told["dp"], told["cp"], len(told["losses"])) == (2, 2, 3)
+    facts = json.loads(run.stdout)
+    assert (facts["dp"], facts["cp"], len(facts["losses"])) == (2, 2, 3)

@@ -34,7 +34,7 @@ def two_runs(
 ) -> list[tuple[list[str], set[str]]]:
     """Of each case: what differs in four calls, the first two and the last two of one object; and
     what is said of the kernels."""
-    found = []
+    results = []
     group = dist.new_group(backend=backend) if backend != "gloo" else None
     with context(cases[0], group, deterministic=True, **options):
         for case in cases:
@@ -51,14 +51,14 @@ def two_runs(
                     cp.check()
             first, *others = runs
             differ = [n for run in others for n, x in run.items() if not torch.equal(x, first[n])]
-            found.append((differ, said))
-    return found
+            results.append((differ, said))
+    return results
 
 
 def check(pool: WorkerPool, cases: list[Case], backend: str, **options: Any) -> None:
-    given = (cases, backend, options)
-    for found in pool.run(two_runs, RANKS, *given, seconds=2 * SECONDS):
-        assert found == [([], {"chosen, deterministic"})] * len(cases)
+    question = (cases, backend, options)
+    for result in pool.run(two_runs, RANKS, *question, seconds=2 * SECONDS):
+        assert result == [([], {"chosen, deterministic"})] * len(cases)
 
 
 @pytest.mark.parametrize("mask", [CASE.mask, DOCUMENTS], ids=["causal", "documents"])

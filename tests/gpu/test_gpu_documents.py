@@ -63,7 +63,7 @@ def errors(
     rank: int, world_size: int, changes: dict[str, Any], ahead: bool, no_wait: bool
 ) -> list[float]:
     group = dist.new_group(backend="nccl")
-    found: list[float] = []
+    results: list[float] = []
     packs = OF_ONE_LENGTH if no_wait else PACKS
     with ContextParallel(group, causal=True, **changes) as cp:
         on_device = {tuple(starts): [x.cuda() for x in tensors(starts)] for starts in packs}
@@ -81,15 +81,15 @@ def errors(
             grads = torch.autograd.grad(out, leaves, grad)
             waited = busy.query()  # type: ignore[no-untyped-call]
             if no_wait and step >= 3 and waited:
-                found.append(torch.inf)
+                results.append(torch.inf)
             torch.cuda.synchronize()
             cp.check()
             wanted = truth(starts, tensors(starts))
-            for mine, whole_one in zip((out.detach(), *grads), wanted, strict=True):
+            for own, whole_one in zip((out.detach(), *grads), wanted, strict=True):
                 right = cp.shard(whole_one, 1, documents=docs)
-                distance = (mine.cpu().double() - right).norm() / whole_one.norm()
-                found.append(float(distance))
-    return found
+                distance = (own.cpu().double() - right).norm() / whole_one.norm()
+                results.append(float(distance))
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -99,19 +99,19 @@ def errors(
 def test_new_documents_at_every_step_equal_the_truth(
     gpu_pool: WorkerPool, ranks: int, changes: dict[str, Any]
 ) -> None:
-    for found in gpu_pool.run(errors, ranks, changes, False, False, seconds=SECONDS):
-        assert max(found) < 1e-2
+    for result in gpu_pool.run(errors, ranks, changes, False, False, seconds=SECONDS):
+        assert max(result) < 1e-2
 
 
 def test_documents_made_ready_ahead_equal_the_truth(gpu_pool: WorkerPool) -> None:
-    for found in gpu_pool.run(errors, 2, {}, True, False, seconds=SECONDS):
-        assert max(found) < 1e-2
+    for result in gpu_pool.run(errors, 2, {}, True, False, seconds=SECONDS):
+        assert max(result) < 1e-2
 
 
 @pytest.mark.parametrize("kernel", ["triton", None])
 def test_the_host_never_waits_for_the_device_with_documents_made_ahead(
     gpu_pool: WorkerPool, kernel: str | None
 ) -> None:
-    given = {"method": "ulysses", "kernel": kernel}
-    for found in gpu_pool.run(errors, 2, given, True, True, seconds=SECONDS):
-        assert max(found) < 1e-2
+    arguments = {"method": "ulysses", "kernel": kernel}
+    for result in gpu_pool.run(errors, 2, arguments, True, True, seconds=SECONDS):
+        assert max(result) < 1e-2

@@ -64,8 +64,8 @@ def surroundings_untouched(view: Tensor) -> bool:
     return int(base.isnan().sum()) == base.numel() - view.numel() and not bool(view.isnan().any())
 
 
-def close(found: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, check_dtype=False)
+def close(result: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, check_dtype=False)
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -195,13 +195,13 @@ def test_rescaling_and_delta_equal_the_plain_versions(
 ) -> None:
     torch.manual_seed(0)
     out, grad_out, target = (tokens(shape, dtype) for _ in range(3))
-    found, expected = statistics(shape), statistics(shape)
-    fused.delta(out, grad_out, found)
+    result, expected = statistics(shape), statistics(shape)
+    fused.delta(out, grad_out, result)
     PLAIN.delta(out, grad_out, expected)
-    close(found, expected)
+    close(result, expected)
     truth = (out.double() * grad_out.double()).sum(-1).transpose(1, 2)
-    close(found, truth, atol=2e-5)
-    assert surroundings_untouched(found)
+    close(result, truth, atol=2e-5)
+    assert surroundings_untouched(result)
 
     own, everywhere = statistics(shape), statistics(shape)
     everywhere.copy_(torch.logaddexp(own, everywhere))
@@ -224,14 +224,14 @@ def test_the_stand_in_has_the_row_sums_it_should(
     grad_out[:, :2] = 0.0
     delta = statistics(shape)
     PLAIN.delta(out, grad_out, delta)
-    found = fused.stand_in(grad_out, delta)
+    results = fused.stand_in(grad_out, delta)
     expected = PLAIN.stand_in(grad_out, delta)
-    assert found.is_contiguous()
-    assert found.dtype == dtype
-    assert bool(found.isfinite().all())
-    assert bool((found[:, :2] == 0).all())
+    assert results.is_contiguous()
+    assert results.dtype == dtype
+    assert bool(results.isfinite().all())
+    assert bool((results[:, :2] == 0).all())
     # Equal magnitudes may be taken in another order, so row sums are compared, not entries.
-    for stand_in in (found, expected):
+    for stand_in in (results, expected):
         sums = (stand_in.double() * grad_out.double()).sum(-1).transpose(1, 2)
         worst = (sums - delta.double()).abs() / delta.double().abs().clamp(min=0.1)
         assert float(worst.max()) <= (1e-4 if shape[3] > 1 else torch.finfo(dtype).eps)
@@ -241,9 +241,9 @@ def test_the_stand_in_has_the_row_sums_it_should(
 def test_the_finite_lse_hides_unseen_rows_only(fused: RowKernels, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     lse = statistics(shape)
-    found = fused.finite_lse(lse)
-    assert found.is_contiguous()
-    assert torch.equal(found, PLAIN.finite_lse(lse))
+    result = fused.finite_lse(lse)
+    assert result.is_contiguous()
+    assert torch.equal(result, PLAIN.finite_lse(lse))
 
 
 def test_empty_views_are_left_alone(fused: RowKernels) -> None:

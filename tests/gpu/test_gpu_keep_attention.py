@@ -25,7 +25,7 @@ WIDTH = HEADS[0] * HEADS[2]
 def trained(cp: ContextParallel, run: Run, blocks: Any) -> tuple[list[torch.Tensor], int]:
     """Outputs and gradients of all steps, and the most memory of the last one."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for _ in range(STEPS):
         torch.cuda.reset_peak_memory_stats()
         whole = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -36,10 +36,10 @@ def trained(cp: ContextParallel, run: Run, blocks: Any) -> tuple[list[torch.Tens
             x = run(block, x, angles)
         x.float().square().mean().backward()  # type: ignore[no-untyped-call]
         most = torch.cuda.max_memory_allocated()
-        found += [x.detach().cpu(), *(p.grad.cpu() for p in blocks.parameters())]
+        results += [x.detach().cpu(), *(p.grad.cpu() for p in blocks.parameters())]
         blocks.zero_grad()
     cp.check()
-    return found, most
+    return results, most
 
 
 def in_every_way(rank: int, world_size: int) -> tuple[list[str], dict[str, int]]:
@@ -70,8 +70,8 @@ def in_every_way(rank: int, world_size: int) -> tuple[list[str], dict[str, int]]
         }
         wanted, _ = trained(cp, plain, blocks)
         for name, run in ways.items():
-            found, most[name] = trained(cp, run, blocks)
-            if not equal(wanted, found):
+            result, most[name] = trained(cp, run, blocks)
+            if not equal(wanted, result):
                 wrong.append(f"{name}: other bits")
         if host.num_bytes or host.stayed_bytes:
             wrong.append(f"{host.num_bytes} bytes are left, {host.stayed_bytes} stayed")

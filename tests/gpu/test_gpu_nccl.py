@@ -29,10 +29,10 @@ def one_rank(rank: int, world_size: int, case: Case) -> Part:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_nccl_rank_equals_the_truth(gpu_pool: WorkerPool, dtype: torch.dtype) -> None:
-    one = case(dtype)
-    parts = gpu_pool.run(one_rank, 1, one, seconds=SECONDS)
-    found = relative_errors(whole(parts, one), attention(*one.tensors(), one.mask))
-    assert max(found.values()) <= LIMIT[dtype]
+    asked = case(dtype)
+    parts = gpu_pool.run(one_rank, 1, asked, seconds=SECONDS)
+    result = relative_errors(whole(parts, asked), attention(*asked.tensors(), asked.mask))
+    assert max(result.values()) <= LIMIT[dtype]
 
 
 def test_a_warm_call_over_nccl_never_stops_the_host(gpu_pool: WorkerPool) -> None:

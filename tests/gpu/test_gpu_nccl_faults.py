@@ -46,35 +46,35 @@ class Failing(Reference):
 KERNEL = Failing()
 
 
-def call(cp: ContextParallel, given: list[Tensor], **options: Any) -> Tensor:
-    out = cp.attention(*given, **options)
+def call(cp: ContextParallel, inputs: list[Tensor], **options: Any) -> Tensor:
+    out = cp.attention(*inputs, **options)
     assert isinstance(out, Tensor)
     return out
 
 
 def make_call(
-    cp: ContextParallel, other: ContextParallel, given: list[Tensor], fault: str, odd: bool
+    cp: ContextParallel, other: ContextParallel, inputs: list[Tensor], fault: str, odd: bool
 ) -> Tensor:
     """What this rank does when the fault comes; `odd` is the rank that is at fault."""
     match fault:
         case "shape":
-            return call(cp, twice(given) if odd else given, label=0)
+            return call(cp, twice(inputs) if odd else inputs, label=0)
         case "label":
-            return call(cp, given, label=2 if odd else 1)
+            return call(cp, inputs, label=2 if odd else 1)
         case "object":
-            return call(other if odd else cp, given)
+            return call(other if odd else cp, inputs)
         case "exception":
             KERNEL.armed = odd
-            return call(other, given)
+            return call(other, inputs)
         case "killed" if odd:
             os.kill(os.getpid(), signal.SIGKILL)
         case "user code" if odd:
             os._exit(1)
-    return call(cp, given, label=0)
+    return call(cp, inputs, label=0)
 
 
-def twice(given: list[Tensor]) -> list[Tensor]:
-    return [x.repeat(2, 1, 1, 1) for x in given]
+def twice(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.repeat(2, 1, 1, 1) for x in inputs]
 
 
 def suffer(rank: int, fault: str, options: dict[str, Any]) -> tuple[float, bool, str]:
@@ -82,24 +82,24 @@ def suffer(rank: int, fault: str, options: dict[str, Any]) -> tuple[float, bool,
     group = dist.new_group(backend="nccl", timeout=timedelta(seconds=TIMEOUT_SECONDS))
     cp = context(CASE, group, transport="distributed", **options)
     other = context(CASE, group, transport="distributed", kernel="failing")
-    given = [cp.shard(x.cuda(), 1) for x in CASE.tensors()[:3]]
+    tensors = [cp.shard(x.cuda(), 1) for x in CASE.tensors()[:3]]
     KERNEL.armed = False
-    for one in (given, twice(given), given):
-        call(cp, one, label=0)
-    call(other, given)
+    for each in (tensors, twice(tensors), tensors):
+        call(cp, each, label=0)
+    call(other, tensors)
     torch.cuda.synchronize()
     begun = time.monotonic()
     finite = False
     try:
-        out = make_call(cp, other, given, fault, rank == ODD)
+        out = make_call(cp, other, tensors, fault, rank == ODD)
         torch.cuda.synchronize()
         finite = bool(out.isfinite().all())
         while time.monotonic() - begun < TIMEOUT_SECONDS + 5:
             cp.check()
             time.sleep(0.05)
     except (MeshAttentionError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        return time.monotonic() - begun, finite, told
+        message = f"{type(error).__name__}: {error}"
+        return time.monotonic() - begun, finite, message
     return time.monotonic() - begun, finite, ""
 
 
@@ -109,8 +109,8 @@ def suffer_all(
     """Ends the process: what is left of NCCL's after faults should not meet another test."""
     register_kernel(KERNEL)
     for fault in faults:
-        seconds, finite, told = suffer(rank, fault, options)
-        Path(folder, f"{rank} {fault}").write_text(f"{seconds}\n{finite}\n{told}")
+        seconds, finite, message = suffer(rank, fault, options)
+        Path(folder, f"{rank} {fault}").write_text(f"{seconds}\n{finite}\n{message}")
         dist.barrier() if fault in WORDS else time.sleep(2)
     os._exit(0)
 
@@ -134,7 +134,7 @@ GRAPHS = {"cuda_graph": True}
         (["killed"], GRAPHS),
         (["user code"], {}),
     ],
-    ids=lambda one: "-".join(one) if isinstance(one, list) else "graph" if one else "eager",
+    ids=lambda each: "-".join(each) if isinstance(each, list) else "graph" if each else "eager",
 )
 def test_every_rank_ends_with_an_error_that_names_the_odd_one(
     gpu_pool_in_turns: WorkerPool, tmp_path: Path, faults: list[str], options: dict[str, Any]
@@ -148,11 +148,11 @@ def test_every_rank_ends_with_an_error_that_names_the_odd_one(
         for rank in everyone:
             if rank == ODD and fault not in WORDS:
                 continue
-            seconds, finite, told = (tmp_path / f"{rank} {fault}").read_text().split("\n", 2)
-            assert float(seconds) < TIMEOUT_SECONDS + 5, told
-            assert finite == "False", told  # nothing wrong was handed out
+            seconds, finite, message = (tmp_path / f"{rank} {fault}").read_text().split("\n", 2)
+            assert float(seconds) < TIMEOUT_SECONDS + 5, message
+            assert finite == "False", message  # nothing wrong was handed out
             if rank == ODD and fault == "exception":
-                assert told == "RuntimeError: say, out of memory"
+                assert message == "RuntimeError: say, out of memory"
             else:
-                assert WORDS.get(fault, f"rank {ODD} has ended") in told
-                assert f"rank {ODD}" in told
+                assert WORDS.get(fault, f"rank {ODD} has ended") in message
+                assert f"rank {ODD}" in message

@@ -77,7 +77,7 @@ def test_ranks_outside_are_not_waited_for_where_the_job_is_bound_to_a_device(
 ) -> None:
     """With `init_process_group(device_id=...)` PyTorch splits groups off the job's communicator,
     in which all of its ranks would have to take part."""
-    one = case(2, torch.bfloat16)
-    parts = [part for part in gpu_pool.run(two_of_three, 3, one, seconds=SECONDS) if part]
-    found = relative_errors(whole(parts, one), attention(*one.tensors(), one.mask))
-    assert max(found.values()) <= LIMIT[one.dtype]
+    asked = case(2, torch.bfloat16)
+    parts = [part for part in gpu_pool.run(two_of_three, 3, asked, seconds=SECONDS) if part]
+    result = relative_errors(whole(parts, asked), attention(*asked.tensors(), asked.mask))
+    assert max(result.values()) <= LIMIT[asked.dtype]

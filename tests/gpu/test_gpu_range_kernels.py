@@ -69,10 +69,10 @@ def _installed(kernel: Kernel) -> None:
 def check(kernel: Kernel, block: Block, what: object = None, softcap: float = 0.0) -> Result:
     block = replace(block, mask=as_range(block))
     skip_if_refused(kernel, block)
-    found = _run(kernel, block, softcap)
+    result = _run(kernel, block, softcap)
     expected = _run(Reference(), block.to(torch.float64), softcap)
-    assert_close(found, expected, GPU_TOLERANCE[block.q.dtype], what)
-    return found
+    assert_close(result, expected, GPU_TOLERANCE[block.q.dtype], what)
+    return result
 
 
 def skip_if_refused(kernel: Kernel, block: Block) -> None:
@@ -137,8 +137,8 @@ def test_it_takes_what_is_given_through_the_runtime(kernel: Kernel) -> None:
         block = make_block(Shape(S=300, T=300, D=64, E=64), torch.bfloat16, maker, device="cuda")
         block = replace(block, mask=as_range(block))
         for delta_only in (False, True):
-            found = run(kernel, block, delta_only=delta_only)
-            assert_close(found, _run(Reference(), block.to(torch.float64)), 3e-2, maker.__name__)
+            result = run(kernel, block, delta_only=delta_only)
+            assert_close(result, _run(Reference(), block.to(torch.float64)), 3e-2, maker.__name__)
 
 
 def test_positions_may_be_on_the_device(kernel: Kernel) -> None:
@@ -152,11 +152,11 @@ def test_positions_may_be_on_the_device(kernel: Kernel) -> None:
 def test_rows_that_see_nothing_give_zeros(kernel: Kernel) -> None:
     shape = Shape(S=300, T=280, D=128, E=128)
     block = make_block(shape, torch.bfloat16, scattered, device="cuda", strided=True)
-    found = check(kernel, block)
-    unseen = found.lse[0, 0] == -torch.inf
+    result = check(kernel, block)
+    unseen = result.lse[0, 0] == -torch.inf
     assert unseen.any()
-    assert torch.all(found.out[:, unseen] == 0)
-    assert torch.all(found.dq[:, unseen] == 0)
+    assert torch.all(result.out[:, unseen] == 0)
+    assert torch.all(result.dq[:, unseen] == 0)
     for S, T in ((0, 64), (64, 0)):
         block = make_block(Shape(S=S, T=T, D=64, E=64), torch.bfloat16, device="cuda")
         empty = _run(kernel, replace(block, mask=as_range(block)))
@@ -191,8 +191,8 @@ def test_two_parts_of_the_keys_with_the_global_lse_add_up_to_the_whole(
         dq = grads[0][0].float() + grads[1][0].float()
         dk, dv = (torch.cat([grad[at] for grad in grads], dim=1) for at in (1, 2))
         expected = _run(Reference(), whole.to(torch.float64))
-        found = Result(out, lse, dq, dk, dv)
-        assert_close(found, expected, 2 * GPU_TOLERANCE[dtype], maker.__name__)
+        results = Result(out, lse, dq, dk, dv)
+        assert_close(results, expected, 2 * GPU_TOLERANCE[dtype], maker.__name__)
 
 
 def _statistics(shape: Shape) -> Tensor:
@@ -254,12 +254,12 @@ def test_a_warm_call_can_be_captured_in_a_graph(kernel: Kernel) -> None:
     expected = _run(kernel, block)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = _run(kernel, block)
+        results = _run(kernel, block)
     graph.replay()
     torch.cuda.synchronize()
-    for name, x in found.named().items():
+    for name, x in results.named().items():
         assert_close_to(x, expected.named()[name])
 
 
-def assert_close_to(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+def assert_close_to(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)

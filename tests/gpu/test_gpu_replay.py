@@ -1,12 +1,17 @@
-"""Stand-ins on a real GPU: what they write; a small replay and its memory.
+"""Stand-ins on a real GPU: what they write, how long they last, which SMs they take; a small replay
+and its memory.
 
-How long they last and which SMs they take is measured by `benchmarks/check_stand_ins.py`.
+Other tests use the GPU too, so that times have a lower bound only: a stand-in that is over early,
+or leaves SMs that it should take, would flatter a replay. On an idle GPU: docs/replay.md.
 """
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from one_rank import timing_events
 from replay.measure import measure, with_kernels_here
 from replay.rank import rank_to_replay
 from replay.stand_in_data import STOCK_BYTES
@@ -14,6 +19,8 @@ from replay.stand_in_data import STOCK_BYTES
 from mesh_attention import Mask, Problem
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
+from mesh_attention.kernels import Block, Full
+from mesh_attention.kernels.torch_ops import Cudnn
 from mesh_attention.plan.language.buffers import Buffer, Kind, Precision
 from mesh_attention.plan.language.plan import Direction
 
@@ -56,6 +63,52 @@ def test_every_byte_of_a_landing_is_written_and_no_other(
             wide = 10 / min(cut.numel(), STOCK_BYTES // cut.element_size()) ** 0.5
             assert mean == pytest.approx(13.0 if kind is Kind.LSE else 0.0, abs=wide)
             assert 0.5 * (0.1 if kind.is_statistic else 1.0) < spread
+
+
+@pytest.mark.parametrize("sms", [0, 1, 16])
+@pytest.mark.parametrize("lasts", [1e-4, 1e-3, 2e-2])
+def test_a_stand_in_is_not_over_before_its_time(sms: int, lasts: float) -> None:
+    from replay.hold import CudaHolder
+
+    holder = CudaHolder(DEVICE, sms)
+    start = holder.prepare(
+        [(buffer(), torch.empty(64, 1, 64, 128, device=DEVICE).bfloat16())], lasts
+    )
+    start(())  # compiles the kernel
+    holder.prepare([], 0.02)(())  # or the host, not the stand-in, would be timed
+    begin, end = timing_events()
+    begin.record(holder.stream)
+    for _ in range(5):
+        start(())
+    end.record(holder.stream)
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) * 1e-3 / 5 >= 0.98 * lasts
+
+
+def test_attention_waits_for_a_stand_in_on_every_sm() -> None:
+    from replay.hold import CudaHolder
+
+    lasts = 0.02
+    q, k, v = (torch.randn(1, 2048, 64, 128, device=DEVICE).bfloat16() for _ in range(3))
+    block = Block(q, k, v, Full(), 0.1)
+    Cudnn().forward(block)
+    every = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    ended = {}
+    for sms in (every, 16):
+        holder = CudaHolder(DEVICE, sms)
+        start = holder.prepare([], lasts)
+        start(())
+        torch.cuda.synchronize()
+        begin, end = timing_events()
+        begin.record(holder.stream)
+        start(())
+        time.sleep(0.002)  # by now its programs lie on their SMs
+        Cudnn().forward(block)
+        end.record()
+        torch.cuda.synchronize()
+        ended[sms] = begin.elapsed_time(end) * 1e-3
+    assert ended[every] >= 0.98 * lasts
+    assert ended[16] < ended[every]
 
 
 @pytest.mark.parametrize("sms", [0, 16])

@@ -27,10 +27,10 @@ def _errors(result: LocalResult, truth: LocalResult) -> list[float]:
         (result.grad_v, truth.grad_v),
     ]
     errors = []
-    for found, true in pairs:
-        assert found is not None
+    for results, true in pairs:
+        assert results is not None
         assert true is not None
-        difference = found.double() - true.double().to(found.device)
+        difference = results.double() - true.double().to(results.device)
         errors.append(float(difference.norm() / true.double().norm()))
     return errors
 

@@ -42,6 +42,6 @@ def one_rank(rank: int, world_size: int, cuda_graph: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_sinks_on_a_gpu_equal_the_truth(gpu_pool: WorkerPool, cuda_graph: bool) -> None:
-    (found,) = gpu_pool.run(one_rank, 1, cuda_graph, seconds=SECONDS)
-    errors = distances(found, attention_with_sinks(CASE.tensors(), SINKS, CASE.mask))
+    (results,) = gpu_pool.run(one_rank, 1, cuda_graph, seconds=SECONDS)
+    errors = distances(results, attention_with_sinks(CASE.tensors(), SINKS, CASE.mask))
     assert max(errors.values()) <= 0.02, errors

@@ -53,8 +53,8 @@ def test_shared_memory_grows_with_the_calls(gpu_pool: WorkerPool) -> None:
     for parts in zip(*gpu_pool.run(grow, 4, CASE, seconds=SECONDS), strict=True):
         out = parts[0].tensors["out"]
         fed = replace(CASE, dtype=out.dtype, batch=out.shape[0])
-        found = relative_errors(whole(list(parts), fed), attention(*fed.tensors(), fed.mask))
-        assert max(found.values()) <= LIMIT[out.dtype], (found, fed)
+        result = relative_errors(whole(list(parts), fed), attention(*fed.tensors(), fed.mask))
+        assert max(result.values()) <= LIMIT[out.dtype], (result, fed)
 
 
 def twice(rank: int, world_size: int, case: Case) -> bool:
@@ -99,8 +99,8 @@ def sub_group(rank: int, world_size: int, case: Case) -> Part | None:
 def test_ranks_with_different_histories_can_share_memory(gpu_pool: WorkerPool) -> None:
     pair = replace(CASE, ranks=2, options={})
     parts = [p for p in gpu_pool.run(sub_group, 4, pair, seconds=SECONDS) if p is not None]
-    found = relative_errors(whole(parts, pair), attention(*pair.tensors(), pair.mask))
-    assert max(found.values()) <= LIMIT[pair.dtype]
+    result = relative_errors(whole(parts, pair), attention(*pair.tensors(), pair.mask))
+    assert max(result.values()) <= LIMIT[pair.dtype]
     check(gpu_pool, [CASE], "symmetric")
 
 
@@ -123,9 +123,9 @@ def not_allowed(
 def test_what_is_impossible_is_refused_or_done_otherwise_with_a_reason(
     gpu_pool: WorkerPool,
 ) -> None:
-    found = gpu_pool.run(not_allowed, 2, replace(CASE, ranks=2, options={}), seconds=SECONDS)
-    all_raised([raised for raised, _ in found])
-    for raised, transports in found:
+    results = gpu_pool.run(not_allowed, 2, replace(CASE, ranks=2, options={}), seconds=SECONDS)
+    all_raised([raised for raised, _ in results])
+    for raised, transports in results:
         assert "transport='symmetric' is not possible" in raised.error
         assert "overlapping devices" in raised.error
         for name, reason in transports.values():
@@ -142,7 +142,7 @@ def test_a_plan_that_leaves_the_node_cannot_be_forced_into_it(gpu_pool: WorkerPo
     case = replace(CASE, options={**CASE.options, "ranks_per_node": 2})
     raised = gpu_pool.run(across_nodes, 4, case, seconds=SECONDS)
     all_raised(raised)
-    assert all("on another node" in one.error for one in raised)
+    assert all("on another node" in failure.error for failure in raised)
 
 
 def test_a_warm_call_over_shared_memory_never_stops_the_host(gpu_pool: WorkerPool) -> None:

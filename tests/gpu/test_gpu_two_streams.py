@@ -73,21 +73,21 @@ class Arrived:
 
 
 def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> list[Tensor]:
-    one = plan.direction(direction)
-    program = one.programs[rank]
+    pass_ = plan.direction(direction)
+    program = pass_.programs[rank]
     transport = Noted(program, own_stream=two_streams)
     executor = make_executor(
-        *(plan, one, rank, transport, Workspace(poison=True), CALL_SHAPE),
+        *(plan, pass_, rank, transport, Workspace(poison=True), CALL_SHAPE),
         softmax_scale=DIM**-0.5,
     )
-    given = {}
+    arguments = {}
     for at, buffer in enumerate(program.buffers):
         if buffer.role.is_filled:
             shape = (buffer.num_rows, 1, buffer.num_heads, buffer.kind.width(plan.problem))
-            given[buffer.name] = draw(
+            arguments[buffer.name] = draw(
                 buffer.kind, torch.Size(shape), CALL_SHAPE.dtype_of(buffer), seed=at
             )
-    run_to_end(executor.run(given))
+    run_to_end(executor.run(arguments))
     torch.cuda.synchronize()
     return transport.sent
 
@@ -105,9 +105,9 @@ def test_two_streams_compute_what_one_computes(
     expected = sent(plan, direction, rank, two_streams=False)
     assert any(x.isfinite().any() for x in expected)
     for _ in range(3):
-        found = sent(plan, direction, rank, two_streams=True)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert not one.isnan().any()
+        results = sent(plan, direction, rank, two_streams=True)
+        assert len(results) == len(expected)
+        for first, other in zip(results, expected, strict=True):
+            assert not first.isnan().any()
             # Gradients of queries are summed by the kernel in no fixed order.
-            torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(first, other, rtol=0.02, atol=0.02)

@@ -54,8 +54,8 @@ def tensors(seed: int, batch: int = 1) -> list[Tensor]:
     return [torch.randn(batch, TOKENS, h, DIM, device="cuda").bfloat16() for h in heads]
 
 
-def train(cp: ContextParallel, given: list[Tensor]) -> list[Tensor]:
-    q, k, v, grad_out = given
+def train(cp: ContextParallel, inputs: list[Tensor]) -> list[Tensor]:
+    q, k, v, grad_out = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = cp.attention(*leaves)
     assert isinstance(out, Tensor)
@@ -79,11 +79,11 @@ def context(*, causal: bool = True, **options: Any) -> ContextParallel:
 def test_a_warm_call_over_nccl_never_waits_for_the_device(
     one_rank: None, causal: bool, batch: int
 ) -> None:
-    given = tensors(0, batch)
+    inputs = tensors(0, batch)
     with context(causal=causal) as cp:
-        first = train(cp, given)
+        first = train(cp, inputs)
         with no_waiting_for_the_device():
-            second = train(cp, given)
+            second = train(cp, inputs)
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a, b) or torch.allclose(a, b, rtol=0.05, atol=0.05)
         assert dict(cp.kernels()["forward rows"])["fused"] == "chosen"
@@ -93,11 +93,11 @@ def test_a_warm_call_over_nccl_never_waits_for_the_device(
 def test_a_captured_call_gives_what_an_eager_one_gives(one_rank: None, batch: int) -> None:
     with context() as eager, context(cuda_graph=True, nvtx=True) as captured:
         for seed in range(3):
-            given = tensors(seed, batch)
-            for a, b in zip(train(eager, given), train(captured, given), strict=True):
+            inputs = tensors(seed, batch)
+            for a, b in zip(train(eager, inputs), train(captured, inputs), strict=True):
                 torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
         with no_waiting_for_the_device():
-            train(captured, given)
+            train(captured, inputs)
 
 
 def test_row_ranges_can_be_captured(one_rank: None) -> None:
@@ -108,14 +108,14 @@ def test_row_ranges_can_be_captured(one_rank: None) -> None:
         "num_kv_heads": KV_HEADS,
         "head_dim": DIM,
     }
-    found = []
+    results = []
     for graph in (False, True):
         with ContextParallel(
             None, **sizes, causal=True, window_size=(100, 0), cuda_graph=graph
         ) as cp:
             for number in range(3):  # captured by the first, replayed by the others
-                found.append(cp.attention(*tensors(number)[:3]))
-    for eager, replayed in zip(found[:3], found[3:], strict=True):
+                results.append(cp.attention(*tensors(number)[:3]))
+    for eager, replayed in zip(results[:3], results[3:], strict=True):
         assert isinstance(eager, Tensor)
         assert isinstance(replayed, Tensor)
         torch.testing.assert_close(replayed, eager, rtol=0.02, atol=0.02)
@@ -134,13 +134,13 @@ def all_ranks(
     plan: Plan, direction: Direction, call_shape: CallShape
 ) -> Callable[[Inputs], Inputs]:
     """The executors of all ranks in this process, made once."""
-    one = plan.direction(direction)
-    world = LocalWorld(one.groups)
+    pass_ = plan.direction(direction)
+    world = LocalWorld(pass_.groups)
     executors = [
         make_executor(
-            plan, one, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1
+            plan, pass_, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1
         )
-        for rank, p in enumerate(one.programs)
+        for rank, p in enumerate(pass_.programs)
     ]
     return lambda inputs: _in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
 
@@ -149,15 +149,15 @@ def local_inputs(plan: Plan, direction: Direction, call_shape: CallShape) -> Inp
     """Random tensors for the inputs of all ranks' programs."""
     result = []
     for program in plan.direction(direction).programs:
-        given = {}
+        arguments = {}
         for buffer in program.buffers:
             if buffer.role.value == "input":
                 width = buffer.kind.width(plan.problem)
                 shape = (buffer.num_rows, call_shape.batch, buffer.num_heads, width)
                 x = torch.randn(shape, device="cuda")
                 x = x.add_(8.0) if buffer.kind.value == "lse" else x
-                given[buffer.name] = x.to(call_shape.dtype_of(buffer))
-        result.append(given)
+                arguments[buffer.name] = x.to(call_shape.dtype_of(buffer))
+        result.append(arguments)
     return result
 
 
@@ -174,11 +174,13 @@ def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: D
     with no_waiting_for_the_device():
         run(inputs)
 
-    def flat(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        by_rank = [{n: given[f"{rank} {n}"] for n in x} for rank, x in enumerate(inputs)]
+    def flat(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        by_rank = [{n: arguments[f"{rank} {n}"] for n in x} for rank, x in enumerate(inputs)]
         return {f"{rank} {n}": x for rank, r in enumerate(run(by_rank)) for n, x in r.items()}
 
-    named = {f"{rank} {n}": x for rank, given in enumerate(inputs) for n, x in given.items()}
+    named = {
+        f"{rank} {n}": x for rank, arguments in enumerate(inputs) for n, x in arguments.items()
+    }
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     captured = CapturedCall(flat, named, WorkspaceBlock(torch.empty(0, device="cuda")), stream)
     replayed = captured(named)
@@ -190,10 +192,10 @@ def test_ranks_in_one_process_neither_wait_nor_differ_when_captured(direction: D
 def test_a_workspace_that_grows_is_bound_again() -> None:
     problem = Problem(TOKENS, HEADS, DIM, num_kv_heads=KV_HEADS, mask=Mask(causal=True))
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
-    one = plan.forward
+    pass_ = plan.forward
     workspace = Workspace()
     executor = make_executor(
-        plan, one, 0, AloneTransport(one.programs[0]), workspace, CALL_SHAPE, softmax_scale=0.1
+        plan, pass_, 0, AloneTransport(pass_.programs[0]), workspace, CALL_SHAPE, softmax_scale=0.1
     )
     inputs = local_inputs(plan, Direction.FORWARD, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))
@@ -211,9 +213,15 @@ def test_a_workspace_that_grows_is_bound_again() -> None:
 def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -> None:
     problem = Problem(65536, 16, 128, mask=Mask(causal=causal))
     plan = make_plan(problem, 16, method="mesh", tile=(4, 4), chunks=(2, 2))
-    one = plan.direction(direction)
+    pass_ = plan.direction(direction)
     executor = make_executor(
-        plan, one, 0, AloneTransport(one.programs[0]), Workspace(), CALL_SHAPE, softmax_scale=0.1
+        plan,
+        pass_,
+        0,
+        AloneTransport(pass_.programs[0]),
+        Workspace(),
+        CALL_SHAPE,
+        softmax_scale=0.1,
     )
     inputs = local_inputs(plan, direction, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))
@@ -222,17 +230,17 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
     torch.cuda.reset_peak_memory_stats()
     outputs = run_to_end(executor.run(inputs))
     torch.cuda.synchronize()
-    found = torch.cuda.max_memory_allocated() - before
+    result = torch.cuda.max_memory_allocated() - before
     made = sum(x.numel() * x.element_size() for x in outputs.values())
     planned = executor.workspace_bytes + made + executor.scratch_bytes
     mib = 2**20
     print(
-        f"{direction} causal={causal}: peak {found / mib:.1f} MiB, planned {planned / mib:.1f} = "
+        f"{direction} causal={causal}: peak {result / mib:.1f} MiB, planned {planned / mib:.1f} = "
         f"workspace {executor.workspace_bytes / mib:.1f} + outputs {made / mib:.1f} + "
         f"scratch of kernel calls {executor.scratch_bytes / mib:.1f}"
     )
-    assert found <= 1.02 * planned
-    assert found >= 0.98 * planned
+    assert result <= 1.02 * planned
+    assert result >= 0.98 * planned
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -241,17 +249,17 @@ def test_calls_on_several_streams_share_the_workspace_one_after_the_other(
 ) -> None:
     """Two objects on one group have one workspace, and nothing but it orders their streams."""
     with context(cuda_graph=cuda_graph) as first, context(causal=False) as second:
-        given = [tensors(seed) for seed in range(2)]
-        alone = [train(cp, x) for cp, x in zip((first, second), given, strict=True)]
+        inputs = [tensors(seed) for seed in range(2)]
+        alone = [train(cp, x) for cp, x in zip((first, second), inputs, strict=True)]
         streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
         for _ in range(5):
-            found = []
+            results = []
             torch.cuda.synchronize()
-            for cp, x, stream in zip((first, second), given, streams, strict=True):
+            for cp, x, stream in zip((first, second), inputs, streams, strict=True):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-                    found.append(train(cp, x))
+                    results.append(train(cp, x))
             torch.cuda.synchronize()
-            for have, want in zip(found, alone, strict=True):
+            for have, want in zip(results, alone, strict=True):
                 for result, expected in zip(have, want, strict=True):
                     torch.testing.assert_close(result, expected, rtol=0, atol=2e-2)

@@ -85,9 +85,9 @@ def fault_of(status: int | str, out: str, err: str) -> str:
     if "Traceback" in err or "Traceback" in out or status not in (0, 1, 2):
         return f"exit status {status}, {err[-600:]}"
     if status == 2:
-        told = [line for line in err.splitlines() if line.startswith("mesh-attention")]
-        if len(told) != 1 or " " not in told[0].partition(": ")[2]:
+        messages = [line for line in err.splitlines() if line.startswith("mesh-attention")]
+        if len(messages) != 1 or " " not in messages[0].partition(": ")[2]:
             return f"exit status 2 without one sentence: {err!r}"
-        if any(not character.isprintable() for character in told[0]):
-            return f"control characters: {told[0]!r}"
+        if any(not character.isprintable() for character in messages[0]):
+            return f"control characters: {messages[0]!r}"
     return ""

@@ -173,11 +173,11 @@ def _compared(cp: ContextParallel, case: ExactCase, handle: Any, numbers: dict[s
 
 def _distance(own: Tensor, whole: Tensor, positions: Tensor) -> float:
     real = positions < whole.shape[1]
-    wanted, found = whole[:, positions[real]], own[:, real].double()
+    wanted, results = whole[:, positions[real]], own[:, real].double()
     finite = wanted != -torch.inf
-    if not torch.equal(found != -torch.inf, finite) or found[finite].isnan().any():
+    if not torch.equal(results != -torch.inf, finite) or results[finite].isnan().any():
         return torch.inf
     if not finite.any():
         return 0.0
     scale = max(1.0, whole[whole != -torch.inf].abs().max().item())
-    return (found - wanted)[finite].abs().max().item() / scale
+    return (results - wanted)[finite].abs().max().item() / scale

@@ -46,11 +46,11 @@ def swap_two_calls(draw: Random, made: Instructions) -> Instructions | None:
     """Next to each other, or anywhere."""
     if len(made) < 2:
         return None
-    one = draw.randrange(len(made) - 1)
-    other = one + 1 if draw.random() < 0.6 else draw.randrange(len(made))
-    if made[one] == made[other]:
+    at = draw.randrange(len(made) - 1)
+    other = at + 1 if draw.random() < 0.6 else draw.randrange(len(made))
+    if made[at] == made[other]:
         return None
-    made[one], made[other] = made[other], made[one]
+    made[at], made[other] = made[other], made[at]
     return made
 
 
@@ -63,8 +63,8 @@ def batches_in_another_order(draw: Random, made: Instructions) -> Instructions |
     batches = sorted({each.batch for each in made})
     if len(batches) < 2:
         return None
-    one, other = draw.sample(batches, 2)
-    places = {one: other, other: one}
+    first, other = draw.sample(batches, 2)
+    places = {first: other, other: first}
     return [replace(each, batch=places.get(each.batch, each.batch)) for each in made]
 
 

@@ -212,9 +212,9 @@ class Rank:
         batch, cp = self._batch(each), self.objects[0]
         own = self.truth.qkv(0, batch.ids)[0]
         options = self._label_of(cp.unshard, each)
-        found = cp.unshard(own, 1, documents=batch.documents, **options)
+        whole = cp.unshard(own, 1, documents=batch.documents, **options)
         wanted = self.truth.qkv(0, self.truth.ids(each.batch))[0]
-        return {"whole": (_largest(found - wanted), 0.0)}
+        return {"whole": (_largest(whole - wanted), 0.0)}
 
     def _loss(self, each: Instruction) -> dict[str, tuple[float, float]]:
         batch, cp = self._batch(each), self.objects[0]

@@ -194,18 +194,18 @@ class Scene:
 
     def _compare(self, out: Tensor, positions: Tensor, asked: dict[str, Any], call: str) -> None:
         mask, scale, softcap = meaning(asked)
-        given: dict[str, Tensor] = dict(self.whole)
+        arguments: dict[str, Tensor] = dict(self.whole)
         if self.strange is not None and self.strange[0] == call:
             argument = self.strange[1]
-            if argument in given:
-                if not _same_tensor(self.value, given[argument]):
+            if argument in arguments:
+                if not _same_tensor(self.value, arguments[argument]):
                     raise NonsenseError(f"{argument} of shape {getattr(self.value, 'shape', None)}")
             elif argument == "sinks" and self.value is not None:
-                given["sinks"] = torch.as_tensor(self.value)
+                arguments["sinks"] = torch.as_tensor(self.value)
             elif argument in ("dropout_p", "alibi_slopes") and self.value not in (None, 0):
                 raise NonsenseError(f"{argument}={self.value!r}")
-        given["grad_out"] = torch.ones(2, TOKENS, HEADS, HEAD_DIM, dtype=torch.float64)
-        truth = definition(given, visible(mask, TOKENS, TOKENS), scale, softcap)["out"]
+        arguments["grad_out"] = torch.ones(2, TOKENS, HEADS, HEAD_DIM, dtype=torch.float64)
+        truth = definition(arguments, visible(mask, TOKENS, TOKENS), scale, softcap)["out"]
         real = positions.cpu() < TOKENS
         _equal(out.detach()[:, real].double(), truth[:, positions[real]], call)
 
@@ -250,12 +250,12 @@ def _same_tensor(value: Any, usual: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == usual.shape and torch.equal(value, usual)
 
 
-def _equal(found: Tensor, wanted: Tensor, what: str) -> None:
-    if found.shape != wanted.shape:
-        raise WrongNumberError(f"{what}: shape {tuple(found.shape)}, not {tuple(wanted.shape)}")
-    if not torch.equal(found.isnan(), wanted.isnan()):  # sinks may be NaN, say
+def _equal(result: Tensor, wanted: Tensor, what: str) -> None:
+    if result.shape != wanted.shape:
+        raise WrongNumberError(f"{what}: shape {tuple(result.shape)}, not {tuple(wanted.shape)}")
+    if not torch.equal(result.isnan(), wanted.isnan()):  # sinks may be NaN, say
         raise WrongNumberError(f"{what}: NaN in other places")
-    apart = (found.double() - wanted.double()).abs()[~wanted.isnan()]
+    apart = (result.double() - wanted.double()).abs()[~wanted.isnan()]
     distance = apart.max().item() if apart.numel() else 0.0
     if not distance <= 1e-9:
         raise WrongNumberError(f"{what}: off by {distance}")

@@ -37,13 +37,13 @@ def generating(rank: int, world_size: int) -> list[Any]:
         part = cp.shard_batch(input_ids=ids, advantages=torch.ones(ids.shape))
         assert model(**part.to("cpu").model_inputs()).logits.shape[1] == part.advantages.shape[1]
         assert "it has input_ids, position_ids, documents, advantages" in refused(lambda: part.x)
-        told = [
+        messages = [
             refused(lambda: model.generate(part.input_ids)),
             refused(lambda: copy.deepcopy(model).generate(ids)),
         ]
     after = model.generate(ids, **how)
     assert "generate" not in vars(model)
-    return [torch.equal(before, meanwhile) and torch.equal(before, after), loss == again, *told]
+    return [torch.equal(before, meanwhile) and torch.equal(before, after), loss == again, *messages]
 
 
 def test_models_generate_whole_sequences_in_the_middle_of_training(model_pool: WorkerPool) -> None:

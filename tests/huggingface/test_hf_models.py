@@ -26,7 +26,7 @@ def errors(rank: int, world_size: int, names: list[str] | None, in_turn: bool) -
     from mesh_attention.huggingface import ModelContextParallel
     from support.tiny_models import ALL, CONFIGS, make_model, on_one_process, on_ranks
 
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for turn, name in enumerate(CONFIGS if names is None else names):
         model = make_model(name)
         batches = [ALL[turn % 4], ALL[(turn + 2) % 4]] if in_turn else ALL
@@ -43,8 +43,8 @@ def errors(rank: int, world_size: int, names: list[str] | None, in_turn: bool) -
                     if what == "logits":
                         a, b = a[batch.real], b[batch.real]
                     worst = (a - b).abs().max() / b.abs().max()
-                    found[f"{name}, batch {number}, {what}"] = worst.item()
-    return found
+                    result[f"{name}, batch {number}, {what}"] = worst.item()
+    return result
 
 
 def results(model: Any, loss: Any, logits: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def results(model: Any, loss: Any, logits: Any) -> dict[str, Any]:
     return {"loss": loss.detach(), "logits": logits.detach(), **grads}
 
 
-def check(found: list[dict[str, float]]) -> None:
-    for of_rank in found:
+def check(results: list[dict[str, float]]) -> None:
+    for of_rank in results:
         assert of_rank
         assert {what: worst for what, worst in of_rank.items() if not worst < EXACT} == {}
 
@@ -157,11 +157,11 @@ def wrapped(rank: int, world_size: int, way: str) -> dict[str, float]:
         reduce: Any = "fsdp" if way == "fsdp" else "ddp"
         mean = cp.cross_entropy(logits, part.labels, reduce=reduce)
         mean.loss.backward()  # type: ignore[no-untyped-call]
-    found = {"loss": (mean.value - wanted["loss"]).abs() / wanted["loss"]}
+    result = {"loss": (mean.value - wanted["loss"]).abs() / wanted["loss"]}
     for name, parameter in plain.named_parameters():
         grad = parameter.grad.full_tensor() if way == "fsdp" else parameter.grad
-        found[name] = (grad - wanted[name]).abs().max() / wanted[name].abs().max()
-    return {name: worst.item() for name, worst in found.items()}
+        result[name] = (grad - wanted[name]).abs().max() / wanted[name].abs().max()
+    return {name: worst.item() for name, worst in result.items()}
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", pytest.param("compile", marks=pytest.mark.slow)])
@@ -189,7 +189,7 @@ def averaged(rank: int, world_size: int) -> dict[str, Any]:
     whole, packed = PADDED.whole(), PACKED.whole()
     labels = whole.pop("labels")
     del packed["labels"]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     ways: list[tuple[str, str, Any]] = [
         *(("llama", "sequence", "ddp"), ("llama", "sequence", "fsdp"), ("mixtral", "router", "ddp"))
     ]
@@ -211,17 +211,17 @@ def averaged(rank: int, world_size: int) -> dict[str, Any]:
                 loss = loss_of_rows(logits)
             loss.backward()
             if (head, reduce) == ("sequence", "ddp"):
-                found["labels"] = refusal(lambda: cp.shard_batch(**whole, labels=labels))
+                results["labels"] = refusal(lambda: cp.shard_batch(**whole, labels=labels))
                 inputs = cp.shard_batch(**packed).model_inputs()
-                found["packed"] = refusal(lambda: model(**inputs))  # noqa: B023
+                results["packed"] = refusal(lambda: model(**inputs))  # noqa: B023
         parts = {"loss": loss.detach(), "logits": logits.detach()}
         for parameter_name, parameter in model.named_parameters():
             grad = parameter.grad
             if grad is None:
                 grad = torch.zeros_like(parameter)
             parts[parameter_name] = grad.full_tensor() if reduce == "fsdp" else grad
-        found[f"{head}, {reduce}"] = worst(parts, true)
-    return found
+        results[f"{head}, {reduce}"] = worst(parts, true)
+    return results
 
 
 def refusal(action: Any) -> str:
@@ -237,11 +237,11 @@ def refusal(action: Any) -> str:
 def test_what_a_model_makes_of_all_tokens_is_averaged_to_that_of_one_process(
     model_pool: WorkerPool,
 ) -> None:
-    for found in model_pool.run(averaged, 2):
+    for results in model_pool.run(averaged, 2):
         for way in ("sequence, ddp", "sequence, fsdp", "router, ddp"):
-            assert found[way][0] < EXACT, found
-        assert "labels are those of rows" in found["labels"]
-        assert "row 0 of the batch has 3 documents" in found["packed"]
+            assert results[way][0] < EXACT, results
+        assert "labels are those of rows" in results["labels"]
+        assert "row 0 of the batch has 3 documents" in results["packed"]
 
 
 def in_one_graph(rank: int, world_size: int) -> tuple[int, bool, dict[str, float]]:

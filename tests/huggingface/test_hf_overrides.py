@@ -102,9 +102,9 @@ def whole_models(rank: int, world_size: int) -> list[str]:
         {"inputs_embeds": torch.zeros(2, 3, 36)},
         wrong,
     ]
-    for given in others:
+    for inputs in others:
         with pytest.raises(MeshAttentionError) as error:
-            model(**given)
+            model(**inputs)
         faults.append(str(error.value))
     out = model(**RIGHT.whole, output_hidden_states=True)
     real = RIGHT.real

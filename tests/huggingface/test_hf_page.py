@@ -99,10 +99,10 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
     exec(with_loop, names)
     names["cp"].close()
     with launched(rank, world_size):
-        given = RUNS["smoothed"].trainer(folder, world_size)
-        given.close()
-        of_trainer = {"model": make_model("llama"), "args": given.args, "collate": padded}
-        of_trainer |= {"train": given.train_dataset, "test": given.eval_dataset}
+        trainer = RUNS["smoothed"].trainer(folder, world_size)
+        trainer.close()
+        of_trainer = {"model": make_model("llama"), "args": trainer.args, "collate": padded}
+        of_trainer |= {"train": trainer.train_dataset, "test": trainer.eval_dataset}
         exec(with_trainer, of_trainer)
         dist.barrier()
     with launched(rank, world_size):
@@ -115,5 +115,5 @@ def as_on_the_page(rank: int, world_size: int, folder: str) -> tuple[float, floa
 
 
 def test_what_the_page_says_to_type_runs(model_pool: WorkerPool, tmp_path: Path) -> None:
-    for found, wanted in model_pool.run(as_on_the_page, 4, str(tmp_path)):
-        assert found == pytest.approx(wanted, rel=1e-5)
+    for result, wanted in model_pool.run(as_on_the_page, 4, str(tmp_path)):
+        assert result == pytest.approx(wanted, rel=1e-5)

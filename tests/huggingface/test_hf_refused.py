@@ -29,10 +29,10 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
     from support.tiny_models import PLAIN, make_model
 
     model = make_model("llama")
-    told = {}
+    messages = {}
     with ModelContextParallel(model) as cp:
         part = cp.shard_batch(**PLAIN.whole)
-        given = part.model_inputs()
+        inputs = part.model_inputs()
         local = torch.ones_like(part.position_ids)
         wrong: dict[str, dict[str, Any]] = {
             "labels": {"labels": part.labels},
@@ -49,25 +49,27 @@ def wrong_calls(rank: int, world_size: int) -> dict[str, str]:
             "of one rank": {"head_mask": local} if rank == 1 else {},
         }
         for name, more in wrong.items():
-            told[name] = refusal(lambda: model(**given | more))  # noqa: B023
-        told["whole batch"] = refusal(lambda: model(**part))
+            messages[name] = refusal(lambda: model(**inputs | more))  # noqa: B023
+        messages["whole batch"] = refusal(lambda: model(**part))
         ids, documents = part.input_ids, part.documents
         other = cp.shard_batch(**PLAIN.whole)  # the same tokens again, another batch
-        told["other documents"] = refusal(lambda: model(**given | {"documents": other.documents}))
-        told["positional"] = refusal(lambda: model(ids, local, documents=documents))
-        told["inside"] = refusal(lambda: model.model(**given))
-        told["twice"] = refusal(lambda: ModelContextParallel(model))
+        messages["other documents"] = refusal(
+            lambda: model(**inputs | {"documents": other.documents})
+        )
+        messages["positional"] = refusal(lambda: model(ids, local, documents=documents))
+        messages["inside"] = refusal(lambda: model.model(**inputs))
+        messages["twice"] = refusal(lambda: ModelContextParallel(model))
         model.set_attn_implementation("sdpa")
-        told["set meanwhile"] = refusal(lambda: model(**given))
+        messages["set meanwhile"] = refusal(lambda: model(**inputs))
         model.set_attn_implementation("mesh_attention")
-        told["pickled"] = refusal(lambda: pickle.dumps(model))
+        messages["pickled"] = refusal(lambda: pickle.dumps(model))
         moved = {"position_ids": part.position_ids.clone()}  # by the caller, who lost the mark
-        told["fine"] = refusal(lambda: copy.deepcopy(model)(**given | moved))
+        messages["fine"] = refusal(lambda: copy.deepcopy(model)(**inputs | moved))
     model.set_attn_implementation("mesh_attention")
-    told["closed"] = refusal(lambda: model(PLAIN.whole["input_ids"]))
+    messages["closed"] = refusal(lambda: model(PLAIN.whole["input_ids"]))
     model.set_attn_implementation("eager")
-    told["after"] = refusal(lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=2))
-    return told
+    messages["after"] = refusal(lambda: model.generate(PLAIN.whole["input_ids"], max_new_tokens=2))
+    return messages
 
 
 def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
@@ -96,10 +98,10 @@ def test_wrong_calls_are_refused_by_name(model_pool: WorkerPool) -> None:
         "closed": "call it in `with cp.own_attention():`",
         "after": "nothing",
     }
-    for rank, told in enumerate(model_pool.run(wrong_calls, 2)):
-        assert told.keys() == wanted.keys()
+    for rank, messages in enumerate(model_pool.run(wrong_calls, 2)):
+        assert messages.keys() == wanted.keys()
         for name, words in wanted.items():
-            assert words in told[name], f"rank {rank}, {name}: {told[name]}"
+            assert words in messages[name], f"rank {rank}, {name}: {messages[name]}"
 
 
 def wrong_models(rank: int, world_size: int) -> dict[str, str]:
@@ -196,10 +198,10 @@ def test_models_that_would_be_wrong_are_refused_by_name(model_pool: WorkerPool) 
         "rope": "rope_type='dynamic'",
         "router": "output_router_logits",
     }
-    for told in model_pool.run(wrong_models, 2):
-        assert told.keys() == wanted.keys()
+    for messages in model_pool.run(wrong_models, 2):
+        assert messages.keys() == wanted.keys()
         for name, words in wanted.items():
-            assert words in told[name], f"{name}: {told[name]}"
+            assert words in messages[name], f"{name}: {messages[name]}"
 
 
 def masks(rank: int, world_size: int) -> list[Any]:
@@ -216,7 +218,7 @@ def masks(rank: int, world_size: int) -> list[Any]:
         return query == key
 
     both = made.bidirectional_mask_function
-    found = [
+    results = [
         layer_mask(mask_function=function)
         for function in (
             causal,
@@ -233,13 +235,17 @@ def masks(rank: int, world_size: int) -> list[Any]:
             packed,
         )
     ]
-    return [*found, layer_mask(), layer_mask(mask_function=causal, attention_mask=torch.ones(1, 3))]
+    return [
+        *results,
+        layer_mask(),
+        layer_mask(mask_function=causal, attention_mask=torch.ones(1, 3)),
+    ]
 
 
 def test_masks_are_read_from_their_functions_and_others_refused(model_pool: WorkerPool) -> None:
     """Need 6: a window that is left out in silence trains another model."""
-    [found] = model_pool.run(masks, 1)
-    assert [(mask.causal, mask.window, mask.chunk) for mask in found[:6]] == [
+    [results] = model_pool.run(masks, 1)
+    assert [(mask.causal, mask.window, mask.chunk) for mask in results[:6]] == [
         (True, None, None),
         (True, (3, 0), None),
         (True, (3, 0), None),
@@ -247,8 +253,8 @@ def test_masks_are_read_from_their_functions_and_others_refused(model_pool: Work
         (False, None, None),
         (False, (4, 4), None),
     ]
-    assert all(mask.refused is None for mask in found[:6])
-    assert all(mask.refused for mask in found[6:])
+    assert all(mask.refused is None for mask in results[:6])
+    assert all(mask.refused for mask in results[6:])
 
 
 def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
@@ -260,7 +266,7 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from support.tiny_trainer import Texts, launched
 
     def made(cp_size: int | None = None, experts: bool = False, **arguments: Any) -> Any:
-        given = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
+        inputs = {name: arguments.pop(name) for name in ("data_collator",) if name in arguments}
         model = make_model("gpt_oss", output_router_logits=True) if experts else make_model("llama")
         args = TrainingArguments(folder, use_cpu=True, report_to=[], **arguments)
         own = {"compute_loss": lambda *_: None}
@@ -269,12 +275,12 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
             *(model, args),
             train_dataset=Texts(2),
             cp_size=cp_size,
-            **given,
+            **inputs,
         )
 
     actions: dict[str, Callable[[], Any]] = {
-        name: lambda given=given: made(**given)  # type: ignore[misc]
-        for name, given in {
+        name: lambda tensors=inputs: made(**tensors)  # type: ignore[misc]
+        for name, inputs in {
             "parallelism_config": {"parallelism_config": ParallelismConfig(cp_size=1)},
             "use_liger_kernel": {"use_liger_kernel": True},
             "loss of Liger": {
@@ -295,13 +301,13 @@ def wrong_trainers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     actions["no labels"] = lambda: made(
         data_collator=lambda rows: {"input_ids": rows[0]["input_ids"][None]}
     ).train()
-    told = {}
+    messages = {}
     for name, action in actions.items():
         with launched(rank, world_size):
-            told[name] = refusal(action)
+            messages[name] = refusal(action)
     with launched(0, 0):
-        told["one process"] = refusal(made)
-    return told
+        messages["one process"] = refusal(made)
+    return messages
 
 
 def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_path: Any) -> None:
@@ -322,6 +328,6 @@ def test_a_trainer_refuses_what_it_would_do_wrong(model_pool: WorkerPool, tmp_pa
         "no labels": "no labels",
         "one process": "torchrun",
     }
-    for told in model_pool.run(wrong_trainers, 2, str(tmp_path)):
+    for messages in model_pool.run(wrong_trainers, 2, str(tmp_path)):
         for name, words in wanted.items():
-            assert words in told[name], f"{name}: {told[name]}"
+            assert words in messages[name], f"{name}: {messages[name]}"

@@ -41,23 +41,23 @@ def told_of(model: Any, **options: Any) -> str:
 def mixing(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[bool, str]]:
     from support.mixing_models import mixes_tokens, tiny_model
 
-    found = {}
+    results = {}
     for name in names:
         model = tiny_model(name)
-        found[name] = mixes_tokens(model), told_of(model, untested=True)
-    return found
+        results[name] = mixes_tokens(model), told_of(model, untested=True)
+    return results
 
 
 @pytest.mark.parametrize("names", sample([[*MIXING][::2], [*MIXING][1::2]], 2), ids=" ".join)
 def test_models_that_mix_tokens_outside_of_attention_are_refused_by_name(
     model_pool: WorkerPool, names: list[str]
 ) -> None:
-    [found] = model_pool.run(mixing, 1, names)
-    assert [*found] == names
-    for name, (mixes, told) in found.items():
+    [results] = model_pool.run(mixing, 1, names)
+    assert [*results] == names
+    for name, (mixes, message) in results.items():
         assert mixes
-        assert "mixes tokens outside of attention" in told
-        assert MIXING[name] in told, told
+        assert "mixes tokens outside of attention" in message
+        assert MIXING[name] in message, message
 
 
 def taken(rank: int, world_size: int) -> dict[str, Any]:
@@ -65,29 +65,29 @@ def taken(rank: int, world_size: int) -> dict[str, Any]:
 
     from support.tiny_models import CONFIGS, make_model
 
-    found: dict[str, Any] = {"known": [told_of(make_model(name)) for name in CONFIGS]}
+    results: dict[str, Any] = {"known": [told_of(make_model(name)) for name in CONFIGS]}
     model = make_model("llama")
     model.model.layers[1].convolution = nn.Conv1d(4, 4, 3)
     model.lstm = nn.LSTM(4, 4)
     layer = type(model.model.layers[1]).__name__
-    found["own"] = told_of(model)
-    found["handled"] = told_of(model, handled=(layer, "LSTM"))
-    found["half"] = told_of(model, handled=[layer])
-    found["text"] = told_of(model, handled="LSTM")
+    results["own"] = told_of(model)
+    results["handled"] = told_of(model, handled=(layer, "LSTM"))
+    results["half"] = told_of(model, handled=[layer])
+    results["text"] = told_of(model, handled="LSTM")
     model.model.layers[1].convolution = nn.Conv1d(4, 4, 1)  # of each token by itself
     model.lstm = nn.Identity()
-    found["pointwise"] = told_of(model)
-    return found
+    results["pointwise"] = told_of(model)
+    return results
 
 
 def test_tested_models_and_modules_that_are_handled_are_taken(model_pool: WorkerPool) -> None:
-    for found in model_pool.run(taken, 2):
-        assert {*found["known"]} == {"nothing"}
-        assert "LlamaDecoderLayer (convolves), LSTM (by its name)" in found["own"]
-        assert "handled=['LlamaDecoderLayer', 'LSTM']" in found["own"]
-        assert "alone: LSTM (by its name)" in found["half"]
-        assert "the names of classes" in found["text"]
-        assert found["handled"] == found["pointwise"] == "nothing"
+    for results in model_pool.run(taken, 2):
+        assert {*results["known"]} == {"nothing"}
+        assert "LlamaDecoderLayer (convolves), LSTM (by its name)" in results["own"]
+        assert "handled=['LlamaDecoderLayer', 'LSTM']" in results["own"]
+        assert "alone: LSTM (by its name)" in results["half"]
+        assert "the names of classes" in results["text"]
+        assert results["handled"] == results["pointwise"] == "nothing"
 
 
 @pytest.mark.slow
@@ -107,11 +107,11 @@ def all_types(rank: int, world_size: int) -> tuple[int, list[str]]:
     for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {*huge}):
         try:
             model = tiny_model(name)
-            told = told_of(model, untested=True)
+            message = told_of(model, untested=True)
             mixes = mixes_tokens(model)
         except Exception:  # its config has other names, or wants other inputs
             continue
         asked += 1
-        if told == "nothing" if mixes else "mixes tokens" in told:
-            wrong.append(f"{name}: mixes is {mixes}, told {told}")
+        if message == "nothing" if mixes else "mixes tokens" in message:
+            wrong.append(f"{name}: mixes is {mixes}, told {message}")
     return asked, wrong

@@ -26,11 +26,11 @@ EXACT = 1e-5
 def one_process(rank: int, world_size: int, folder: str, names: list[str]) -> list[Trained]:
     from support.tiny_trainer import RUNS, launched, train
 
-    found = []
+    results = []
     for name in names:
         with launched(0, 0):
-            found.append(train(RUNS[name].trainer(folder, None)))
-    return found
+            results.append(train(RUNS[name].trainer(folder, None)))
+    return results
 
 
 def on_ranks(
@@ -38,22 +38,22 @@ def on_ranks(
 ) -> list[Trained]:
     from support.tiny_trainer import RUNS, launched, train
 
-    found = []
+    results = []
     for name in names:
         with launched(rank, world_size):
             trainer = RUNS[name].trainer(folder, cp_size, world_size // cp_size)
-            found.append(train(trainer))
+            results.append(train(trainer))
             assert trainer._model_loss._head is not None or not name.startswith("LoRA")
             trainer.close()
-    return found
+    return results
 
 
-def check(found: list[list[Trained]], wanted: list[Trained], exact: float = EXACT) -> None:
-    for of_rank in found:
+def check(results: list[list[Trained]], wanted: list[Trained], exact: float = EXACT) -> None:
+    for of_rank in results:
         for (logged, parameters), (true_logged, true_parameters) in zip(
             of_rank, wanted, strict=True
         ):
-            assert logged == [pytest.approx(one, rel=exact) for one in true_logged]
+            assert logged == [pytest.approx(each, rel=exact) for each in true_logged]
             assert parameters.keys() == true_parameters.keys()
             for name, p in parameters.items():
                 wanted_p = true_parameters[name]
@@ -153,9 +153,9 @@ def streams_of(rank: int, world_size: int, folder: str) -> None:
     for cp_size in (2, 1):
         with launched(rank, world_size):
             trainer = RUNS["an epoch"].trainer(folder, cp_size, world_size // cp_size)
-            wanted, *found = [trainer.evaluate(x) for x in (texts, *streams)]
+            wanted, *results = [trainer.evaluate(x) for x in (texts, *streams)]
             for name in ("eval_loss", "eval_rows", "eval_logits"):
-                assert [one[name] for one in found] == [wanted[name]] * 3, (cp_size, name)
+                assert [result[name] for result in results] == [wanted[name]] * 3, (cp_size, name)
             trainer.data_collator = packed
             trainer.args.prediction_loss_only = True  # packs differ in length
             losses = [trainer.evaluate(x)["eval_loss"] for x in (texts, streams[0])]

@@ -192,8 +192,8 @@ def backward(
     assert kernel.backward_needs is not None
     wanted = [(kernel.backward_needs, (0, grad_out.shape[1]))]
     whole = BackwardInputs(grad_out, out, lse, delta)
-    (given,) = Preparation(RowKernels(), wanted, whole).make()
-    return kernel.backward(block, given)
+    (inputs,) = Preparation(RowKernels(), wanted, whole).make()
+    return kernel.backward(block, inputs)
 
 
 def run(kernel: Kernel, block: Block, *, delta_only: bool = False) -> Result:
@@ -225,20 +225,20 @@ TOLERANCE = {
 }
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(result: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest entry; infinities must agree exactly."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    if found.numel() == 0:
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    if result.numel() == 0:
         return 0.0
-    found = found.double()
-    same_infinity = torch.isinf(expected) & (found == expected)
-    difference = torch.where(same_infinity, 0.0, (found - expected).abs())
+    result = result.double()
+    same_infinity = torch.isinf(expected) & (result == expected)
+    difference = torch.where(same_infinity, 0.0, (result - expected).abs())
     largest = torch.where(torch.isinf(expected), 0.0, expected.abs()).max()
     return (difference.max() / largest.clamp(min=1.0)).item()
 
 
-def assert_close(found: Result, expected: Result, tolerance: float, what: object) -> None:
-    for name, tensor in found.named().items():
+def assert_close(result: Result, expected: Result, tolerance: float, what: object) -> None:
+    for name, tensor in result.named().items():
         measured = error(tensor, expected.named()[name])
         # The comparison is written so that NaN fails it.
         assert measured <= tolerance, f"{name} off by {measured:.2e} > {tolerance:.0e}: {what}"

@@ -96,8 +96,8 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     }
     for words, request in refused.items():
         assert words in (kernel.refuses(request) or "")
-    told = kernel.refuses(HOPPER)
-    assert told is None or "nvidia-cudnn-frontend" in told
+    message = kernel.refuses(HOPPER)
+    assert message is None or "nvidia-cudnn-frontend" in message
 
 
 @pytest.mark.parametrize("gap", [0, 3])
@@ -111,19 +111,19 @@ def test_ascending_keys_have_the_intervals_that_are_found_by_looking(
     lo = torch.zeros_like(row) if from_first else (row - 9).clamp(min=0)
     hi = (row + 1).clamp(max=26)
     looked = interval_ends(RowRange(lo, hi, position), CPU)
-    told = interval_ends(RowRange(lo, hi, position, True, from_first), CPU)
+    message = interval_ends(RowRange(lo, hi, position, True, from_first), CPU)
 
     by_hand = (position >= lo[:, None]) & (position < hi[:, None])
     assert torch.equal(spread(looked, 20), by_hand)
-    assert torch.equal(spread(told, 20), by_hand)
-    assert told.shape[0] == (1 if from_first else 3)
+    assert torch.equal(spread(message, 20), by_hand)
+    assert message.shape[0] == (1 if from_first else 3)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 8])
 def test_tensors_at_any_address_are_given_at_multiples_of_16_bytes(elements: int) -> None:
     buffer = torch.arange(8 * 64 + elements).to(torch.bfloat16)
     x = buffer[elements:].view(1, 4, 2, 64)
-    given = _aligned(x)
-    assert given.data_ptr() % 16 == 0
-    assert torch.equal(given, x)
-    assert (given.data_ptr() == x.data_ptr()) == (x.data_ptr() % 16 == 0)
+    inputs = _aligned(x)
+    assert inputs.data_ptr() % 16 == 0
+    assert torch.equal(inputs, x)
+    assert (inputs.data_ptr() == x.data_ptr()) == (x.data_ptr() % 16 == 0)

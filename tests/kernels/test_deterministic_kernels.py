@@ -121,12 +121,12 @@ def test_where_pytorch_is_asked_a_kernel_that_cannot_is_an_error_and_with_warn_o
 
 def test_what_pytorch_is_asked_is_read_and_put_back() -> None:
     assert asked_of_torch() is Determinism.ANY
-    for warn_only, found in ((True, Determinism.PREFERRED), (False, Determinism.REQUIRED)):
+    for warn_only, result in ((True, Determinism.PREFERRED), (False, Determinism.REQUIRED)):
         with asked(warn_only=warn_only):
-            assert asked_of_torch() is found
+            assert asked_of_torch() is result
             with deterministic_algorithms(True):
                 assert asked_of_torch() is Determinism.REQUIRED
-            assert asked_of_torch() is found
+            assert asked_of_torch() is result
     with pytest.raises(ZeroDivisionError), deterministic_algorithms(True):
         _ = 1 // 0
     assert asked_of_torch() is Determinism.ANY
@@ -137,13 +137,13 @@ def test_what_pytorch_is_asked_is_read_and_put_back() -> None:
 def test_the_flash_kernel_of_pytorch_is_asked_by_its_switch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[Determinism] = []
-    monkeypatch.setattr(TorchOp, "run_backward", lambda *_: found.append(asked_of_torch()))
+    results: list[Determinism] = []
+    monkeypatch.setattr(TorchOp, "run_backward", lambda *_: results.append(asked_of_torch()))
     x = torch.zeros(1, 2, 1, 8)
     block = Block(x, x, x, Full(), 1.0)
     for deterministic in (True, False):
         CudaFlash().run_backward(block._replace(deterministic=deterministic), x, x, x, False)
-    assert found == [Determinism.REQUIRED, Determinism.ANY]
+    assert results == [Determinism.REQUIRED, Determinism.ANY]
 
 
 def test_every_kernel_of_the_library_says_what_it_promises() -> None:

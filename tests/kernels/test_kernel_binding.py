@@ -32,8 +32,8 @@ def test_cuda_adapters_fit_the_op_schemas(kernel: DenseKernel) -> None:
     out, lse = kernel.forward(block)
     assert out.shape == q.shape
     assert lse.shape == (2, 8, 32)
-    for given in ((out, None), (None, lse)):
-        dq, dk, dv = backward(kernel, block, out, given[0], lse, given[1])
+    for inputs in ((out, None), (None, lse)):
+        dq, dk, dv = backward(kernel, block, out, inputs[0], lse, inputs[1])
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape
 
@@ -47,8 +47,8 @@ def backward64(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, scale: Any, is_causal: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = Causal() if is_causal else Full()
-    given = BackwardInputs(dout, out, lse, None)
-    return Reference().backward(Block(q, k, v, mask, scale), given)
+    inputs = BackwardInputs(dout, out, lse, None)
+    return Reference().backward(Block(q, k, v, mask, scale), inputs)
 
 
 def fa3_of_today() -> ModuleType:
@@ -235,8 +235,8 @@ def test_flash_attn3_is_asked_for_them(
     monkeypatch.setattr(flash_attn, "_num_sms", lambda device: 132)
     margins = []
 
-    def forward(*given: Any) -> Any:
-        margins.append(given[-1])
+    def forward(*inputs: Any) -> Any:
+        margins.append(inputs[-1])
         return None, None
 
     monkeypatch.setattr(FlashAttn3, "forward_function", staticmethod(forward))

@@ -55,9 +55,9 @@ def test_dense_and_causal_blocks_agree_with_float64(kernel: Kernel, dtype: torch
             block = make_block(shape, dtype, mask, strided=strided)
             expected = truth(block)
             for delta_only in (False, True) if dtype.itemsize > 2 else (strided,):
-                found = run(kernel, block, delta_only=delta_only)
+                result = run(kernel, block, delta_only=delta_only)
                 what = (mask.__name__, shape, strided, delta_only)
-                assert_close(found, expected, TOLERANCE[dtype], what)
+                assert_close(result, expected, TOLERANCE[dtype], what)
 
 
 @pytest.mark.parametrize("kernel", [SMALL_BLOCKS, Reference()], ids=lambda k: k.name)
@@ -78,8 +78,8 @@ def test_row_ranges_agree_with_float64(mask: MaskMaker, dtype: torch.dtype) -> N
         expected = truth(block)
         for kernel in (SMALL_BLOCKS, Blockwise(query_block=64, key_block=4), Blockwise()):
             for delta_only in (False, True):
-                found = run(kernel, block, delta_only=delta_only)
-                assert_close(found, expected, TOLERANCE[dtype], (mask.__name__, S, T))
+                result = run(kernel, block, delta_only=delta_only)
+                assert_close(result, expected, TOLERANCE[dtype], (mask.__name__, S, T))
 
 
 def test_rows_that_see_nothing_give_zeros_and_minus_infinity() -> None:
@@ -114,8 +114,8 @@ def test_backward_of_rows_that_the_whole_softmax_never_saw_is_zero(kernel: Kerne
         ) -> tuple[Tensor, Tensor, Tensor]:
             return backward(kernel, block.of_kernel(), block.grad_out, out, lse, delta)
 
-        for given in ((out, None), (None, torch.zeros_like(lse))):
-            dq, dk, dv = grads(given[0], lse, given[1])
+        for tensors in ((out, None), (None, torch.zeros_like(lse))):
+            dq, dk, dv = grads(tensors[0], lse, tensors[1])
             assert torch.all(dq[:, 4:] == 0), dtype
             assert all(torch.isfinite(x).all() for x in (dq, dk, dv)), dtype
         lse[:] = -torch.inf

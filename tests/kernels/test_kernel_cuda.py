@@ -64,11 +64,11 @@ def plain(block: Block) -> Result:
     return Result(out.detach(), lse, *grads)
 
 
-def assert_as_good_as_plain(found: Result, block: Block, what: object) -> None:
+def assert_as_good_as_plain(result: Result, block: Block, what: object) -> None:
     expected, baseline = truth(block).named(), plain(block).named()
     # Where plain attention happens to be exact, an eighth of a rounding step is allowed still.
     floor = torch.finfo(block.q.dtype).eps / 8
-    for name, tensor in found.named().items():
+    for name, tensor in result.named().items():
         allowed = 2 * error(baseline[name], expected[name]) + floor
         measured = error(tensor, expected[name])
         assert measured <= allowed, f"{name} off by {measured:.2e} > {allowed:.2e}: {what}"
@@ -81,9 +81,9 @@ def test_blocks_are_as_good_as_plain_attention(kernel: Kernel, dtype: torch.dtyp
         for strided in (False, True):
             block = make_block(shape, dtype, mask, device="cuda", strided=strided)
             for delta_only in (False, True):
-                found = run(kernel, block, delta_only=delta_only)
+                result = run(kernel, block, delta_only=delta_only)
                 what = (mask.__name__, shape, strided, delta_only)
-                assert_as_good_as_plain(found, block, what)
+                assert_as_good_as_plain(result, block, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,8 +96,8 @@ def test_pieces_with_the_global_lse_are_as_good_as_plain(
         whole = make_block(shape, dtype, device="cuda", strided=strided)
         pieces = [whole.keys(cut, Full()) for cut in (slice(0, 100), slice(100, 640))]
         for delta_only in (False, True):
-            found = run_in_pieces(kernel, pieces, delta_only)
-            assert_as_good_as_plain(found, whole, (strided, delta_only))
+            result = run_in_pieces(kernel, pieces, delta_only)
+            assert_as_good_as_plain(result, whole, (strided, delta_only))
 
 
 def run_in_pieces(kernel: Kernel, pieces: list[Block], delta_only: bool) -> Result:
@@ -133,9 +133,9 @@ def test_changing_layouts_between_calls_of_one_shape_changes_nothing(kernel: Ker
     for grad_out in (block.grad_out, grad_seq_last):
         for out in (expected.out, out_seq_last):
             for lse in (expected.lse, lse_sliced):
-                found = backward(kernel, block.of_kernel(), grad_out, out, lse, None)
+                results = backward(kernel, block.of_kernel(), grad_out, out, lse, None)
                 # Not bit for bit: dq is summed in whatever order blocks finish.
-                for name, grad in zip(("dq", "dk", "dv"), found, strict=True):
+                for name, grad in zip(("dq", "dk", "dv"), results, strict=True):
                     assert error(grad, expected.named()[name].double()) < 1e-2, name
 
 
@@ -146,8 +146,8 @@ def test_unseen_rows_and_empty_blocks_give_finite_zeros(kernel: Kernel) -> None:
     lse, out = result.lse.contiguous().clone(), result.out.contiguous().clone()
     lse[:, :, 40:] = -torch.inf
     out[:, 40:] = 0
-    for given in ((out, None), (None, torch.zeros_like(lse))):
-        state = (given[0], lse, given[1])
+    for tensors in ((out, None), (None, torch.zeros_like(lse))):
+        state = (tensors[0], lse, tensors[1])
         dq, dk, dv = backward(kernel, block.of_kernel(), block.grad_out, *state)
         assert torch.all(dq[:, 40:] == 0)
         assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
@@ -181,9 +181,9 @@ def test_row_ranges_on_a_gpu_are_exact(dtype: torch.dtype, on_host: bool) -> Non
             lo, hi, keys = block.mask.lo, block.mask.hi, block.mask.key_position
             block = replace(block, mask=RowRange(lo.cuda(), hi.cuda(), keys.cuda()))
         for delta_only in (False, True):
-            found = run(kernel, block, delta_only=delta_only)
+            results = run(kernel, block, delta_only=delta_only)
             expected = truth(block).named()
-            for name, tensor in found.named().items():
+            for name, tensor in results.named().items():
                 # The delta-only run rounds nothing either: sums are kept in fp32 throughout.
                 assert error(tensor, expected[name]) <= 1e-5, (name, maker.__name__)
 

@@ -58,8 +58,8 @@ def test_merge_gives_the_same_in_any_order() -> None:
     ]
     first = merged(parts, torch.float64)
     for order in itertools.permutations(parts):
-        for found, expected in zip(merged(list(order), torch.float64), first, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for result, expected in zip(merged(list(order), torch.float64), first, strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rescaled_partials_add_up_to_the_merged_output() -> None:
@@ -84,8 +84,8 @@ def test_rescaled_partials_add_up_to_the_merged_output() -> None:
 
 def test_delta_is_the_row_sum_in_wide_precision() -> None:
     out, grad_out = (torch.randn(2, 5, 3, 64).to(torch.bfloat16) for _ in range(2))
-    found = delta(out, grad_out)
-    assert found.shape == (2, 3, 5)
-    assert found.dtype == torch.float32
+    result = delta(out, grad_out)
+    assert result.shape == (2, 3, 5)
+    assert result.dtype == torch.float32
     expected = torch.einsum("bshe,bshe->bhs", out.double(), grad_out.double())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)

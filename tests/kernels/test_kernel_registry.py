@@ -46,7 +46,7 @@ class Mine(Blockwise):
 
 
 @pytest.fixture
-def mine() -> Iterator[Mine]:
+def own() -> Iterator[Mine]:
     kernel = Mine()
     register(kernel, before="cpu_flash")
     yield kernel
@@ -61,14 +61,14 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_is_asked_for_several_intervals_only_if_it_says_that_it_takes_them(
-    mine: Mine, monkeypatch: pytest.MonkeyPatch
+    own: Mine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = replace(ON_CPU, mask=MaskKind.RANGE)
-    several = replace(one, intervals=2)
-    assert choose(several).kernel is mine
+    changed = replace(ON_CPU, mask=MaskKind.RANGE)
+    several = replace(changed, intervals=2)
+    assert choose(several).kernel is own
     monkeypatch.setattr(Mine, "takes_unions", False)
-    assert choose(one).kernel is mine
-    assert choose(replace(ON_CPU, intervals=2)).kernel is mine  # a rectangle has no intervals
+    assert choose(changed).kernel is own
+    assert choose(replace(ON_CPU, intervals=2)).kernel is own  # a rectangle has no intervals
     choice = choose(several)
     assert choice.kernel.name == "blockwise"
     assert "takes one interval of keys for each query, not 2" in dict(choice.reasons)["mine"]
@@ -146,9 +146,9 @@ def test_what_was_asked_for_is_told_in_words() -> None:
         "V of 32), 2 KV heads, with a mask by which each query sees up to 3 intervals of keys, "
         "keys that lie one by one, padding, softcap, a gradient of lse, the same bits every time"
     )
-    one = replace(ON_CPU, mask=MaskKind.RANGE)
-    assert str(one).endswith("with a mask by which each query sees an interval of keys")
-    assert str(replace(one, mask=MaskKind.CAUSAL)).endswith("with a causal mask")
+    changed = replace(ON_CPU, mask=MaskKind.RANGE)
+    assert str(changed).endswith("with a mask by which each query sees an interval of keys")
+    assert str(replace(changed, mask=MaskKind.CAUSAL)).endswith("with a causal mask")
 
 
 def test_when_no_kernel_can_do_it_all_reasons_are_told() -> None:
@@ -156,13 +156,13 @@ def test_when_no_kernel_can_do_it_all_reasons_are_told() -> None:
         choose(replace(ON_CPU, dtype=torch.int8))
 
 
-def test_a_user_can_add_a_kernel_in_front_of_another(mine: Mine) -> None:
+def test_a_user_can_add_a_kernel_in_front_of_another(own: Mine) -> None:
     names = kernel_names()
     assert names.index("mine") == names.index("cpu_flash") - 1
-    assert choose(ON_CPU).kernel is mine
-    told = r"'mine' is registered already; unregister_kernel\('mine'\) removes it"
-    with pytest.raises(KernelNameError, match=told):
-        register(mine)
+    assert choose(ON_CPU).kernel is own
+    message = r"'mine' is registered already; unregister_kernel\('mine'\) removes it"
+    with pytest.raises(KernelNameError, match=message):
+        register(own)
 
 
 def test_the_librarys_own_kernels_stay() -> None:
@@ -184,10 +184,10 @@ def test_what_is_not_a_kernel_cannot_be_added(kernel: Any) -> None:
 
 def test_a_kernel_without_a_backward_pass_is_refused_by_the_name_of_what_it_lacks() -> None:
     half: Any = SimpleNamespace(name="half", refuses=print, forward=print)
-    told = (
+    message = (
         "kernel 'half' has no method backward.*`backward_needs = None` says that it has a forward"
     )
-    with pytest.raises(MeshAttentionError, match=told):
+    with pytest.raises(MeshAttentionError, match=message):
         register(half)
 
 

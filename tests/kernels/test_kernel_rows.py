@@ -49,11 +49,11 @@ def test_a_fresh_merge_is_a_merge_into_nothing(dtype: torch.dtype) -> None:
     out, lse = torch.randn(2, 7, 3, 5).to(dtype), torch.randn(2, 3, 7, dtype=wide)
     lse[:, :, 2] = -INF
     out[:, 2] = torch.nan
-    found = torch.full(out.shape, torch.nan, dtype=wide), torch.full_like(lse, torch.nan)
-    RowKernels().merge_into(*found, out, lse, fresh=True)
+    results = torch.full(out.shape, torch.nan, dtype=wide), torch.full_like(lse, torch.nan)
+    RowKernels().merge_into(*results, out, lse, fresh=True)
     expected = torch.full(out.shape, torch.nan, dtype=wide), torch.full_like(lse, -INF)
     RowKernels().merge_into(*expected, out, lse, fresh=False)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert torch.equal(a, b)
 
 

@@ -30,11 +30,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if _is(x)}
+        tensors = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if _is(x)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             storage = x.untyped_storage() if _is(x) else None
-            if storage is None or storage.data_ptr() in given | self._known:
+            if storage is None or storage.data_ptr() in tensors | self._known:
                 continue
             where, size = storage.data_ptr(), storage.nbytes()
             self._known.add(where)
@@ -69,11 +69,11 @@ def test_a_call_holds_no_more_than_it_says_and_not_much_less(
         with LiveBytes() as forward:
             result: Any = kernel.forward(block.of_kernel())
     out, lse = result[0].to(dtype).contiguous(), result[1].contiguous()
-    given = BackwardInputs(block.grad_out, out, lse, delta(out, block.grad_out))
+    inputs = BackwardInputs(block.grad_out, out, lse, delta(out, block.grad_out))
     for _ in range(2):
         result = None
         with LiveBytes() as backward:
-            result = kernel.backward(block.of_kernel(), given)
+            result = kernel.backward(block.of_kernel(), inputs)
     for direction, live in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         said = kernel.scratch_bytes(direction, size)
         assert live.most <= said, direction

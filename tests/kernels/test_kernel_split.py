@@ -58,8 +58,8 @@ def test_pieces_of_a_dense_block_add_up_to_the_whole(kernel: Kernel, dtype: torc
     cuts = [slice(0, 7), slice(7, 7), slice(7, 40), slice(40, 61)]
     pieces = [whole.keys(cut, Full()) for cut in cuts]
     for delta_only in (False, True):
-        found = run_in_pieces(kernel, pieces, delta_only=delta_only)
-        assert_close(found, truth(whole), TOLERANCE[dtype], delta_only)
+        result = run_in_pieces(kernel, pieces, delta_only=delta_only)
+        assert_close(result, truth(whole), TOLERANCE[dtype], delta_only)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
@@ -77,14 +77,14 @@ def test_a_causal_block_is_two_triangles_and_a_rectangle(kernel: Kernel) -> None
     dk, dv = lower.dk.clone(), lower.dv.clone()
     dk[:, lo] += upper.dk
     dv[:, lo] += upper.dv
-    found = Result(
+    result = Result(
         torch.cat([upper.out, lower.out], dim=1),
         torch.cat([upper.lse, lower.lse], dim=2),
         torch.cat([upper.dq, lower.dq], dim=1),
         dk,
         dv,
     )
-    assert_close(found, expected, 1e-10, kernel.name)
+    assert_close(result, expected, 1e-10, kernel.name)
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda k: k.name)
@@ -96,6 +96,6 @@ def test_pieces_in_which_some_rows_see_nothing_add_up(kernel: Kernel) -> None:
     masks = [RowRange(mask.lo, mask.hi, mask.key_position[cut]) for cut in cuts]
     pieces = [whole.keys(cut, part) for cut, part in zip(cuts, masks, strict=True)]
     for delta_only in (False, True):
-        found = run_in_pieces(kernel, pieces, delta_only=delta_only)
-        found = replace(found, dk=found.dk.roll(20, dims=1), dv=found.dv.roll(20, dims=1))
-        assert_close(found, truth(whole), 1e-10, delta_only)
+        result = run_in_pieces(kernel, pieces, delta_only=delta_only)
+        result = replace(result, dk=result.dk.roll(20, dims=1), dv=result.dv.roll(20, dims=1))
+        assert_close(result, truth(whole), 1e-10, delta_only)

@@ -21,15 +21,15 @@ def listed(blocks: RangeBlocks, table: torch.Tensor) -> Iterator[tuple[int, set[
     """(block, those it sees whole, those to be masked), as a kernel walks over the runs."""
     runs = blocks.runs.tolist()
     for block, *lists in table.tolist():
-        found: list[set[int]] = []
+        results: list[set[int]] = []
         for run, count in (lists[:2], lists[2:]):
             seen: list[int] = []
             while len(seen) < count:
                 seen += range(runs[run], runs[run + 1])
                 run += 2
             assert len(seen) == len(set(seen)) == count
-            found.append(set(seen))
-        yield block, found[0], found[1]
+            results.append(set(seen))
+        yield block, results[0], results[1]
 
 
 @pytest.mark.parametrize("maker", [full, causal, *RANGES], ids=lambda f: f.__name__)

@@ -81,15 +81,15 @@ def run(block: Block, softcap: float = 0.0, kernel: Any = KERNEL) -> Result:
     """Called directly: the kernel refuses CPUs, where only tests want it."""
     of_kernel = block.of_kernel()._replace(softcap=softcap)
     out, lse = kernel.forward(of_kernel)
-    given = BackwardInputs(block.grad_out, None, lse, delta(out, block.grad_out))
-    return Result(out, lse, *kernel.backward(of_kernel, given))
+    inputs = BackwardInputs(block.grad_out, None, lse, delta(out, block.grad_out))
+    return Result(out, lse, *kernel.backward(of_kernel, inputs))
 
 
 def check(block: Block, softcap: float = 0.0, kernel: Any = KERNEL) -> Result:
-    found = run(block, softcap, kernel)
+    result = run(block, softcap, kernel)
     expected = run(block.to(torch.float64), softcap, Reference())
-    assert_close(found, expected, TOLERANCE[block.q.dtype], block.mask)
-    return found
+    assert_close(result, expected, TOLERANCE[block.q.dtype], block.mask)
+    return result
 
 
 @pytest.mark.parametrize("maker", [full, causal, *RANGES], ids=lambda f: f.__name__)
@@ -110,9 +110,9 @@ def test_any_mask_is_exact_on_strided_buffers_in_one_call(maker: MaskMaker) -> N
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_odd_sizes_and_heads_are_exact_in_half_precision(maker: MaskMaker, shape: Shape) -> None:
-    found = check(make_block(shape, torch.float16, maker, device=DEVICE, strided=True))
-    assert found.out.dtype == found.dq.dtype == torch.float16
-    assert found.lse.dtype == torch.float32
+    result = check(make_block(shape, torch.float16, maker, device=DEVICE, strided=True))
+    assert result.out.dtype == result.dq.dtype == torch.float16
+    assert result.lse.dtype == torch.float32
 
 
 def test_padding_may_hold_anything() -> None:
@@ -128,9 +128,9 @@ def test_padding_may_hold_anything() -> None:
     expected = check(block)
     for x, padded in ((block.k, keys), (block.v, keys), (block.q, rows), (block.grad_out, rows)):
         x[:, padded] = torch.nan
-    found = run(block)
+    result = run(block)
     for name in ("dq", "dk", "dv", "out", "lse"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(getattr(result, name), getattr(expected, name)), name
 
 
 def test_tiles_that_the_hardware_loads_by_descriptors_are_the_same() -> None:
@@ -147,8 +147,8 @@ def test_a_product_ahead_of_the_softmax_changes_nothing() -> None:
     tiles = KernelTiles(32, *(tile._replace(ahead=True) for tile in TILES[1:]))
     for maker in (causal, window):  # with whole blocks and without
         block = make_block(replace(SMALL, H=1), torch.float32, maker, device=DEVICE)
-        found, expected = run(block, kernel=TritonRanges(tiles=tiles)), run(block)
-        for name, x in found.named().items():
+        results, expected = run(block, kernel=TritonRanges(tiles=tiles)), run(block)
+        for name, x in results.named().items():
             assert torch.equal(x, expected.named()[name]), name
 
 
@@ -161,12 +161,12 @@ def test_results_are_written_where_they_are_wanted_and_nowhere_else() -> None:
     ]
     views = [buffer[3:-1, :, 1:-1].transpose(0, 1) for buffer in buffers]
     out, lse = KERNEL.forward(block.of_kernel()._replace(into=(views[0],)))
-    given = BackwardInputs(block.grad_out, None, lse, delta(out, block.grad_out))
-    grads = KERNEL.backward(block.of_kernel()._replace(into=tuple(views[1:])), given)
+    inputs = BackwardInputs(block.grad_out, None, lse, delta(out, block.grad_out))
+    grads = KERNEL.backward(block.of_kernel()._replace(into=tuple(views[1:])), inputs)
     wanted = (expected.out, expected.dq, expected.dk, expected.dv)
-    for found, view, buffer, right in zip((out, *grads), views, buffers, wanted, strict=True):
-        assert found is view
-        assert torch.equal(found, right)
+    for result, view, buffer, right in zip((out, *grads), views, buffers, wanted, strict=True):
+        assert result is view
+        assert torch.equal(result, right)
         assert int(buffer.isnan().sum()) == buffer.numel() - view.numel()
     narrow = views[0].float()  # of another dtype: not what was promised
     assert KERNEL.forward(block.of_kernel()._replace(into=(narrow,)))[0] is not narrow
@@ -183,26 +183,26 @@ def test_scales_that_turn_the_order_of_scores_round_are_exact(scale: float) -> N
 
 
 def test_rows_that_see_nothing_give_zeros_and_no_nan() -> None:
-    found = check(make_block(SMALL, torch.float32, scattered, device=DEVICE))
-    unseen = found.lse[0, 0] == -torch.inf
+    result = check(make_block(SMALL, torch.float32, scattered, device=DEVICE))
+    unseen = result.lse[0, 0] == -torch.inf
     assert unseen.any()
-    assert torch.all(found.out[:, unseen] == 0)
-    assert torch.all(found.dq[:, unseen] == 0)
+    assert torch.all(result.out[:, unseen] == 0)
+    assert torch.all(result.dq[:, unseen] == 0)
     # A row that saw nothing anywhere, and a block of which it could see all.
     block = make_block(Shape(32, 32, 1, 1), torch.float32, full, device=DEVICE)
     lse = torch.full((2, 1, 32), -torch.inf, device=DEVICE)
     nothing = torch.full_like(lse, torch.nan)
-    given = BackwardInputs(block.grad_out, None, lse, nothing)
-    for grad in KERNEL.backward(block.of_kernel(), given):
+    inputs = BackwardInputs(block.grad_out, None, lse, nothing)
+    for grad in KERNEL.backward(block.of_kernel(), inputs):
         assert torch.all(grad == 0)
 
 
 @pytest.mark.parametrize("size", [(0, 8), (8, 0)])
 def test_empty_blocks_give_zeros(size: tuple[int, int]) -> None:
-    found = run(make_block(replace(TINY, S=size[0], T=size[1]), torch.float32, device=DEVICE))
-    assert torch.all(found.lse == -torch.inf)
+    result = run(make_block(replace(TINY, S=size[0], T=size[1]), torch.float32, device=DEVICE))
+    assert torch.all(result.lse == -torch.inf)
     for name in ("out", "dq", "dk", "dv"):
-        assert torch.all(found.named()[name] == 0)
+        assert torch.all(result.named()[name] == 0)
 
 
 def test_two_halves_of_the_keys_with_the_global_lse_add_up_to_the_whole() -> None:
@@ -221,12 +221,12 @@ def test_two_halves_of_the_keys_with_the_global_lse_add_up_to_the_whole() -> Non
         rows.merge_into(out, lse, *KERNEL.forward(half.of_kernel()), fresh=at == 0)
     delta_buffer = torch.full_like(buffer, torch.nan)
     delta_BHS = delta_buffer[2:42, :, 1:].permute(1, 2, 0).copy_(delta(out, whole.grad_out))
-    given = BackwardInputs(whole.grad_out, None, lse, delta_BHS)
+    inputs = BackwardInputs(whole.grad_out, None, lse, delta_BHS)
     (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = (
-        KERNEL.backward(half.of_kernel(), given) for half in halves
+        KERNEL.backward(half.of_kernel(), inputs) for half in halves
     )
-    found = Result(out, lse, dq_a + dq_b, torch.cat((dk_a, dk_b), 1), torch.cat((dv_a, dv_b), 1))
-    assert_close(found, truth(whole), TOLERANCE[torch.float32], "halves")
+    result = Result(out, lse, dq_a + dq_b, torch.cat((dk_a, dk_b), 1), torch.cat((dv_a, dv_b), 1))
+    assert_close(result, truth(whole), TOLERANCE[torch.float32], "halves")
 
 
 def test_a_second_call_takes_the_lists_that_the_mask_kept() -> None:
@@ -290,15 +290,15 @@ def test_tiles_divide_the_blocks_of_the_lists(
 def test_a_call_holds_what_it_says() -> None:
     block = make_block(TINY, torch.float16, full, device=DEVICE)
     size = BlockSize(20, 20, 1, 1, 16, 16, 2, 4)
-    found = run(block)
+    result = run(block)
 
     def held(*tensors: Tensor) -> int:
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    assert KERNEL.scratch_bytes(Direction.FORWARD, size) == held(found.out, found.lse)
+    assert KERNEL.scratch_bytes(Direction.FORWARD, size) == held(result.out, result.lse)
     statistics = 2 * 4 * TILES.block  # whole blocks of rows
     said = KERNEL.scratch_bytes(Direction.BACKWARD, size)
-    assert said == held(found.dq, found.dk, found.dv) + statistics
+    assert said == held(result.dq, result.dk, result.dv) + statistics
 
 
 def test_calls_of_one_kind_share_a_launch_and_others_do_not() -> None:

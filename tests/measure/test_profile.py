@@ -47,31 +47,31 @@ def one_node(rank: int, world_size: int) -> dict[str, Any]:
 def two_nodes(rank: int, world_size: int) -> dict[str, Any]:
     os.environ[MANY] = "2"
     ranks = ranks_of_group(None, CPU)
-    found: dict[str, Any] = {"text": measured(ranks, name="two nodes")}
+    results: dict[str, Any] = {"text": measured(ranks, name="two nodes")}
     os.environ.pop(MANY)
     for name, per_node in (("odd", 3), ("many", 8)):
-        found[name] = raised_by(partial(ranks_of_group, None, CPU, per_node))
+        results[name] = raised_by(partial(ranks_of_group, None, CPU, per_node))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_ranks, "__version__", f"0.{rank}")  # each has another installed
-        found["versions"] = raised_by(lambda: ranks_of_group(None, CPU))
-    found["first"] = raised_by(
+        results["versions"] = raised_by(lambda: ranks_of_group(None, CPU))
+    results["first"] = raised_by(
         lambda: ranks.of_first(lambda: check_writable("/no/such/folder/file"))
     )
-    found["mean"] = ranks.average([float(rank), 1.0])
-    return found
+    results["mean"] = ranks.average([float(rank), 1.0])
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(pool: WorkerPool) -> dict[int, list[dict[str, Any]]]:
+def results(pool: WorkerPool) -> dict[int, list[dict[str, Any]]]:
     """By number of nodes: what each rank found."""
     return {1: pool.run(one_node, 2, seconds=300), 2: pool.run(two_nodes, 4, seconds=300)}
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_all_ranks_have_the_same_file_and_the_simulator_takes_it(
-    found: dict[int, list[dict[str, Any]]], nodes: int
+    results: dict[int, list[dict[str, Any]]], nodes: int
 ) -> None:
-    texts = {one["text"] for one in found[nodes]}
+    texts = {result["text"] for result in results[nodes]}
     assert len(texts) == 1
     text = texts.pop()
     cluster = parse_cluster(text, "measured")
@@ -98,23 +98,25 @@ def test_all_ranks_have_the_same_file_and_the_simulator_takes_it(
     assert ("over all nodes" in text) == (nodes == 2)
 
 
-def test_progress_only_grows(found: dict[int, list[dict[str, Any]]]) -> None:
-    steps = found[1][0]["steps"]
+def test_progress_only_grows(results: dict[int, list[dict[str, Any]]]) -> None:
+    steps = results[1][0]["steps"]
     assert steps == sorted(steps)
     assert steps[-1][0] >= 0.9 * steps[-1][1]
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+def test_what_does_not_fit_is_refused_on_all_ranks(
+    results: dict[int, list[dict[str, Any]]],
+) -> None:
     for name, words in (
         ("odd", "ranks_per_node=3: 4 ranks are no whole nodes"),
         ("many", "ranks_per_node=8: 4 ranks are no whole nodes"),
         ("versions", "rank 0 has mesh-attention 0.0"),
         ("first", "/no/such/folder/file: No such file"),
     ):
-        for one in found[2]:
-            assert words in str(one[name].error)
-            assert one[name].kind == "MeasureError"
-    assert all(one["mean"] == [1.5, 1.0] for one in found[2])
+        for result in results[2]:
+            assert words in str(result[name].error)
+            assert result[name].kind == "MeasureError"
+    assert all(each["mean"] == [1.5, 1.0] for each in results[2])
 
 
 def test_it_says_how_it_is_started(

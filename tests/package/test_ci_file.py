@@ -20,8 +20,8 @@ def pins(file: str) -> dict[str, str]:
 
 
 def versions(name: str) -> list[str]:
-    (found,) = re.findall(rf"^ +{name}: (\[.*\])$", CI, re.MULTILINE)
-    listed: list[str] = json.loads(found)
+    (texts,) = re.findall(rf"^ +{name}: (\[.*\])$", CI, re.MULTILINE)
+    listed: list[str] = json.loads(texts)
     return listed
 
 

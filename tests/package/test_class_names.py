@@ -13,12 +13,12 @@ ROOT = Path(mesh_attention.__path__[0])
 
 def named_twice(root: Path) -> dict[str, list[str]]:
     """Classes of one name and the files that define them."""
-    found = defaultdict(list)
+    results = defaultdict(list)
     for file in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(file.relative_to(root).as_posix())
-    return {name: files for name, files in found.items() if len(files) > 1}
+                results[node.name].append(file.relative_to(root).as_posix())
+    return {name: files for name, files in results.items() if len(files) > 1}
 
 
 def test_no_class_name_occurs_twice() -> None:

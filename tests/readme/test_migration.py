@@ -58,8 +58,8 @@ def on_one_process(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def blocks(section: str, ours: bool = True) -> list[str]:
-    found = re.findall(r'```python title="(.*?)"\n(.*?)```', section, flags=re.DOTALL)
-    return [block for title, block in found if (title == "mesh_attention") == ours]
+    texts = re.findall(r'```python title="(.*?)"\n(.*?)```', section, flags=re.DOTALL)
+    return [block for title, block in texts if (title == "mesh_attention") == ours]
 
 
 def errors_of_the_page(rank: int, world_size: int) -> dict[str, list[float]]:
@@ -103,7 +103,7 @@ def error_of(block: str, names: dict[str, Any]) -> float:
 
 def test_every_block_of_ours_gives_the_numbers_of_one_process(pool: WorkerPool) -> None:
     for errors in pool.run(errors_of_the_page, 4):
-        assert {title: len(found) for title, found in errors.items()} == {
+        assert {title: len(result) for title, result in errors.items()} == {
             "ring-flash-attention": 2,
             "yunchang (long-context-attention)": 1,
             "PyTorch `context_parallel`": 1,
@@ -111,7 +111,7 @@ def test_every_block_of_ours_gives_the_numbers_of_one_process(pool: WorkerPool) 
             "Megatron-LM": 1,
             "MagiAttention": 1,
         }
-        assert {title: found for title, found in errors.items() if max(found) > 1e-5} == {}
+        assert {title: result for title, result in errors.items() if max(result) > 1e-5} == {}
 
 
 def names_of_peers(modules: dict[str, Any]) -> dict[str, Any]:

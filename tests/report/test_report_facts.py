@@ -25,11 +25,11 @@ from support.report_case import PROBLEM, RANKS
 def test_the_choice_is_the_fastest_of_the_table_and_has_its_chart(
     report_facts: ReportFacts,
 ) -> None:
-    in_order = sorted(report_facts.methods, key=lambda one: one.seconds)
+    in_order = sorted(report_facts.methods, key=lambda each: each.seconds)
     assert report_facts.methods == tuple(in_order)
     assert report_facts.methods[0].seconds == report_facts.seconds
     for direction in Direction:
-        best = min(one.passes[direction].seconds for one in report_facts.methods)
+        best = min(method.passes[direction].seconds for method in report_facts.methods)
         (chart,) = (g for g in report_facts.gantts if (g.name, g.direction) == (CHOSEN, direction))
         assert best <= chart.seconds
         assert chart.method == report_facts.chosen[direction]
@@ -38,11 +38,11 @@ def test_the_choice_is_the_fastest_of_the_table_and_has_its_chart(
     charts = {g.name for g in report_facts.gantts}
     assert 2 <= len(charts) <= 4
     assert report_facts.seconds == sum(g.seconds for g in report_facts.gantts if g.name == CHOSEN)
-    for one in report_facts.methods:
-        assert one.seconds == sum(p.seconds for p in one.passes.values())
-        for direction, p in one.passes.items():
+    for entry in report_facts.methods:
+        assert entry.seconds == sum(p.seconds for p in entry.passes.values())
+        for direction, p in entry.passes.items():
             assert p.received_bytes >= 0.999 * report_facts.least_bytes[direction]
-            assert p.peak_bytes <= one.peak_bytes
+            assert p.peak_bytes <= entry.peak_bytes
     assert json.loads(json.dumps(report_facts.to_json()))["reason"] == report_facts.reason
 
 
@@ -59,15 +59,15 @@ def test_of_each_head_every_visible_tile_has_one_rank(
 ) -> None:
     problem = Problem(256, 8, 16, mask=Mask(causal=True))
     plan = plan_on("hgx-h100", problem, 8, **options)
-    found = assignment_facts(plan)
-    assert found.heads == heads
+    assignment = assignment_facts(plan)
+    assert assignment.heads == heads
     visible = visible_cells(plan, 8).tolist()
     for direction in Direction:
-        assert set(found.groups[direction]) == groups
+        assert set(assignment.groups[direction]) == groups
         for head in heads:
-            matrix = found.matrix(direction, head).ranks
+            matrix = assignment.matrix(direction, head).ranks
             assert [[rank is not None for rank in row] for row in matrix] == visible
-        for name, members in found.groups[direction].items():
+        for name, members in assignment.groups[direction].items():
             sizes = {
                 len(ranks)
                 for at, ranks in plan.direction(direction).groups.items()
@@ -75,7 +75,7 @@ def test_of_each_head_every_visible_tile_has_one_rank(
             }
             assert {members.count(number) for number in members} == sizes
     if len(heads) > 1:  # other ranks compute other heads
-        first, second = (found.matrix(Direction.FORWARD, head).ranks for head in heads[:2])
+        first, second = (assignment.matrix(Direction.FORWARD, head).ranks for head in heads[:2])
         assert not {*sum(first, ())} & {*sum(second, ())} - {None}
 
 
@@ -83,9 +83,9 @@ def test_of_many_partitions_some_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     plan = plan_on("hgx-h100", Problem(64, 2, 16), 8, method="mesh", tile=(2, 4))
     whole = assignment_facts(plan).matrices[0].ranks
     monkeypatch.setattr("mesh_attention.report.assignment.MOST_PARTITIONS", 3)
-    found = assignment_facts(plan)
-    assert found.partitions == (0, 3, 6)
-    assert found.matrices[0].ranks == tuple(row[::3] for row in whole[::3])
+    assignment = assignment_facts(plan)
+    assert assignment.partitions == (0, 3, 6)
+    assert assignment.matrices[0].ranks == tuple(row[::3] for row in whole[::3])
 
 
 def test_scaling_keeps_tokens_or_tokens_a_rank(report_facts: ReportFacts) -> None:
@@ -98,16 +98,16 @@ def test_scaling_keeps_tokens_or_tokens_a_rank(report_facts: ReportFacts) -> Non
             assert 0 < point.mfu_percent < 100
     for scaling in Scaling:
         ranks = {
-            p.ranks for one in report_facts.scaling if one.scaling is scaling for p in one.points
+            p.ranks for row in report_facts.scaling if row.scaling is scaling for p in row.points
         }
         assert ranks == {4, 8}
     # Both are the problem itself at its own number of ranks.
     own = [
         {
-            one.name: p
-            for one in report_facts.scaling
-            if one.scaling is s
-            for p in one.points
+            row.name: p
+            for row in report_facts.scaling
+            if row.scaling is s
+            for p in row.points
             if p.ranks == 4
         }
         for s in Scaling
@@ -141,19 +141,19 @@ def test_documents_have_no_weak_scaling_and_lines_of_long_programs_end(
 def test_times_of_shapes_are_those_of_one_rank(
     report_facts: ReportFacts, report_cluster: Path
 ) -> None:
-    assert {(one.name, one.direction) for one in report_facts.shapes} >= {
+    assert {(shape.name, shape.direction) for shape in report_facts.shapes} >= {
         ("mesh", direction) for direction in Direction
     }
     for direction in Direction:
         asked = find_best(PROBLEM, RANKS, report_cluster, directions=(direction,)).asked
-        found = shape_times(asked, direction, "mesh", lambda: None)
-        assert found is not None
-        assert found in report_facts.shapes
-        assert found.shapes == ("1x4", "2x2", "4x1")
-        assert found.slices == (1, 2, 4)
+        result = shape_times(asked, direction, "mesh", lambda: None)
+        assert result is not None
+        assert result in report_facts.shapes
+        assert result.shapes == ("1x4", "2x2", "4x1")
+        assert result.slices == (1, 2, 4)
         setting = {"tile": (2, 2), "chunks": (1, 1), "head_slices": (2, 2)}
         plan = asked.plan(direction, "mesh", setting)
         seen = estimate(plan, asked.cluster, direction, ranks=(RANKS // 2,))
-        timed = found.times[1][1]
+        timed = result.times[1][1]
         assert timed is not None
         assert (timed.seconds, timed.peak_bytes) == (seen.seconds, seen.peak_bytes)

@@ -37,9 +37,9 @@ class Tags(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attributes}
-        self.all.append((tag, found))
-        self._inside = [tag, *([found["id"]] if "id" in found else [])]
+        results = {name: value or "" for name, value in attributes}
+        self.all.append((tag, results))
+        self._inside = [tag, *([results["id"]] if "id" in results else [])]
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = []
@@ -64,16 +64,16 @@ def tags(page: str) -> Tags:
 
 @pytest.fixture(scope="session")
 def variants(tags: Tags) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(tags.text["variants"])
-    return found
+    results: dict[str, dict[str, Any]] = json.loads(tags.text["variants"])
+    return results
 
 
 def test_every_part_is_there_and_the_menu_leads_to_it(tags: Tags) -> None:
-    parts = [one["id"] for one in tags.find("section")]
+    parts = [tag["id"] for tag in tags.find("section")]
     assert parts == [
         *("choice", "methods", "assignment", "gantt", "shapes", "scaling", "memory", "notes"),
     ]
-    links = [one["href"].removeprefix("#") for one in tags.find("a")]
+    links = [tag["href"].removeprefix("#") for tag in tags.find("a")]
     assert links == parts
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in tags.find(
         "meta"
@@ -89,7 +89,7 @@ def test_nothing_is_loaded(tags: Tags, page: str) -> None:
     assert "url(" not in style
     assert "@import" not in style
     assert not re.search(r"https?:|fetch|import\(|XMLHttpRequest|WebSocket", script)
-    (policy,) = (one["content"] for one in tags.find("meta") if "http-equiv" in one)
+    (policy,) = (tag["content"] for tag in tags.find("meta") if "http-equiv" in tag)
     assert policy.startswith("default-src 'none'; ")
     assert "http" not in policy
     assert LIBRARY in page
@@ -121,11 +121,11 @@ def test_every_control_has_its_variants_and_every_variant_a_control(
     assert set(pictures) == set(variants)
     for name, controls in pictures.items():
         values = [controls[at] for at in range(len(controls))]
-        assert {"|".join(one) for one in product(*values)} == set(variants[name])
+        assert {"|".join(combination) for combination in product(*values)} == set(variants[name])
     groups: dict[str, int] = {}
-    for one in tags.find("input"):
-        if one["type"] == "radio":
-            groups[one["name"]] = groups.get(one["name"], 0) + ("checked" in one)
+    for each in tags.find("input"):
+        if each["type"] == "radio":
+            groups[each["name"]] = groups.get(each["name"], 0) + ("checked" in each)
     assert set(groups.values()) == {1}
 
 
@@ -170,25 +170,25 @@ def test_the_methods_that_people_know_are_shown_where_ranks_grow(
 def test_the_table_can_be_sorted_by_every_column_and_holds_the_facts(
     tags: Tags, report_facts: ReportFacts
 ) -> None:
-    heads = [one for one in tags.find("th") if one.get("scope") == "col"]
-    assert {one["aria-sort"] for one in heads} == {"none"}
-    buttons = [one for one in tags.find("button") if not {"id", "class"} & one.keys()]
+    heads = [tag for tag in tags.find("th") if tag.get("scope") == "col"]
+    assert {head["aria-sort"] for head in heads} == {"none"}
+    buttons = [tag for tag in tags.find("button") if not {"id", "class"} & tag.keys()]
     assert len(buttons) == len(heads) == 10
-    names = [one["data-value"] for one in tags.find("th") if "data-value" in one]
-    assert names == [one.name for one in report_facts.methods]
-    marked = [one for one in tags.find("tr") if one.get("class") == "chosen"]
+    names = [tag["data-value"] for tag in tags.find("th") if "data-value" in tag]
+    assert names == [method.name for method in report_facts.methods]
+    marked = [tag for tag in tags.find("tr") if tag.get("class") == "chosen"]
     assert len(marked) == 1
-    cells = [one["data-value"] for one in tags.find("td") if "data-value" in one]
+    cells = [tag["data-value"] for tag in tags.find("td") if "data-value" in tag]
     columns = len(heads) - 1
     assert len(cells) == columns * len(report_facts.methods)
-    for at, one in enumerate(report_facts.methods):
-        forward, backward = (one.passes[d] for d in Direction)
+    for at, each in enumerate(report_facts.methods):
+        forward, backward = (each.passes[d] for d in Direction)
         row = cells[at * columns : (at + 1) * columns]
         assert [float(value) for value in row[:-1]] == [
-            *(forward.seconds, backward.seconds, one.seconds, one.mfu_percent),
+            *(forward.seconds, backward.seconds, each.seconds, each.mfu_percent),
             *(forward.received_bytes, backward.received_bytes),
             forward.other_node_bytes + backward.other_node_bytes,
-            one.peak_bytes,
+            each.peak_bytes,
         ]
 
 
@@ -209,14 +209,14 @@ def test_pictures_show_the_numbers_of_the_facts(
             # Some versions of plotly.js write null where there is no text.
             texts = [["" if r is None else str(r) for r in row] for row in matrix.ranks]
             assert trace["text"] == texts
-    for one in report_facts.shapes:
-        (trace,) = variants["shapes"][f"{one.name}|{one.direction}"]["data"]
+    for shape in report_facts.shapes:
+        (trace,) = variants["shapes"][f"{shape.name}|{shape.direction}"]["data"]
         expected = [
-            [t and pytest.approx(1e3 * t.seconds, rel=1e-3) for t in row] for row in one.times
+            [t and pytest.approx(1e3 * t.seconds, rel=1e-3) for t in row] for row in shape.times
         ]
         assert trace["z"] == expected
         assert [[bool(x) for x in row] for row in trace["text"]] == [
-            [t is not None for t in row] for row in one.times
+            [t is not None for t in row] for row in shape.times
         ]
     for line in report_facts.scaling:
         for measure in ("mfu", "time"):
@@ -233,12 +233,12 @@ def test_pictures_show_the_numbers_of_the_facts(
 
 def test_what_does_not_fit_into_memory_is_marked(report_facts: ReportFacts) -> None:
     lines = [line for line in report_facts.scaling if line.scaling is Scaling.STRONG]
-    peaks = {one.name: one.points[-1].peak_bytes for one in lines}
-    last = {one.name: one.points[-1].seconds for one in lines}
+    peaks = {text.name: text.points[-1].peak_bytes for text in lines}
+    last = {text.name: text.points[-1].seconds for text in lines}
     least = min(peaks.values())
     small = replace(report_facts, gpu_bytes=least, methods=report_facts.methods[::-1])
     page = page_of(small, LIBRARY)
-    over = [one for one in report_facts.methods if one.peak_bytes > least]
+    over = [method for method in report_facts.methods if method.peak_bytes > least]
     assert page.count("more than there is") == len(over) > 0
     variant = pictures_of(small)["scaling"].variants["strong|time"]
     for trace in variant.data[:-1]:
@@ -292,7 +292,7 @@ def test_the_command_writes_the_page_or_prints_the_facts(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--output", "no/such/page.html"], "there is no folder no/such"),
         (["--output", "."], ". is a folder; --output names the page"),
@@ -302,7 +302,7 @@ def test_the_command_writes_the_page_or_prints_the_facts(
 )
 def test_what_cannot_be_written_is_told_in_a_line_before_the_search(
     words: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -318,7 +318,7 @@ def test_what_cannot_be_written_is_told_in_a_line_before_the_search(
     assert main(["report", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert told in err
+    assert message in err
     assert [*tmp_path.iterdir()] == []
 
 

@@ -35,10 +35,10 @@ class AnyMask(Reference):
         self.softcaps.add(block.softcap)
         return super().forward(block)
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(block.mask, RowRange)
         self.seen.append((block.q.shape[1], block.k.shape[1]))
-        return super().backward(block, given)
+        return super().backward(block, inputs)
 
 
 @pytest.fixture
@@ -66,10 +66,10 @@ def test_one_call_for_each_attention_is_exact(any_mask: AnyMask, mask: Mask) -> 
     layout = ("zigzag", "contiguous", "striped")[MASKS.index(mask) % 3]
     case = Case(6, 83, 83, mask=mask, dtype=torch.float64, options={"layout": layout})
     plan, tensors = case.plan(), case.tensors()
-    found = run_local(plan, *tensors)
+    result = run_local(plan, *tensors)
     truth = run_local(plan, *tensors, kernel="reference")
     for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
-        torch.testing.assert_close(getattr(found, name), getattr(truth, name))
+        torch.testing.assert_close(getattr(result, name), getattr(truth, name))
     cut_otherwise = sum(
         len(op.calls) > 1
         for direction in Direction
@@ -83,7 +83,7 @@ def test_one_call_for_each_attention_is_exact(any_mask: AnyMask, mask: Mask) -> 
 def test_a_softcap_reaches_the_kernel_and_is_exact(any_mask: AnyMask) -> None:
     case = Case(3, 40, 40, mask=Mask(causal=True), dtype=torch.float64)
     plan, (q, k, v, grad_out) = case.plan(), case.tensors()
-    found = run_local(plan, 5 * q, k, v, grad_out, softcap=2.0)
+    result = run_local(plan, 5 * q, k, v, grad_out, softcap=2.0)
     assert any_mask.softcaps == {2.0}
     with_grad = [x.clone().requires_grad_() for x in (5 * q, k, v)]
     scores = torch.einsum("bshd,bthd->bhst", with_grad[0], _spread(with_grad[1], q))
@@ -91,10 +91,10 @@ def test_a_softcap_reaches_the_kernel_and_is_exact(any_mask: AnyMask) -> None:
     hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     out = torch.einsum("bhst,bthe->bshe", weights, _spread(with_grad[2], q))
-    torch.testing.assert_close(found.out, out.detach())
+    torch.testing.assert_close(result.out, out.detach())
     expected = torch.autograd.grad(out, with_grad, grad_out)
     for name, x in zip(("grad_q", "grad_k", "grad_v"), expected, strict=True):
-        torch.testing.assert_close(getattr(found, name), x)
+        torch.testing.assert_close(getattr(result, name), x)
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class WritesItself(Reference):
         out, lse = super().forward(block)
         return self._put(out, block.into[0]), lse
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = map(self._put, super().backward(block, given), block.into)
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = map(self._put, super().backward(block, inputs), block.into)
         return dq, dk, dv
 
     def _put(self, result: Tensor, wanted: Tensor | None) -> Tensor:
@@ -136,9 +136,9 @@ def test_results_that_a_kernel_writes_itself_are_the_same(method: str) -> None:
     kernel = WritesItself()
     register_kernel(kernel)
     try:
-        found = run_local(plan, *tensors)
+        result = run_local(plan, *tensors)
     finally:
         unregister_kernel("writes_itself")
     assert kernel.written > 0
     for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
-        torch.testing.assert_close(getattr(found, name), getattr(truth, name))
+        torch.testing.assert_close(getattr(result, name), getattr(truth, name))

@@ -32,14 +32,14 @@ def test_starts_are_those_of_all_rows_or_of_each() -> None:
 
 
 def test_positions_that_restart_begin_documents() -> None:
-    given = [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert rows((2, 5), positions=given) == [(0, 2, 5), (0, 5)]
+    numbers = [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert rows((2, 5), positions=numbers) == [(0, 2, 5), (0, 5)]
     assert rows((1, 3), positions=[[7, 8, 9]]) == [(0, 3)]
 
 
 def test_padding_on_either_side_is_a_document() -> None:
-    given = [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
-    assert rows((4, 5), mask=given) == [(0, 3, 5), (0, 1, 5), (0, 5), (0, 5)]
+    numbers = [[1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert rows((4, 5), mask=numbers) == [(0, 3, 5), (0, 1, 5), (0, 5), (0, 5)]
 
 
 def test_padding_is_set_apart_in_packs_too_and_its_positions_say_nothing() -> None:
@@ -53,7 +53,7 @@ def test_padding_is_set_apart_in_packs_too_and_its_positions_say_nothing() -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         ({"mask": [[1, 0, 1, 1]]}, "row 0 has padding between tokens"),
         ({"mask": [[1, 1, 2, 2]]}, "other values than 0 and 1"),
@@ -66,6 +66,6 @@ def test_padding_is_set_apart_in_packs_too_and_its_positions_say_nothing() -> No
         ({"cu_seqlens": [0, 2, 3, 4], "mask": [[1, 1, 0, 0]]}, "document at token 3 of row 0"),
     ],
 )
-def test_contradictions_are_refused_by_name(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(MeshAttentionError, match=told):
-        rows((1, 4), **given)
+def test_contradictions_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MeshAttentionError, match=message):
+        rows((1, 4), **arguments)

@@ -105,9 +105,9 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    one: Any = object.__new__(Guard)
-    one.place, one._comparison = 1, None
-    one._groups = SimpleNamespace(
+    bare: Any = object.__new__(Guard)
+    bare.place, bare._comparison = 1, None
+    bare._groups = SimpleNamespace(
         everybody=lambda: None, timeout=lambda _: None, set_timeout=lambda _: None
     )
     begin = SimpleNamespace(begin=lambda *_: log.append("device"))
@@ -121,8 +121,8 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
     monkeypatch.setattr(guard, "HostComparison", lambda *_: Host())
     call = Identity(AgreedKind({}), "forward", 0)
     for nccl, stream in ((True, object()), (True, None), (False, object()), (False, None)):
-        one._nccl = nccl
-        assert one._compare(call, None, stream)
+        bare._nccl = nccl
+        assert bare._compare(call, None, stream)
     assert log == ["device", "host", "host", "host"]
 
 
@@ -164,18 +164,22 @@ def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(
     monkeypatch.setattr(identity, "SharedNumbers", numbers)
     monkeypatch.setattr(identity, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-    one: Any = object.__new__(DeviceComparison)
-    one._stream = one._device = stream
-    one._slots, one._captured, one._options = numbers(identity._SLOTS, None), {}, None
+    comparison: Any = object.__new__(DeviceComparison)
+    comparison._stream = comparison._device = stream
+    comparison._slots, comparison._captured, comparison._options = (
+        numbers(identity._SLOTS, None),
+        {},
+        None,
+    )
     work = SimpleNamespace(wait=lambda: None)
-    one._backend = SimpleNamespace(allreduce=lambda tensors, options: work)
-    one._compared = SimpleNamespace(record=lambda stream: None)
+    comparison._backend = SimpleNamespace(allreduce=lambda tensors, options: work)
+    comparison._compared = SimpleNamespace(record=lambda stream: None)
     for place, captured in ((1, False), (2, True), (2 + identity._SLOTS, False)):
-        one.begin(100 + place, place, captured=captured)
-    assert set(one._captured) == {2}
-    assert one._numbers(2)[0] == [102, -102]
-    assert one._slots.host[1] == [101, -101]
-    assert one._slots.host[2] == [1126, -1126]
+        comparison.begin(100 + place, place, captured=captured)
+    assert set(comparison._captured) == {2}
+    assert comparison._numbers(2)[0] == [102, -102]
+    assert comparison._slots.host[1] == [101, -101]
+    assert comparison._slots.host[2] == [1126, -1126]
 
 
 class Held:

@@ -41,20 +41,20 @@ def test_a_chunk_of_all_ranks_is_one_run_and_seen_as_one_by_one(kind: str, mask:
     assert len(runs) == 1  # a zigzag's first chunks lie in order too
     rows = Problem(TOKENS, 1, 8, mask=mask).rows
     queries = (Run(0, TOKENS),)
-    told, looked = (row_range(rows, queries, keys, CPU) for keys in (runs, one_by_one))
+    message, looked = (row_range(rows, queries, keys, CPU) for keys in (runs, one_by_one))
     for name in ("lo", "hi", "key_position"):
-        assert torch.equal(getattr(told, name), getattr(looked, name))
-    assert told.ascending
+        assert torch.equal(getattr(message, name), getattr(looked, name))
+    assert message.ascending
     assert looked.ascending
-    ends = interval_ends(told, CPU)
-    row = torch.arange(len(told.key_position))
+    ends = interval_ends(message, CPU)
+    row = torch.arange(len(message.key_position))
     edges = [torch.zeros(TOKENS, dtype=torch.int32), *ends]
     seen = sum(
         ((row >= a[:, None]) & (row < b[:, None])).int()
         for at, (a, b) in enumerate(pairwise(edges))
         if at % 2 == 0
     )
-    expected = dense_mask(told, TOKENS, len(row), CPU)
+    expected = dense_mask(message, TOKENS, len(row), CPU)
     assert expected is not None
     assert torch.equal(seen, expected.int())
 

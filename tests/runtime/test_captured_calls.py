@@ -30,9 +30,9 @@ GROUPS: Any = SimpleNamespace(
 
 
 def prepared() -> PreparedCall:
-    mine = RankPlan.on(make_plan(Problem(8, 1, 4), 1, method="mesh"), 0, 1)
+    own = RankPlan.on(make_plan(Problem(8, 1, 4), 1, method="mesh"), 0, 1)
     shape = CallShape(1, torch.float32, CPU)
-    return PreparedCall(Transports(GROUPS), mine, CallOptions(cuda_graph=True), shape)
+    return PreparedCall(Transports(GROUPS), own, CallOptions(cuda_graph=True), shape)
 
 
 def test_a_graph_of_tensors_on_the_cpu_is_refused() -> None:
@@ -91,15 +91,15 @@ def test_shared_memory_is_released_with_the_transports_or_left_where_signals_may
 ) -> None:
     store = HashStore()
     monkeypatch.setattr(shared_memory, "default_store", lambda: store)
-    told: list[str] = []
+    messages: list[str] = []
     transports = Transports(GROUPS)
-    mine = RankPlan.on(make_plan(Problem(8, 1, 4), 2, method="mesh"), 0, 2)
-    memory = transports.memory(mine, timedelta(seconds=5))
-    assert transports.memory(mine, timedelta(seconds=5)) is memory
+    own = RankPlan.on(make_plan(Problem(8, 1, 4), 2, method="mesh"), 0, 2)
+    memory = transports.memory(own, timedelta(seconds=5))
+    assert transports.memory(own, timedelta(seconds=5)) is memory
     block: Any = SimpleNamespace(
-        release=lambda: told.append("release"), abandon=lambda: told.append("abandon")
+        release=lambda: messages.append("release"), abandon=lambda: messages.append("abandon")
     )
     memory.block = block
     transports.close(abandon=abandon)
-    assert told == ["abandon" if abandon else "release"]
-    assert transports.memory(mine, timedelta(seconds=5)) is not memory
+    assert messages == ["abandon" if abandon else "release"]
+    assert transports.memory(own, timedelta(seconds=5)) is not memory

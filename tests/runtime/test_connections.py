@@ -30,8 +30,8 @@ def listener(opened: ExitStack) -> socket.socket:
 
 def connect(opened: ExitStack, to: socket.socket) -> tuple[socket.socket, socket.socket]:
     """(the end that connects, the end that is accepted)"""
-    one = opened.enter_context(socket.create_connection(to.getsockname()))
-    return one, opened.enter_context(to.accept()[0])
+    connection = opened.enter_context(socket.create_connection(to.getsockname()))
+    return connection, opened.enter_context(to.accept()[0])
 
 
 def test_all_new_connections_are_of_the_group_where_it_must_have_as_many(opened: ExitStack) -> None:
@@ -39,11 +39,11 @@ def test_all_new_connections_are_of_the_group_where_it_must_have_as_many(opened:
     before = open_sockets()
     own = listener(opened)
     here, there = connect(opened, own)
-    found = connections_since(before, 2)
-    assert {one.descriptor for one in found} == {here.fileno(), there.fileno()}
+    connections = connections_since(before, 2)
+    assert {result.descriptor for result in connections} == {here.fileno(), there.fileno()}
     # Shut down at both ends, although nobody has closed a copy; what is no connection is left.
     copy = opened.enter_context(there.dup())
-    shut_down(end for end in found if end.descriptor == there.fileno())
+    shut_down(end for end in connections if end.descriptor == there.fileno())
     assert here.recv(1) == b""
     here.send(b"x")  # is still taken, or a send of gloo's that begins now would wait in vain
     assert copy.recv(1) == b"x"
@@ -60,8 +60,8 @@ def test_what_another_thread_opens_meanwhile_is_left_alone(opened: ExitStack) ->
     own = listener(opened)
     _, accepted = connect(opened, own)
     connect(opened, elsewhere)
-    found = connections_since(before, 2)  # of four
-    assert [one.descriptor for one in found] == [accepted.fileno()]
+    connections = connections_since(before, 2)  # of four
+    assert [result.descriptor for result in connections] == [accepted.fileno()]
     listener(opened)
     assert connections_since(before, 2) == ()  # whose is which?
 
@@ -70,11 +70,13 @@ def test_a_number_that_is_used_again_is_another_socket(opened: ExitStack) -> Non
     before = open_sockets()
     own = listener(opened)
     here, _ = connect(opened, own)
-    found = {one.descriptor: one for one in connections_since(before, 2)}[here.fileno()]
+    connections = {
+        connection.descriptor: connection for connection in connections_since(before, 2)
+    }[here.fileno()]
     descriptor = here.detach()
     socket.close(descriptor)
-    others = [opened.enter_context(one) for one in socket.socketpair()]
-    assert descriptor in [one.fileno() for one in others]
-    shut_down([found])
+    others = [opened.enter_context(each) for each in socket.socketpair()]
+    assert descriptor in [other.fileno() for other in others]
+    shut_down([connections])
     others[0].send(b"x")
     assert others[1].recv(1) == b"x"

@@ -9,13 +9,13 @@ import pytest
 from mesh_attention.runtime.execute.steps import Coverage, coverage
 
 
-def replay(intervals: list[tuple[int, int]], found: Coverage, length: int) -> list[str]:
+def replay(intervals: list[tuple[int, int]], coverage: Coverage, length: int) -> list[str]:
     """What happens to each row, in order."""
     rows = [""] * length
-    for start, stop in found.untouched:
+    for start, stop in coverage.untouched:
         for row in range(start, stop):
             rows[row] += "0"
-    for (start, stop), stretches in zip(intervals, found.stretches, strict=True):
+    for (start, stop), stretches in zip(intervals, coverage.stretches, strict=True):
         at = start
         for stretch in stretches:
             assert stretch.start == at < stretch.stop
@@ -42,6 +42,6 @@ def test_each_row_is_stored_by_the_first_call_and_added_to_by_the_rest(seed: int
 
 
 def test_a_call_over_all_rows_is_one_stretch() -> None:
-    found = coverage([(0, 8), (0, 8)], 8, fresh=True)
-    assert [len(stretches) for stretches in found.stretches] == [1, 1]
-    assert found.untouched == ()
+    state = coverage([(0, 8), (0, 8)], 8, fresh=True)
+    assert [len(stretches) for stretches in state.stretches] == [1, 1]
+    assert state.untouched == ()

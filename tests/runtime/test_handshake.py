@@ -54,7 +54,7 @@ def together(
 ) -> dict[int, Any]:
     """What each rank that makes a statement gets: the answer, or the error that it raises."""
 
-    def one(rank: int) -> Any:
+    def agree(rank: int) -> Any:
         error = (errors or {}).get(rank)
         flying = rank in in_flight
         try:
@@ -65,12 +65,12 @@ def together(
             return raised
 
     with ThreadPoolExecutor(len(RANKS)) as threads:
-        return dict(zip(statements, threads.map(one, statements), strict=True))
+        return dict(zip(statements, threads.map(agree, statements), strict=True))
 
 
-def texts(found: dict[int, Any]) -> dict[int, str]:
-    assert all(isinstance(one, DisagreementError) for one in found.values()), found
-    return {rank: str(one) for rank, one in found.items()}
+def texts(results: dict[int, Any]) -> dict[int, str]:
+    assert all(isinstance(result, DisagreementError) for result in results.values()), results
+    return {rank: str(result) for rank, result in results.items()}
 
 
 @pytest.mark.usefixtures("store")
@@ -79,7 +79,7 @@ def test_equal_statements_are_agreed_on_round_after_round() -> None:
     for number in range(3):
         same = {rank: {"tokens": number} for rank in RANKS}
         assert together(made, same) == dict.fromkeys(RANKS, False)
-    assert not any(one.left_in_flight for one in made.values())
+    assert not any(maker.left_in_flight for maker in made.values())
 
 
 def test_keys_of_earlier_rounds_are_forgotten(store: HashStore) -> None:
@@ -94,9 +94,9 @@ def test_keys_of_earlier_rounds_are_forgotten(store: HashStore) -> None:
 
 @pytest.mark.usefixtures("store")
 def test_an_odd_rank_is_named_on_all_ranks() -> None:
-    found = together(handshakes(), {3: {"tokens": 4}, 5: {"tokens": 6}, 8: {"tokens": 4}})
-    told = "rank 5 of the group [3, 5, 8] disagrees: tokens is 6 there, 4 elsewhere"
-    assert texts(found) == dict.fromkeys(RANKS, told)
+    result = together(handshakes(), {3: {"tokens": 4}, 5: {"tokens": 6}, 8: {"tokens": 4}})
+    message = "rank 5 of the group [3, 5, 8] disagrees: tokens is 6 there, 4 elsewhere"
+    assert texts(result) == dict.fromkeys(RANKS, message)
 
 
 @pytest.mark.usefixtures("store")
@@ -105,11 +105,11 @@ def test_a_contradiction_is_told_soon_although_a_rank_never_comes(silent: int) -
     first, second = (rank for rank in RANKS if rank != silent)
     made = handshakes()
     begun = time.monotonic()
-    found = together(made, {first: {"tokens": 4}, second: {"tokens": 6}})
+    results = together(made, {first: {"tokens": 4}, second: {"tokens": 6}})
     assert time.monotonic() - begun < 15  # of the 30 that ranks wait for each other
-    for told in texts(found).values():
-        assert "disagrees" in told
-        assert f"(or [{first}])" in told or f"(or [{second}])" in told
+    for message in texts(results).values():
+        assert "disagrees" in message
+        assert f"(or [{first}])" in message or f"(or [{second}])" in message
     assert made[first].left_in_flight
     assert made[second].left_in_flight
 
@@ -135,18 +135,18 @@ def test_ranks_that_do_not_come_are_named_when_the_time_is_up(
     monkeypatch.setattr(handshake, "_PATIENCE_SECONDS", 0.2)
     made, said = handshakes(), {"token_mean": "sum"}
     with pytest.warns(UserWarning, match=r"rank 3 has waited \d+ s for ranks \[8\]"):
-        found = together(made, {3: said, 5: said}, timeout=timedelta(seconds=1))
-    told = f"ranks [8] did not reach the same call (token_mean) within 1 s; {OUT_OF_STEP}"
-    assert texts(found) == {3: told, 5: told}
-    assert texts(together(made, {8: said})) == {8: told}  # at once
+        result = together(made, {3: said, 5: said}, timeout=timedelta(seconds=1))
+    message = f"ranks [8] did not reach the same call (token_mean) within 1 s; {OUT_OF_STEP}"
+    assert texts(result) == {3: message, 5: message}
+    assert texts(together(made, {8: said})) == {8: message}  # at once
 
 
 @pytest.mark.usefixtures("store")
 def test_a_rank_raises_its_own_error_and_the_others_are_told_whose_it_is() -> None:
     error = ValueError("no such mask")
-    found = together(handshakes(), {rank: {} for rank in RANKS}, {5: error})
-    assert found.pop(5) is error
-    assert texts(found) == dict.fromkeys((3, 8), "rank 5: ValueError: no such mask")
+    result = together(handshakes(), {rank: {} for rank in RANKS}, {5: error})
+    assert result.pop(5) is error
+    assert texts(result) == dict.fromkeys((3, 8), "rank 5: ValueError: no such mask")
 
 
 @pytest.mark.usefixtures("store")
@@ -170,7 +170,7 @@ def test_transfers_are_in_flight_after_an_error_where_a_rank_had_begun(
 ) -> None:
     made = handshakes()
     together(made, {rank: {} for rank in RANKS}, {5: ValueError("no")}, in_flight=flying)
-    assert [one.left_in_flight for one in made.values()] == [bool(flying)] * 3
+    assert [maker.left_in_flight for maker in made.values()] == [bool(flying)] * 3
 
 
 @pytest.mark.usefixtures("store")
@@ -217,10 +217,10 @@ def test_a_rank_sees_that_another_has_asked_for_an_agreement_before_this_call() 
 
 
 def test_the_verdict_counts_the_ranks_with_errors_and_tells_the_first() -> None:
-    one: dict[int, dict[str, Any]] = {r: {"statement": {}, "error": None} for r in RANKS}
-    assert verdict_on(one, complete=True) == ""
+    statements: dict[int, dict[str, Any]] = {r: {"statement": {}, "error": None} for r in RANKS}
+    assert verdict_on(statements, complete=True) == ""
     broken = {5: {"statement": {}, "error": "no"}, 8: {"statement": {}, "error": "not"}}
-    assert verdict_on(one | broken, complete=True) == "rank 5 (and 1 more ranks): no"
+    assert verdict_on(statements | broken, complete=True) == "rank 5 (and 1 more ranks): no"
 
 
 def test_half_against_half_says_that_either_may_be_right() -> None:
@@ -240,10 +240,10 @@ def test_nonsense_in_the_store_is_an_error_of_the_rank_whose_key_has_it(
 ) -> None:
     made = handshakes()
     store.set("g/agreement/round1/5", nonsense)
-    for told in texts(together(made, {rank: {} for rank in (3, 8)})).values():
-        assert told.startswith("rank 5: its key in the job's store holds nonsense")
-        assert told.isprintable()
-        assert len(told) < 400
+    for message in texts(together(made, {rank: {} for rank in (3, 8)})).values():
+        assert message.startswith("rank 5: its key in the job's store holds nonsense")
+        assert message.isprintable()
+        assert len(message) < 400
 
 
 def test_what_a_peer_says_can_be_printed_whatever_it_is() -> None:

@@ -24,7 +24,7 @@ def test_what_is_not_a_plan_is_refused(nonsense: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("inputs", "message"),
     [
         ((None, X, X), "q is NoneType; it must be a torch.Tensor"),
         ((X, 3, X), "k is int"),
@@ -35,9 +35,9 @@ def test_what_is_not_a_plan_is_refused(nonsense: Any) -> None:
         ((X, X, X[:, 1:]), "v has shape \\(1, 15, 2, 8\\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(given: tuple[Any, ...], told: str) -> None:
-    with pytest.raises(MeshAttentionError, match=told):
-        run_local(PLAN, *given)
+def test_tensors_that_do_not_fit_are_refused_by_name(inputs: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(MeshAttentionError, match=message):
+        run_local(PLAN, *inputs)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def truth(mask: str, kernel: str) -> Attention:
     return attention(*case(1, mask, kernel, Combine.AUTO, (1, 1)).tensors(), MASKS[mask])
 
 
-def errors(one: Case, mask: str, kernel: str) -> dict[str, Errors]:
-    result, true = run_local(one.plan(), *one.tensors(), kernel=kernel), truth(mask, kernel)
+def errors(case: Case, mask: str, kernel: str) -> dict[str, Errors]:
+    result, true = run_local(case.plan(), *case.tensors(), kernel=kernel), truth(mask, kernel)
     return {name: Errors.of(getattr(result, name), getattr(true, name)) for name in TENSORS}
 
 
@@ -75,9 +75,9 @@ def worst(ranks: int, mask: str, kernel: str, combine: Combine) -> dict[str, Err
     by_tile = []
     tiles = list(factorisations(ranks))
     for tile in tiles if kernel == "blockwise" or ranks < 16 else tiles[::2]:
-        found = errors(case(ranks, mask, kernel, combine, tile), mask, kernel)
-        by_tile.append({name: found[name].over(alone[name]) for name in TENSORS})
-    return {name: Errors.worst([one[name] for one in by_tile]) for name in TENSORS}
+        results = errors(case(ranks, mask, kernel, combine, tile), mask, kernel)
+        by_tile.append({name: results[name].over(alone[name]) for name in TENSORS})
+    return {name: Errors.worst([each[name] for each in by_tile]) for name in TENSORS}
 
 
 def show(kernel: str, mask: str, combine: Combine) -> None:
@@ -107,10 +107,10 @@ def test_bf16_error_is_at_most_twice_that_of_one_device_and_does_not_grow(
     show(kernel, mask, Combine.EXCHANGE)
     two, four = (worst(ranks, mask, kernel, Combine.EXCHANGE) for ranks in (2, 4))
     for ranks in RANKS[kernel]:
-        for name, found in worst(ranks, mask, kernel, Combine.EXCHANGE).items():
-            assert max(astuple(found)) <= 2.0, (ranks, name)
+        for name, result in worst(ranks, mask, kernel, Combine.EXCHANGE).items():
+            assert max(astuple(result)) <= 2.0, (ranks, name)
             for base, limit in ((two, OVER_TWO_RANKS[kernel]), (four, 1.1)):
-                grown = found.over(base[name])
+                grown = result.over(base[name])
                 assert max(grown.rows, grown.median) <= limit, (ranks, name, grown)
 
 

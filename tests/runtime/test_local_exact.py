@@ -33,7 +33,7 @@ def random_cases(ranks: int, tile: tuple[int, int]) -> list[Case]:
 
 @pytest.mark.parametrize(
     ("ranks", "tile"),
-    [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] > 9)) for one in tiles()],
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] > 9)) for each in tiles()],
 )
 def test_random_cases_equal_the_truth_and_move_the_counted_bytes(
     ranks: int, tile: tuple[int, int]
@@ -127,8 +127,8 @@ def test_log_sum_exps_that_differ_by_ten_thousand_merge_exactly() -> None:
     result = run_local(case.plan(), q, k, v, grad_out)
     truth = attention(q, k, v, grad_out, case.mask)
     assert truth.lse.max() - truth.lse.min() > 1e4
-    found = {name: getattr(result, name) for name in ("out", "lse", "grad_v")}
-    assert max(errors(found, truth).values()) <= 1e-10
+    results = {name: getattr(result, name) for name in ("out", "lse", "grad_v")}
+    assert max(errors(results, truth).values()) <= 1e-10
 
 
 def test_two_runs_are_bit_equal() -> None:
@@ -145,5 +145,5 @@ def test_a_scale_of_the_callers_own_is_used() -> None:
     q, k, v, grad_out = case.tensors()
     result = run_local(case.plan(), q, k, v, grad_out, softmax_scale=0.7)
     truth = attention(q, k, v, grad_out, case.mask, scale=0.7)
-    found = {name: getattr(result, name) for name in NAMES}
-    assert max(errors(found, truth).values()) <= 1e-10
+    results = {name: getattr(result, name) for name in NAMES}
+    assert max(errors(results, truth).values()) <= 1e-10

@@ -37,8 +37,8 @@ CASE = Case(
 def distances(case: Case, plan: Plan | None = None) -> dict[str, float]:
     q, k, v, grad_out = case.tensors()
     result = run_local(plan or case.plan(), q, k, v, grad_out)
-    found = {name: getattr(result, name) for name in NAMES}
-    return errors(found, attention(q, k, v, grad_out, case.mask))
+    results = {name: getattr(result, name) for name in NAMES}
+    return errors(results, attention(q, k, v, grad_out, case.mask))
 
 
 def test_without_a_fault_the_comparison_holds() -> None:
@@ -70,15 +70,15 @@ def test_keys_of_the_wrong_place_in_backward_are_found(monkeypatch: pytest.Monke
         return lambda: bind(self, at, Stale({}))()  # bound when the keys are there
 
     monkeypatch.setattr(Attentions, "bind", with_stale_keys)
-    found = distances(CASE)
-    assert max(found["out"], found["lse"]) <= tolerance(CASE.dtype)
-    assert min(found["grad_q"], found["grad_k"]) > 100 * tolerance(CASE.dtype)
+    results = distances(CASE)
+    assert max(results["out"], results["lse"]) <= tolerance(CASE.dtype)
+    assert min(results["grad_q"], results["grad_k"]) > 100 * tolerance(CASE.dtype)
 
 
 def without_one_call(plan: Plan, direction: Direction) -> Plan:
     """The plan with one kernel call left out of one rank's program: a tile nobody computes."""
-    one = plan.direction(direction)
-    program = one.programs[3]
+    pass_ = plan.direction(direction)
+    program = pass_.programs[3]
     at = next(
         i
         for i, op in enumerate(program.operations)
@@ -88,18 +88,18 @@ def without_one_call(plan: Plan, direction: Direction) -> Plan:
     assert isinstance(op, Attend | AttendBackward)
     operations = list(program.operations)
     operations[at] = replace(op, calls=op.calls[1:])
-    programs = list(one.programs)
+    programs = list(pass_.programs)
     programs[3] = replace(program, operations=tuple(operations))
-    broken = replace(one, programs=tuple(programs))
-    return replace(plan, passes=tuple(broken if p is one else p for p in plan.passes))
+    broken = replace(pass_, programs=tuple(programs))
+    return replace(plan, passes=tuple(broken if p is pass_ else p for p in plan.passes))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_one_dropped_tile_is_found(direction: Direction) -> None:
     plan = without_one_call(CASE.plan(), direction)
-    found = distances(CASE, plan)
+    results = distances(CASE, plan)
     wrong = ("out", "lse") if direction is Direction.FORWARD else ("grad_q", "grad_k", "grad_v")
-    assert min(found[name] for name in wrong) > 100 * tolerance(CASE.dtype)
+    assert min(results[name] for name in wrong) > 100 * tolerance(CASE.dtype)
     assert verify(plan)
 
 

@@ -46,10 +46,10 @@ def test_gradients_of_a_loss_on_lse_are_exact(method: str, alone: bool) -> None:
     grad_lse = torch.randn(q.shape[0], q.shape[2], tokens, dtype=torch.float64)
     visible = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     lse, expected = truth((q, k, v, grad_out), grad_lse, visible)
-    found = run_local(case.plan(), q, k, v, grad_out, grad_lse=grad_lse)
-    torch.testing.assert_close(found.lse, lse)
+    result = run_local(case.plan(), q, k, v, grad_out, grad_lse=grad_lse)
+    torch.testing.assert_close(result.lse, lse)
     for name, grad in zip(("grad_q", "grad_k", "grad_v"), expected, strict=True):
-        torch.testing.assert_close(getattr(found, name), grad, msg=name)
+        torch.testing.assert_close(getattr(result, name), grad, msg=name)
 
 
 def test_kernels_that_take_out_are_not_asked() -> None:

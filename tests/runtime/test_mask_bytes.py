@@ -26,33 +26,33 @@ def test_a_pass_takes_all_kinds_of_memory_together() -> None:
 
 
 def test_tables_of_a_mask_are_counted_once() -> None:
-    one = mask(64)
+    range_mask = mask(64)
     table = 64 * 8
     assert mask_bytes([Full(), Causal()], CPU) == 0
-    assert mask_bytes([one], CPU) == 3 * table  # lo, hi, positions
-    assert mask_bytes([one, one, mask(64)], CPU) == 6 * table
-    assert mask_bytes([one], torch.device("cuda")) == 0
+    assert mask_bytes([range_mask], CPU) == 3 * table  # lo, hi, positions
+    assert mask_bytes([range_mask, range_mask, mask(64)], CPU) == 6 * table
+    assert mask_bytes([range_mask], torch.device("cuda")) == 0
 
 
 def test_what_kernels_keep_is_counted_as_it_is_made() -> None:
-    one = mask(64)
-    before = mask_bytes([one], CPU)
-    blocks = range_blocks(one, 64, 64, 16, 16, CPU)
+    range_mask = mask(64)
+    before = mask_bytes([range_mask], CPU)
+    blocks = range_blocks(range_mask, 64, 64, 16, 16, CPU)
     own = {x.untyped_storage().data_ptr() for x in blocks if isinstance(x, Tensor)}
-    assert mask_bytes([one], CPU) == before + 512 * len(own)
+    assert mask_bytes([range_mask], CPU) == before + 512 * len(own)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_sparse_tables_and_sets_are_counted() -> None:
-    one = mask(64)
-    before = mask_bytes([one], CPU)
-    one.kept["coo"] = torch.eye(64).to_sparse()  # 2 x 64 indices of 8 bytes, 64 numbers of 4
-    assert mask_bytes([one], CPU) == before + 1024 + 512
+    range_mask = mask(64)
+    before = mask_bytes([range_mask], CPU)
+    range_mask.kept["coo"] = torch.eye(64).to_sparse()  # 2 x 64 indices of 8 bytes, 64 numbers of 4
+    assert mask_bytes([range_mask], CPU) == before + 1024 + 512
     csr = torch.eye(64).to_sparse_csr()
     parts = csr.crow_indices(), csr.col_indices(), csr.values()
-    one.kept["csr"] = {csr}
+    range_mask.kept["csr"] = {csr}
     of_parts = [-(-part.untyped_storage().nbytes() // 512) * 512 for part in parts]
-    assert mask_bytes([one], CPU) == before + 1536 + sum(of_parts)
+    assert mask_bytes([range_mask], CPU) == before + 1536 + sum(of_parts)
 
 
 def test_objects_of_libraries_are_looked_into() -> None:
@@ -67,9 +67,9 @@ def test_objects_of_libraries_are_looked_into() -> None:
     class Stranger:
         table: Tensor
 
-    one = mask(64)
-    before = mask_bytes([one], CPU)
-    one.kept["a library's"] = Slotted()
-    one.kept["itself"] = one
-    one.kept["whatever"] = Stranger(torch.zeros(1000))
-    assert mask_bytes([one], CPU) == before + 8 * 512
+    range_mask = mask(64)
+    before = mask_bytes([range_mask], CPU)
+    range_mask.kept["a library's"] = Slotted()
+    range_mask.kept["itself"] = range_mask
+    range_mask.kept["whatever"] = Stranger(torch.zeros(1000))
+    assert mask_bytes([range_mask], CPU) == before + 8 * 512

@@ -19,11 +19,11 @@ class NanInPadding(_Run):
     """Shards whose padded slots hold NaN."""
 
     def shard(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        found = super().shard(name, whole, rank).clone()
+        results = super().shard(name, whole, rank).clone()
         layout = self.layout(name)
         padded = [token is None for token in layout.tokens(rank)]
-        found[torch.tensor(padded)] = torch.nan
-        return found
+        results[torch.tensor(padded)] = torch.nan
+        return results
 
 
 def results(run: _Run, tensors: tuple[torch.Tensor, ...], plan: Plan) -> dict[str, torch.Tensor]:
@@ -59,9 +59,9 @@ def test_nan_in_padding_reaches_nothing(options: dict[str, object], kernel: str 
     plan, tensors = case.plan(), case.tensors()
     shape = CallShape(tensors[0].shape[0], torch.float32, torch.device("cpu"))
     run = NanInPadding(plan, shape, Scores(tensors[0].shape[-1] ** -0.5), kernel, True)
-    found = results(run, tensors, plan)
+    result = results(run, tensors, plan)
     truth = run_local(plan, *tensors, kernel="reference")
     for name in NAMES:
         wanted = getattr(truth, name)
-        seen = found[name].squeeze(-1).transpose(1, 2) if name == "lse" else found[name]
+        seen = result[name].squeeze(-1).transpose(1, 2) if name == "lse" else result[name]
         torch.testing.assert_close(seen, wanted, msg=f"{name} {kernel}")

@@ -76,9 +76,9 @@ class BothPasses(ForwardOnly):
     def __init__(self, needs: BackwardNeeds) -> None:
         self.backward_needs = needs
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, _, softmax_scale, *_ = block
-        grad_out, out, lse, delta = given
+        grad_out, out, lse, delta = inputs
         needs = self.backward_needs
         assert needs is not None
         assert out is not None or not needs.out
@@ -113,21 +113,21 @@ def case(*, gather_out: bool = False) -> Case:
 
 
 def executor(plan: Plan, direction: Direction, kernel: str) -> Executor:
-    one = plan.direction(direction)
-    transport = AloneTransport(one.programs[0])
+    pass_ = plan.direction(direction)
+    transport = AloneTransport(pass_.programs[0])
     shape = CallShape(1, torch.float64, CPU)
     return make_executor(
-        plan, one, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel
+        plan, pass_, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel
     )
 
 
-def exact(found: Case, kernel: str) -> None:
-    q, k, v, grad_out = found.tensors()
-    result = run_local(found.plan(), q, k, v, grad_out, kernel=kernel)
+def exact(case: Case, kernel: str) -> None:
+    q, k, v, grad_out = case.tensors()
+    result = run_local(case.plan(), q, k, v, grad_out, kernel=kernel)
     distances = errors(
-        {name: getattr(result, name) for name in NAMES}, attention(q, k, v, grad_out, found.mask)
+        {name: getattr(result, name) for name in NAMES}, attention(q, k, v, grad_out, case.mask)
     )
-    assert max(distances.values()) <= tolerance(found.dtype), distances
+    assert max(distances.values()) <= tolerance(case.dtype), distances
 
 
 NEEDS = [
@@ -155,10 +155,10 @@ def test_autocast_around_a_run_reaches_no_kernel() -> None:
         for kernel in ("blockwise", "both_passes"):
             wanted = run_local(plan, *tensors, kernel=kernel)
             with torch.autocast("cpu", torch.bfloat16):
-                found = run_local(plan, *tensors, kernel=kernel)
+                result = run_local(plan, *tensors, kernel=kernel)
                 assert torch.is_autocast_enabled("cpu")
             for name in NAMES:
-                assert torch.equal(getattr(found, name), getattr(wanted, name)), (kernel, name)
+                assert torch.equal(getattr(result, name), getattr(wanted, name)), (kernel, name)
 
 
 class Wrong(BothPasses):
@@ -174,8 +174,8 @@ class Wrong(BothPasses):
         change, result = self.change["forward"], super().forward(block)
         return change(*result) if change else result
 
-    def backward(self, block: Block, given: BackwardInputs) -> Any:
-        change, result = self.change["backward"], super().backward(block, given)
+    def backward(self, block: Block, inputs: BackwardInputs) -> Any:
+        change, result = self.change["backward"], super().backward(block, inputs)
         return change(*result) if change else result
 
 
@@ -197,9 +197,9 @@ WRONG_RESULTS: dict[str, tuple[Wrong, str]] = {
 
 @pytest.mark.parametrize("which", WRONG_RESULTS)
 def test_a_kernel_that_returns_something_else_is_named_with_what_is_expected(which: str) -> None:
-    kernel, told = WRONG_RESULTS[which]
+    kernel, message = WRONG_RESULTS[which]
     method, names = ("forward", "out") if kernel.change["forward"] else ("backward", "dq")
-    with registered(kernel), pytest.raises(KernelResultError, match=told) as info:
+    with registered(kernel), pytest.raises(KernelResultError, match=message) as info:
         exact(case(), "wrong")
     assert f"kernel 'wrong': {method} of a block with q (1, " in str(info.value)
     assert f"must return ({names} (1, " in str(info.value)
@@ -221,13 +221,13 @@ def test_results_are_checked_in_every_call() -> None:
     kernel = Wrong(lambda out, lse: (out[:, :1], lse))
     good, kernel.change["forward"] = kernel.change["forward"], None
     with registered(kernel):
-        one = executor(plan, Direction.FORWARD, "wrong")
+        program_of_rank = executor(plan, Direction.FORWARD, "wrong")
         named = zip(("q", "k", "v"), case().tensors()[:3], strict=True)
         inputs = {name: x[:, :16].transpose(0, 1).contiguous() for name, x in named}
-        run_to_end(one.run(inputs))
+        run_to_end(program_of_rank.run(inputs))
         kernel.change["forward"] = good
         with pytest.raises(KernelResultError, match="kernel 'wrong': forward"):
-            run_to_end(one.run(inputs))
+            run_to_end(program_of_rank.run(inputs))
 
 
 def test_calls_of_one_operation_share_what_is_made_for_them(
@@ -259,8 +259,8 @@ def test_the_scratch_that_a_kernel_declares_is_counted_with_its_preparation(
 ) -> None:
     plan = case().plan()
     with registered(BothPasses(needs)):
-        found = {d: executor(plan, d, "both_passes").scratch_bytes for d in Direction}
-    assert found[Direction.FORWARD] == OWN_BYTES[Direction.FORWARD]
+        results = {d: executor(plan, d, "both_passes").scratch_bytes for d in Direction}
+    assert results[Direction.FORWARD] == OWN_BYTES[Direction.FORWARD]
     heads, width, element = 2, 8, 8
     prepared = []
     for op in plan.backward.programs[0].operations:
@@ -271,7 +271,7 @@ def test_the_scratch_that_a_kernel_declares_is_counted_with_its_preparation(
             stand_in = rows * heads * width * element if needs.out else 0
             lse = sum(b - a for a, b in runs) * heads * element if needs.finite_lse else 0
             prepared.append(stand_in + lse)
-    assert found[Direction.BACKWARD] == OWN_BYTES[Direction.BACKWARD] + max(prepared)
+    assert results[Direction.BACKWARD] == OWN_BYTES[Direction.BACKWARD] + max(prepared)
 
 
 def test_a_forced_kernel_with_a_forward_only_leaves_the_backward_pass_to_another() -> None:
@@ -305,22 +305,22 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(
             out = cp.attention(q, k, v)
             assert isinstance(out, Tensor)
             torch.autograd.backward(out.sum())
-        told, memory = cp.kernels(), cp.memory()
+        message, memory = cp.kernels(), cp.memory()
         cp.close()
     finally:
         dist.destroy_process_group()
     assert list(memory) == ["forward", "backward"]
     assert memory["backward"].kernel_bytes >= 3 * 16 * 2 * 8 * 4  # the three gradients
-    assert told["forward causal"] == (("forward_only", "chosen"),)
+    assert message["forward causal"] == (("forward_only", "chosen"),)
     said = "forward calls with a causal mask on cpu: kernel forward_only"
     assert caplog.messages.count(said) == 1
-    backward = told["backward causal"]
+    backward = message["backward causal"]
     assert backward[0] == ("forward_only", "has no backward pass")
     assert backward[-1] == ("cpu_flash", "chosen")
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "message"),
     [
         ({"forward": 1}, "must be KernelRates"),
         (KernelRates(PassRates(True, False, 0, 1.0)), "with at least one curve"),
@@ -331,7 +331,7 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(
         ),
     ],
 )
-def test_wrong_facts_are_refused_when_a_kernel_is_registered(facts: Any, told: str) -> None:
+def test_wrong_facts_are_refused_when_a_kernel_is_registered(facts: Any, message: str) -> None:
     kernel = type("Mine", (Reference,), {"name": "mine", "facts": facts})()
-    with pytest.raises(MeshAttentionError, match=f"'mine' has wrong `facts`.*{told}"):
+    with pytest.raises(MeshAttentionError, match=f"'mine' has wrong `facts`.*{message}"):
         register_kernel(kernel)

@@ -65,10 +65,10 @@ def test_of_a_call_without_a_batch_whole_numbers_at_hand_are_compared() -> None:
 
 def test_shapes_and_types_are_compared_always() -> None:
     for check in (None, False):
-        told = batch(check, x=IDS.to("meta")).contents()
-        assert told == "x int64 [1, 6]"
-        assert batch(check, x=IDS.to("meta").int()).contents() != told
-        assert batch(check, x=IDS.to("meta")[:, 1:]).contents() != told
+        message = batch(check, x=IDS.to("meta")).contents()
+        assert message == "x int64 [1, 6]"
+        assert batch(check, x=IDS.to("meta").int()).contents() != message
+        assert batch(check, x=IDS.to("meta")[:, 1:]).contents() != message
 
 
 def object_of(tokens: int | None) -> Any:

@@ -18,8 +18,8 @@ CAUSAL = Mask(causal=True)
 
 
 def check(case: Case) -> None:
-    found = run_shared(case.plan(), *case.tensors())
-    distances = errors(found, attention(*case.tensors(), case.mask))
+    result = run_shared(case.plan(), *case.tensors())
+    distances = errors(result, attention(*case.tensors(), case.mask))
     assert max(distances.values()) <= tolerance(case.dtype), (distances, case)
 
 
@@ -52,6 +52,6 @@ def test_a_bf16_sum_is_rounded_once() -> None:
         dtype=torch.bfloat16,
         options={"tile": (1, 8), "combine": Combine.REDUCE_SCATTER},
     )
-    found = run_shared(case.plan(), *case.tensors())
-    distances = errors(found, attention(*case.tensors(), case.mask))
+    result = run_shared(case.plan(), *case.tensors())
+    distances = errors(result, attention(*case.tensors(), case.mask))
     assert distances["out"] < 0.01

@@ -26,8 +26,8 @@ def test_the_reason_is_the_first_line_of_the_error_or_its_type() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_told_what_lets_them() -> None:
-    told = _in_short("no memory", RuntimeError("overlapping devices are not allowed"))
-    assert told == (
+    message = _in_short("no memory", RuntimeError("overlapping devices are not allowed"))
+    assert message == (
         "no memory (overlapping devices are not allowed); "
         "ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
     )
@@ -65,12 +65,12 @@ def test_what_was_said_in_earlier_rounds_is_forgotten() -> None:
 
 
 def test_a_block_that_is_connected_forgets_what_its_store_was_told() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     block = object.__new__(SymmetricBlock)  # made without a GPU
-    store: Any = SimpleNamespace(forget=lambda: told.append("forget"))
+    store: Any = SimpleNamespace(forget=lambda: messages.append("forget"))
     block._store = store
     block.connected()
-    assert told == ["forget"]
+    assert messages == ["forget"]
 
 
 def test_memory_is_that_of_the_own_node_and_begins_as_it_is(

@@ -25,14 +25,14 @@ def check(case: Case, softcap: float | None = None) -> None:
     grad_lse = torch.randn(case.batch, case.heads[0], case.q_tokens, dtype=torch.float64)
     truth = attention_with_sinks(tensors, sinks, case.mask, softcap=softcap)
     result = run_local(case.plan(), *tensors, sinks=sinks, softcap=softcap)
-    found = distances({name: getattr(result, name) for name in NAMES}, truth)
-    assert max(found.values()) <= 1e-10, (found, case)
+    results = distances({name: getattr(result, name) for name in NAMES}, truth)
+    assert max(results.values()) <= 1e-10, (results, case)
     if case.options.get("gather_out"):
         return
     truth = attention_with_sinks(tensors, sinks, case.mask, grad_lse=grad_lse, softcap=softcap)
     result = run_local(case.plan(), *tensors, sinks=sinks, grad_lse=grad_lse, softcap=softcap)
-    found = distances({name: getattr(result, name) for name in NAMES}, truth)
-    assert max(found.values()) <= 1e-10, (found, case)
+    results = distances({name: getattr(result, name) for name in NAMES}, truth)
+    assert max(results.values()) <= 1e-10, (results, case)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,8 +69,8 @@ def test_bf16_stays_within_its_rounding() -> None:
     assert result.lse.dtype == torch.float32
     assert result.grad_sinks is not None
     assert result.grad_sinks.dtype == torch.bfloat16
-    found = distances({name: getattr(result, name) for name in NAMES}, truth)
-    assert max(found.values()) <= 0.02, found
+    results = distances({name: getattr(result, name) for name in NAMES}, truth)
+    assert max(results.values()) <= 0.02, results
 
 
 def test_a_sink_of_minus_infinity_is_none_and_a_large_one_takes_all() -> None:
@@ -99,13 +99,13 @@ def test_rows_that_see_nothing_add_nothing_whatever_their_gradient_holds() -> No
     assert (out[:, 1, 0] == 0.5).all()
     grad_out = torch.full_like(out, torch.nan)
     grad_out[:, 1] = 1.0
-    found = gradient_of_sinks(out, grad_out, lse, sinks)
-    assert found[0].item() == pytest.approx(-0.5 * 2.0)  # p * rowsum(out * grad_out)
-    assert found.isfinite().all()
+    results = gradient_of_sinks(out, grad_out, lse, sinks)
+    assert results[0].item() == pytest.approx(-0.5 * 2.0)  # p * rowsum(out * grad_out)
+    assert results.isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("sinks", "told"),
+    ("sinks", "message"),
     [
         (torch.zeros(3), r"sinks is \(3,\) of torch.float32; expected one .* \(4,\)"),
         (torch.zeros(4, dtype=torch.int64), "sinks is .* expected one floating-point number"),
@@ -115,7 +115,7 @@ def test_rows_that_see_nothing_add_nothing_whatever_their_gradient_holds() -> No
         (torch.zeros(4, requires_grad=True), "run_local is not differentiable"),
     ],
 )
-def test_what_is_no_sink_for_each_head_is_refused(sinks: Tensor, told: str) -> None:
+def test_what_is_no_sink_for_each_head_is_refused(sinks: Tensor, message: str) -> None:
     case = Case(1, 8, 8, heads=(4, 2))
-    with pytest.raises(MeshAttentionError, match=told):
+    with pytest.raises(MeshAttentionError, match=message):
         run_local(case.plan(), *case.tensors(), sinks=sinks)

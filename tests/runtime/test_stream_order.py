@@ -49,10 +49,10 @@ class Streams:
     uses: list[tuple[str, Pieces, Pieces]] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
 
-    def put(self, stream: int, name: str, taken: Pieces, given: Pieces) -> None:
+    def put(self, stream: int, name: str, taken: Pieces, inputs: Pieces) -> None:
         self.before.append(self.done[stream])
         self.done[stream] |= 1 << len(self.uses)
-        self.uses.append((name, taken, given))
+        self.uses.append((name, taken, inputs))
 
 
 class Launched:
@@ -90,8 +90,8 @@ class Launched:
     def _attention(self, op: Attend | AttendBackward, *, follows: bool) -> None:
         streams, done = self.streams, self.streams.done
         sides = [(side, [*pieces]) for side, pieces in _results(op)]
-        given = [piece for _, pieces in sides for piece in pieces]
-        taken = [piece for piece in reads(op) if piece not in given]
+        inputs = [piece for _, pieces in sides for piece in pieces]
+        taken = [piece for piece in reads(op) if piece not in inputs]
         for number, call in enumerate(op.calls):
             self._ends[self._turn % 2] = done[self._current]
             self._turn += 1
@@ -138,26 +138,26 @@ def _results(
 
 
 def races(streams: Streams, memory: WorkspaceMap) -> list[str]:
-    def share(one: Piece, other: Piece) -> bool:
-        if one.buffer == other.buffer:
-            return one.overlaps(other)
-        at, to = (memory.offsets.get(x.buffer) for x in (one, other))
+    def share(piece: Piece, other: Piece) -> bool:
+        if piece.buffer == other.buffer:
+            return piece.overlaps(other)
+        at, to = (memory.offsets.get(x.buffer) for x in (piece, other))
         if at is None or to is None:
             return False
-        return at < to + memory.sizes[other.buffer] and to < at + memory.sizes[one.buffer]
+        return at < to + memory.sizes[other.buffer] and to < at + memory.sizes[piece.buffer]
 
-    found = []
+    results = []
     for (i, first), (j, second) in combinations(enumerate(streams.uses), 2):
         if streams.before[j] >> i & 1:
             continue
         pairs = [(w, x) for w in first[2] for x in (*second[1], *second[2])]
         pairs += [(r, w) for r in first[1] for w in second[2]]
-        found += [
+        results += [
             f"{first[0]} beside {second[0]}: {a.buffer} and {b.buffer}"
             for a, b in pairs
             if share(a, b)
         ]
-    return found
+    return results
 
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -189,8 +189,8 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
         for rank in {0, ranks - 1}:
             program = plan.program(rank, direction)
             whole, _ = with_calls(program, plan, direction, target)
-            for one in (program, whole):
-                fused = placed(one, plan.problem, lse_gradient=False, shows_workspace=shown)
+            for each in (program, whole):
+                fused = placed(each, plan.problem, lse_gradient=False, shows_workspace=shown)
                 memory = workspace_map(fused, plan.problem)
                 assert races(Launched(fused, memory).streams, memory) == []
 
@@ -199,10 +199,10 @@ def test_no_use_of_memory_races_with_another(setting: str, shown: bool, dtype: t
 def test_what_is_not_waited_for_is_found(without: str) -> None:
     ranks, options = SETTINGS["ring-q on 4"]
     plan = Case(ranks, 509, 509, heads=(16, 8), mask=Mask(causal=True), options=options).plan()
-    found = []
+    results = []
     for direction in Direction:
         program, _ = with_calls(plan.program(0, direction), plan, direction, SLOW_AND_ANY_MASK)
         fused = placed(program, plan.problem, lse_gradient=False, shows_workspace=False)
         memory = workspace_map(fused, plan.problem)
-        found += races(Launched(fused, memory, without=(without,)).streams, memory)
-    assert found
+        results += races(Launched(fused, memory, without=(without,)).streams, memory)
+    assert results

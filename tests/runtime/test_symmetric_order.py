@@ -80,11 +80,11 @@ def near(*ranks: int) -> SymmetricTransport:
 
 def way(op: AllToAll | SendRecv, *ranks: int) -> str:
     view: Any = None
-    found: Any = near(*ranks).prepare(op, view)
-    if isinstance(found, tuple):
-        assert found == ("far", op)
+    result: Any = near(*ranks).prepare(op, view)
+    if isinstance(result, tuple):
+        assert result == ("far", op)
         return "network"
-    return "memory" if isinstance(found, partial) else "both"
+    return "memory" if isinstance(result, partial) else "both"
 
 
 def test_an_operation_goes_by_memory_where_all_its_ranks_share_it() -> None:
@@ -116,16 +116,16 @@ def test_the_half_of_a_shift_that_leaves_the_node_goes_by_the_network_and_first(
 def test_what_a_rank_shows_is_all_that_it_sends_also_after_a_piece_that_goes_to_several() -> None:
     """Two KV heads on four ranks: keys go to two members each, and here before all else."""
     plan = make_plan(Problem(32, 4, 4, num_kv_heads=2), 4, method="ulysses")
-    one = plan.direction(Direction.BACKWARD)
-    for program in one.programs:
+    pass_ = plan.direction(Direction.BACKWARD)
+    for program in pass_.programs:
         operations = []
         for op in program.operations:
             if isinstance(op, AllToAll):
                 op = replace(op, sends=tuple(pieces[::-1] for pieces in op.sends))
             operations.append(op)
-        programs = list(one.programs)
+        programs = list(pass_.programs)
         programs[program.rank] = replace(program, operations=tuple(operations))
-        owner = Owner(plan, replace(one, programs=tuple(programs)), program.rank, batch=1)
+        owner = Owner(plan, replace(pass_, programs=tuple(programs)), program.rank, batch=1)
         for op in operations:
             if isinstance(op, AllToAll):
                 others = (some for to, some in enumerate(op.sends) if to != program.rank)

@@ -63,10 +63,10 @@ def test_tiles_have_the_numbers_of_the_whole_and_bits_of_their_own(
     for tokens in (7, 50, 1000):
         mlp.most_rows = 0
         tiled = Tiled(mlp, tokens)
-        found = results(tiled, mlp, x, grad)
+        result = results(tiled, mlp, x, grad)
         assert mlp.most_rows == min(tokens, TOKENS)
         same_bits = 2 if x.requires_grad else 1
-        for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        for place, (a, b) in enumerate(zip(wanted, result, strict=True)):
             assert torch.equal(a, b) if place < same_bits else (a - b).abs().max() < 1e-12
 
         def checkpointed(x: Tensor, tiled: Tiled = tiled) -> Tensor:
@@ -74,7 +74,7 @@ def test_tiles_have_the_numbers_of_the_whole_and_bits_of_their_own(
             return out
 
         again = results(checkpointed, mlp, x, grad)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
 def test_nothing_is_saved_but_the_input_and_the_parameters() -> None:
@@ -99,18 +99,18 @@ def test_random_numbers_and_autocast_are_those_of_the_forward_pass(autocast: boo
     def by_hand(y: Tensor) -> Tensor:
         return torch.cat([mlp(tile) for tile in torch.split(y, 30, -2)], -2)
 
-    found, states = [], []
+    results, states = [], []
     for run in (by_hand, Tiled(mlp, 30), Tiled(mlp.forward, 30)):
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = run(x)
             grads = torch.autograd.grad(out, [x, *mlp.parameters()], grad.to(out.dtype))
-        found.append([out.detach(), *grads])
+        results.append([out.detach(), *grads])
         states.append(torch.get_rng_state())
-    for others, state in zip(found[1:], states[1:], strict=True):
+    for others, state in zip(results[1:], states[1:], strict=True):
         assert torch.equal(state, states[0])
-        assert all(torch.equal(a, b) for a, b in zip(found[0][:2], others[:2], strict=True))
-        for a, b in zip(found[0][2:], others[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], others[:2], strict=True))
+        for a, b in zip(results[0][2:], others[2:], strict=True):
             # By hand autocast sums gradients of parameters in bfloat16.
             assert (a - b).norm() <= (1e-2 if autocast else 1e-6) * a.norm()
 

@@ -41,29 +41,29 @@ def test_a_gather_sends_its_part_to_all_and_receives_each_stretch_in_turn() -> N
 
 def test_point_to_point_has_one_member_on_either_side() -> None:
     sent, received = (Piece("a", 0, 4),), (Piece("b", 0, 4),)
-    found = transfers(SendRecv(TASK, "R", 2, sent, 0, received), 4)
-    assert found == Transfers(((), (), sent, ()), (received, (), (), ()))
+    result = transfers(SendRecv(TASK, "R", 2, sent, 0, received), 4)
+    assert result == Transfers(((), (), sent, ()), (received, (), (), ()))
 
 
-def communications(plan: Plan, one: Pass) -> dict[tuple[str, str], dict[int, Communication]]:
+def communications(plan: Plan, pass_: Pass) -> dict[tuple[str, str], dict[int, Communication]]:
     """By group and name, and by the member that holds it."""
-    found: dict[tuple[str, str], dict[int, Communication]] = {}
-    for rank, program in enumerate(one.programs):
+    results: dict[tuple[str, str], dict[int, Communication]] = {}
+    for rank, program in enumerate(pass_.programs):
         for op in program.operations:
             if isinstance(op, Communication):
-                member = one.groups[op.group].index(rank)
-                found.setdefault((op.group, op.name), {})[member] = op
-    return found
+                member = pass_.groups[op.group].index(rank)
+                results.setdefault((op.group, op.name), {})[member] = op
+    return results
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_members_send_is_what_the_others_receive_and_all_that_is_read(method: str) -> None:
     case = Case(6, 61, 61, heads=(6, 6), mask=Mask(causal=True), options={"method": method})
     plan = case.plan()
-    for one in plan.passes:
-        tables = [program.buffer_table() for program in one.programs]
-        for (group, _), ops in communications(plan, one).items():
-            members = one.groups[group]
+    for pass_ in plan.passes:
+        tables = [program.buffer_table() for program in pass_.programs]
+        for (group, _), ops in communications(plan, pass_).items():
+            members = pass_.groups[group]
             size = len(members)
             moved = {member: transfers(op, size) for member, op in ops.items()}
             for a, b in product(range(size), repeat=2):

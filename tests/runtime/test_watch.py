@@ -42,16 +42,16 @@ class Owner:
         comparison: Any = self.comparison
         self.differences: list[tuple[int, Identity]] = []
         self.faults: list[Identity] = []
-        self.told = threading.Event()
+        self.was_told = threading.Event()
         self.watch = Watch(comparison, self.find_difference, self.find_fault)
 
     def find_difference(self, place: int, identity: Identity) -> None:
         self.differences.append((place, identity))
-        self.told.set()
+        self.was_told.set()
 
     def find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
         self.faults.append(identity)
-        self.told.set()
+        self.was_told.set()
         return True
 
 
@@ -67,11 +67,11 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(watch, "_TURN_SECONDS", 0.001)
     monkeypatch.setattr(watch, "_LOOK_AROUND_SECONDS", 0.02)
-    one = Owner()
-    yield one
-    one.watch.stop()
-    one.watch._thread.join(SOON)
-    assert not one.watch._thread.is_alive()
+    watched = Owner()
+    yield watched
+    watched.watch.stop()
+    watched.watch._thread.join(SOON)
+    assert not watched.watch._thread.is_alive()
 
 
 def test_the_call_that_the_device_found_wrong_is_looked_into_and_no_other(owner: Owner) -> None:
@@ -79,7 +79,7 @@ def test_the_call_that_the_device_found_wrong_is_looked_into_and_no_other(owner:
     for place, identity in CALLS.items():
         owner.watch._launched.append(watch._Launched(place, identity, LIMIT, 0.0))
     owner.watch._awake.set()
-    assert owner.told.wait(SOON)
+    assert owner.was_told.wait(SOON)
     assert owner.differences == [(2, CALLS[2])]
     owner.watch.wait_for_verdict(SOON)
     assert not owner.watch._thread.is_alive()
@@ -89,7 +89,7 @@ def test_a_call_that_never_ends_is_found_by_its_comparison(owner: Owner) -> None
     owner.comparison.different = {3}
     for place, identity in CALLS.items():
         owner.watch.begin(identity, place, LIMIT)
-    assert owner.told.wait(SOON)
+    assert owner.was_told.wait(SOON)
     assert owner.differences == [(3, CALLS[3])]
 
 
@@ -99,7 +99,7 @@ def test_calls_that_are_over_are_watched_no_longer_and_the_first_other_is_asked_
     owner.comparison.status[1] = 1
     for place in (1, 2):
         owner.watch.begin(CALLS[place], place, LIMIT)
-    assert owner.told.wait(SOON)
+    assert owner.was_told.wait(SOON)
     assert owner.faults == [CALLS[2]]
     assert owner.differences == []
 

@@ -55,9 +55,9 @@ class Traced(Reference):
         self._called(block)
         return super().forward(block)
 
-    def backward(self, block: Block, given: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         self._called(block)
-        return super().backward(block, given)
+        return super().backward(block, inputs)
 
 
 @pytest.fixture
@@ -95,20 +95,20 @@ def test_the_operations_and_calls_that_run_are_those_that_were_timed(
         return compute(self, op, table)
 
     monkeypatch.setattr(ClusterCosts, "compute", recorded)
-    timelines = {one: simulate(plan, "hgx-h200", one) for one in Direction}
+    timelines = {each: simulate(plan, "hgx-h200", each) for each in Direction}
 
     begun: dict[tuple[Direction, int], list[Operation]] = defaultdict(list)
     ranks: list[tuple[Direction, int]] = []
     made = run_local.__globals__["make_executor"]
 
-    def traced_executor(given: Plan, one: Any, at: int, *rest: Any, **how: Any) -> Any:
+    def traced_executor(own_plan: Plan, each: Any, at: int, *rest: Any, **how: Any) -> Any:
         def trace(op: Operation) -> Any:
-            begun[one.direction, at].append(op)
+            begun[each.direction, at].append(op)
             if isinstance(op, Attention):
-                ranks.extend([(one.direction, at)] * len(op.calls))
+                ranks.extend([(each.direction, at)] * len(op.calls))
             return nullcontext()
 
-        return made(given, one, at, *rest, **how, trace=trace)
+        return made(own_plan, each, at, *rest, **how, trace=trace)
 
     monkeypatch.setitem(run_local.__globals__, "make_executor", traced_executor)
     run_local(plan, *case.tensors())
@@ -148,8 +148,8 @@ def test_a_compiled_plan_is_proven_exact_as_large_as_before_and_parses_back(
         assert [rank.total for rank in counted.ranks] == [rank.total for rank in others.ranks]
         assert counted.peak_buffer_bytes <= others.peak_buffer_bytes
     result = run_local(plan, *tensors)
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(*tensors, case.mask))
+    results = {name: getattr(result, name) for name in NAMES}
+    distances = errors(results, attention(*tensors, case.mask))
     assert max(distances.values()) <= tolerance(case.dtype), distances
 
 

@@ -21,8 +21,8 @@ class Errors:
     largest: float  # of an element, absolute
 
     @staticmethod
-    def of(found: Tensor, true: Tensor) -> Errors:
-        wrong = found.double() - true
+    def of(result: Tensor, true: Tensor) -> Errors:
+        wrong = result.double() - true
         size = true.norm(dim=-1)
         by_row = wrong.norm(dim=-1)[size > 0] / size[size > 0]
         return Errors(

@@ -53,8 +53,8 @@ class Browser:
         try:
             self._wait_for_driver()
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            found = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-            self._at += f"/session/{found['sessionId']}"
+            results = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            self._at += f"/session/{results['sessionId']}"
             scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
             self._devtools("Emulation.setEmulatedMedia", {"features": [scheme]})
         except BaseException:
@@ -113,14 +113,14 @@ class Browser:
         self._ask("POST", f"/element/{element[_ELEMENT]}/value", {"text": keys})
 
     def find(self, selector: str) -> list[Any]:
-        found: list[Any] = self._ask(
+        results: list[Any] = self._ask(
             "POST", "/elements", {"using": "css selector", "value": selector}
         )
-        return found
+        return results
 
     def log(self) -> list[str]:
         """What the page told the console since the last time."""
-        return [one["message"] for one in self._ask("POST", "/se/log", {"type": "browser"})]
+        return [each["message"] for each in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self, path: Path) -> None:
         """Of the whole page."""

@@ -65,10 +65,10 @@ def drawn_call(draw: Random, plan: Plan, shown: Tensor, *, has_delta: bool) -> D
 
 
 def definition(
-    given: dict[str, Tensor], shown: Tensor, scale: float | None, softcap: float | None
+    arguments: dict[str, Tensor], shown: Tensor, scale: float | None, softcap: float | None
 ) -> dict[str, Tensor]:
     """Autograd through a dense softmax in float64, of which a sink is one more column."""
-    wide = {name: x.double() for name, x in given.items()}
+    wide = {name: x.double() for name, x in arguments.items()}
     leaves = {n: x.requires_grad_() for n, x in wide.items() if not n.startswith("grad")}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
     group = q.shape[2] // k.shape[2]
@@ -94,18 +94,18 @@ def definition(
 
 def check(call: DenseCall) -> None:
     """The plan is proven and parses back, results are exact, and what moved was counted."""
-    plan, given = call.plan, call.tensors()
+    plan, tensors = call.plan, call.tensors()
     assert verify(plan) == [], call
     assert parse_plan(plan_text(plan)) == plan, call
-    options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap, **given}
+    options: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap, **tensors}
     result = run_local(plan, **options)
-    truths = definition(given, call.shown, call.scale, call.softcap)
+    truths = definition(tensors, call.shown, call.scale, call.softcap)
     for name, truth in truths.items():
-        found = getattr(result, name).double()
+        results = getattr(result, name).double()
         finite = truth != -torch.inf
-        assert torch.equal(found != -torch.inf, finite), (name, call)
+        assert torch.equal(results != -torch.inf, finite), (name, call)
         bound = BOUND[call.dtype] * torch.cat([truth[finite].abs(), torch.ones(1)]).max()
-        assert ((found - truth)[finite].abs() <= bound).all(), (name, call)
+        assert ((results - truth)[finite].abs() <= bound).all(), (name, call)
     for direction, counted in count(plan).items():
         for rank in counted.ranks:
             moved = result.traffic[direction.value][rank.rank].total

@@ -16,7 +16,7 @@ HEADS, KV_HEADS, DIM = 6, 3, 8
 
 
 def make(**changes: Any) -> ContextParallel:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "seq_len": 64,
         "num_heads": HEADS,
         "num_kv_heads": KV_HEADS,
@@ -25,7 +25,7 @@ def make(**changes: Any) -> ContextParallel:
         "dtype": torch.float32,
         **changes,
     }
-    cp = ContextParallel(**given)
+    cp = ContextParallel(**arguments)
     cp._calls.session.transports.poison = True
     return cp
 
@@ -62,10 +62,10 @@ def error(cp: ContextParallel, starts: list[int], seed: int, batch: int = 1) -> 
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp.attention(*leaves, documents=docs)
     assert isinstance(out, Tensor)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     wanted = one_by_one(starts, whole)
     errors = [
         float((a - cp.shard(b, 1, documents=docs)).abs().max())
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(results, wanted, strict=True)
     ]
     return max(errors)

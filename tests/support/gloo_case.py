@@ -33,7 +33,7 @@ def context(
     case: Case, group: dist.ProcessGroup | DeviceMesh | None = None, **changes: Any
 ) -> ContextParallel:
     """The object for a case, with buffers that begin as NaN."""
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "seq_len": case.q_tokens,
         "kv_seq_len": case.kv_tokens,
         "num_heads": case.heads[0],
@@ -47,7 +47,7 @@ def context(
         **case.options,
         **changes,
     }
-    cp = ContextParallel(group, **given)
+    cp = ContextParallel(group, **arguments)
     cp._calls.session.transports.poison = True
     return cp
 
@@ -75,8 +75,8 @@ def attend(cp: ContextParallel, case: Case, device: str = "cpu") -> Part:
     assert isinstance(result, tuple)
     out, lse = result
     grads = torch.autograd.grad(out, (q, k, v), cp.shard(whole_grad, 1))
-    found = (x.detach().cpu() for x in (out, lse, *grads))
-    tensors = dict(zip(NAMES, found, strict=True))
+    results = (x.detach().cpu() for x in (out, lse, *grads))
+    tensors = dict(zip(NAMES, results, strict=True))
     return Part(cp.rank, cp.positions(), cp.positions(side="kv"), tensors, handed_bytes(cp))
 
 

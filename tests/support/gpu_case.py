@@ -39,7 +39,7 @@ def run_cases(
     backend: str,
     times: int,
 ) -> list[Ran]:
-    found = []
+    results = []
     group = dist.new_group(backend=backend) if backend != "gloo" else None
     # Held open, so that what NCCL makes for one case serves the next.
     with context(cases[0], group, transport=transport, **options):
@@ -49,8 +49,8 @@ def run_cases(
                     cp._calls.user.counters.clear()
                     part = attend(cp, case, "cuda")
                 cp.check()
-                found.append(Ran(part, cp.transports()))
-    return found
+                results.append(Ran(part, cp.transports()))
+    return results
 
 
 def check(
@@ -64,28 +64,28 @@ def check(
 ) -> list[list[Ran]]:
     """Runs the cases, compares the last time with float64 and with the plan's bytes; results by
     rank."""
-    given = (cases, transport, options, backend, times)
+    question = (cases, transport, options, backend, times)
     seconds = 4 * SECONDS if backend == "nccl" else SECONDS  # Triton compiles there
-    by_rank: list[list[Ran]] = pool.run(run_cases, cases[0].ranks, *given, seconds=seconds)
+    by_rank: list[list[Ran]] = pool.run(run_cases, cases[0].ranks, *question, seconds=seconds)
     for number, case in enumerate(cases):
         ran = [results[number] for results in by_rank]
-        parts = [one.part for one in ran]
-        found = relative_errors(whole(parts, case), attention(*case.tensors(), case.mask))
-        assert max(found.values()) <= LIMIT[case.dtype], (found, case)
+        parts = [replay.part for replay in ran]
+        result = relative_errors(whole(parts, case), attention(*case.tensors(), case.mask))
+        assert max(result.values()) <= LIMIT[case.dtype], (result, case)
         if options.get("cuda_graph"):
             continue  # a replay hands nothing to the transport
         expected = expected_bytes(case)
         assert [part.traffic for part in parts] == [expected[part.rank] for part in parts]
         if transport == "symmetric":
-            chosen = {name for one in ran for name, _ in one.transports.values()}
+            chosen = {name for replay in ran for name, _ in replay.transports.values()}
             assert chosen == {"symmetric"}, ran
     return by_rank
 
 
-def relative_errors(found: dict[str, Tensor], truth: Attention) -> dict[str, float]:
+def relative_errors(results: dict[str, Tensor], truth: Attention) -> dict[str, float]:
     """Norm of the difference over the norm of the truth; infinite where something is NaN."""
     result = {}
-    for name, value in found.items():
+    for name, value in results.items():
         expected = truth.named()[name]
         error = float((value.double() - expected).norm() / expected.norm())
         result[name] = error if error == error else float("inf")

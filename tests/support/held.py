@@ -14,14 +14,14 @@ def resources() -> dict[str, int]:
     """What this process holds of the system and of the job's store, when no rank is busy."""
     gc.collect()  # what an earlier test left is not ours
     dist.barrier()
-    found = {
+    results = {
         "groups": len(dist.distributed_c10d._world.pg_map),
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "keys": default_store().num_keys(),
     }
     dist.barrier()
-    return found
+    return results
 
 
 def grown(begin: dict[str, int], end: dict[str, int]) -> dict[str, int]:

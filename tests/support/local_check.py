@@ -17,9 +17,9 @@ def check(case: Case, bound: float | None = None) -> LocalResult:
     """Errors are at most `bound`: the tolerance of the dtype, if nothing else is said."""
     plan, tensors = case.plan(), case.tensors()
     result = run_local(plan, *tensors)
-    found = {name: getattr(result, name) for name in NAMES}
-    assert all(value.dtype == case.dtype for name, value in found.items() if name != "lse")
-    distances = errors(found, attention(*tensors, case.mask))
+    results = {name: getattr(result, name) for name in NAMES}
+    assert all(value.dtype == case.dtype for name, value in results.items() if name != "lse")
+    distances = errors(results, attention(*tensors, case.mask))
     limit = tolerance(case.dtype) if bound is None else bound
     assert max(distances.values()) <= limit, (distances, case)
     check_bytes(plan, result, case)

@@ -26,8 +26,8 @@ def plan_of_batch(
     problem = Problem(
         9, 4, head_dim, num_kv_heads=2, element_bytes=dtype.itemsize, mask=mask
     )  # a batch brings its own length
-    given = None if way == "chosen" else ask(problem, ranks, method=way)
-    layer = Layer(problem, given)
+    question = None if way == "chosen" else ask(problem, ranks, method=way)
+    layer = Layer(problem, question)
     return Packer((layer,), ranks)(starts).question(layer).plan()
 
 
@@ -45,13 +45,13 @@ def check_apart(
     chance = torch.Generator().manual_seed(0)
     heads = (p.num_heads, p.kv_heads, p.kv_heads, p.num_heads)
     widths = (p.head_dim, p.head_dim, p.v_dim, p.v_dim)
-    given = [
+    tensors = [
         torch.randn(2, starts[-1], *shape, generator=chance).to(device, dtype)
         for shape in zip(heads, widths, strict=True)
     ]
-    before = _results(plan, given, kernel)
+    before = _results(plan, tensors, kernel)
     for first, last in pairwise(starts):
-        changed = [x.clone() for x in given]
+        changed = [x.clone() for x in tensors]
         for x in changed:
             sign = torch.randn(x[:, first:last].shape, generator=chance).sign()
             x[:, first:last] = (noise * sign).to(device, dtype)
@@ -62,8 +62,8 @@ def check_apart(
             assert torch.equal(old[:, others], new[:, others]), (name, first, last)
 
 
-def _results(plan: Plan, given: list[Tensor], kernel: str | None) -> list[Tensor]:
+def _results(plan: Plan, inputs: list[Tensor], kernel: str | None) -> list[Tensor]:
     """With tokens second."""
-    found = run_local(plan, *given, kernel=kernel)
-    tensors = [getattr(found, name) for name in RESULTS]
+    result = run_local(plan, *inputs, kernel=kernel)
+    tensors = [getattr(result, name) for name in RESULTS]
     return [x.transpose(1, 2) if x.ndim == 3 else x for x in tensors]

@@ -119,8 +119,8 @@ class WorkerPool:
                 self._workers[rank][0].send_bytes(b"end")
         if silent or errors:
             hung = f"ranks {silent} did not finish in time" if silent else ""
-            told = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
-            raise WorkerError("\n".join([f"{function.__qualname__} failed. {hung}", *told]))
+            messages = [f"rank {rank}: {error}" for rank, error in sorted(errors.items())]
+            raise WorkerError("\n".join([f"{function.__qualname__} failed. {hung}", *messages]))
         return [a.result if isinstance(a, Answer) else a for _, a in sorted(answers.items())]
 
     def _start(self, num_workers: int) -> None:

@@ -45,11 +45,11 @@ def raised_by(action: Callable[[], object], cp: ContextParallel | None = None) -
     return Raised(error, kind, seconds, moved, len(groups) - before)
 
 
-def leave_with_all(folder: str, rank: int, world_size: int, told: str) -> NoReturn:
+def leave_with_all(folder: str, rank: int, world_size: int, message: str) -> NoReturn:
     """Write what a rank was told to a file of its own, and end the process when all ranks have: an
     end that is seen by a rank that still waits would be told instead."""
     part = Path(folder, f"{rank}.part")
-    part.write_text(told)
+    part.write_text(message)
     part.rename(Path(folder, str(rank)))
     while not all(Path(folder, str(other)).exists() for other in range(world_size)):
         time.sleep(0.01)
@@ -57,8 +57,8 @@ def leave_with_all(folder: str, rank: int, world_size: int, told: str) -> NoRetu
 
 
 def all_raised(raised: list[Raised]) -> None:
-    for rank, one in enumerate(raised):
-        assert one.error, f"rank {rank} raised nothing"
-        assert one.seconds < LIMIT_SECONDS
-        assert one.moved == 0
-        assert one.groups == 0
+    for rank, failure in enumerate(raised):
+        assert failure.error, f"rank {rank} raised nothing"
+        assert failure.seconds < LIMIT_SECONDS
+        assert failure.moved == 0
+        assert failure.groups == 0

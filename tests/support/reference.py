@@ -88,13 +88,13 @@ def tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
 
 
-def errors(found: dict[str, Tensor], truth: Attention) -> dict[str, float]:
+def errors(results: dict[str, Tensor], truth: Attention) -> dict[str, float]:
     """Largest difference of each tensor, in units of its largest value if that exceeds one.
 
     Infinite where one of them is NaN, or where they disagree on which entries are infinite.
     """
     result = {}
-    for name, value in found.items():
+    for name, value in results.items():
         expected = truth.named()[name]
         assert value.shape == expected.shape, (name, value.shape, expected.shape)
         value = value.double()

@@ -28,5 +28,5 @@ def write_cluster(path: Path) -> Path:
 
 def facts_of_a_small_problem(cluster: Path) -> ReportFacts:
     found_cluster = load_cluster(cluster)
-    found = find_best(PROBLEM, RANKS, found_cluster)
-    return report_facts(found, cluster_found="as given", most_ranks=8)
+    result = find_best(PROBLEM, RANKS, found_cluster)
+    return report_facts(result, cluster_found="as given", most_ranks=8)

@@ -36,9 +36,9 @@ class _Meeting:
 
 
 class _World:
-    def __init__(self, plan: Plan, one: Pass, call_shape: CallShape) -> None:
-        self.one = one
-        self.owners = [Owner(plan, one, rank, call_shape.batch) for rank in range(plan.num_ranks)]
+    def __init__(self, plan: Plan, pass_: Pass, call_shape: CallShape) -> None:
+        self.pass_ = pass_
+        self.owners = [Owner(plan, pass_, rank, call_shape.batch) for rank in range(plan.num_ranks)]
         self.staging_offset = max(owner.workspace_bytes for owner in self.owners)
         staging = max(owner.staging_bytes for owner in self.owners)
         size = self.staging_offset + staging
@@ -50,7 +50,7 @@ class _World:
         self.meetings: dict[tuple[str, str], _Meeting] = {}
 
     def arrive(self, rank: int, op: Communication, view: View) -> _Meeting:
-        members = self.one.groups[op.group]
+        members = self.pass_.groups[op.group]
         owners = {place: self.owners[member] for place, member in enumerate(members)}
         meeting = self.meetings.setdefault((op.group, op.name), _Meeting())
         steps = steps_of(op, members.index(rank), len(members), owners)
@@ -62,9 +62,9 @@ class _World:
 
     def _perform(self, meeting: _Meeting, blocks: list[Tensor]) -> None:
         # Readers and owners name each other, or signals would be waited for in vain.
-        given = {(m, r) for m, (steps, _) in meeting.arrived.items() for r in steps.readers}
+        inputs = {(m, r) for m, (steps, _) in meeting.arrived.items() for r in steps.readers}
         taken = {(o, m) for m, (steps, _) in meeting.arrived.items() for o, _ in steps.pulls}
-        assert given == taken
+        assert inputs == taken
         for member, (_, copies) in meeting.arrived.items():
             copies.show(blocks[member])
         for steps, copies in meeting.arrived.values():
@@ -92,14 +92,14 @@ class _SharedRun(testing._Run):
     def all_ranks(
         self, direction: Direction, inputs: list[dict[str, Tensor]]
     ) -> list[dict[str, Tensor]]:
-        one = self.plan.direction(direction)
-        world = _World(self.plan, one, self.call_shape)
+        pass_ = self.plan.direction(direction)
+        world = _World(self.plan, pass_, self.call_shape)
         for workspace, block in zip(self.workspaces, world.blocks, strict=True):
             workspace.adopt(block[: world.staging_offset])
         runs = {
             rank: make_executor(
                 self.plan,
-                one,
+                pass_,
                 rank,
                 _Transport(world, rank),
                 self.workspaces[rank],
@@ -123,7 +123,7 @@ def run_shared(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) ->
     for rank, local in enumerate(inputs):
         local |= forward[rank] | {"grad_out": run.shard("grad_out", grad_out, rank)}
     backward = run.all_ranks(Direction.BACKWARD, inputs)
-    found = {name: run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v")}
-    found["out"] = run.join("out", forward)
-    found["lse"] = run.join("lse", forward).squeeze(-1).transpose(1, 2)
-    return found
+    results = {name: run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v")}
+    results["out"] = run.join("out", forward)
+    results["lse"] = run.join("lse", forward).squeeze(-1).transpose(1, 2)
+    return results

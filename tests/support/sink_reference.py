@@ -39,15 +39,15 @@ def attention_with_sinks(
     if grad_lse is not None:
         loss = loss + (lse * grad_lse.double()).sum()
     grads = torch.autograd.grad(loss, leaves)
-    found = (out, lse, *grads)
-    return {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+    results = (out, lse, *grads)
+    return {name: x.detach() for name, x in zip(NAMES, results, strict=True)}
 
 
-def distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def distances(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Largest difference of each, in units of its largest value if that exceeds one."""
-    assert found.keys() <= truth.keys()
+    assert results.keys() <= truth.keys()
     result = {}
-    for name, value in found.items():
+    for name, value in results.items():
         expected = truth[name]
         assert value.shape == expected.shape, (name, value.shape, expected.shape)
         error = (value.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)

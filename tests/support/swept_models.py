@@ -225,21 +225,21 @@ def over_ranks(
         mean = cp.cross_entropy(logits, part.labels, reduce="sum")
         loss, value = mean.loss, mean.value
         logits = cp.unshard(logits.detach(), 1, documents=part.documents)[batch.real]
-    found = results(model, loss, logits, value)
-    for name in [*found][2:]:
-        dist.all_reduce(found[name], group=group)
-    return found
+    result = results(model, loss, logits, value)
+    for name in [*result][2:]:
+        dist.all_reduce(result[name], group=group)
+    return result
 
 
-def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[float, str]:
+def worst(results: dict[str, Tensor], true: dict[str, Tensor]) -> tuple[float, str]:
     """The largest relative error, and of what. Gradients that are next to nothing beside all others
     are rounding."""
-    assert found.keys() == true.keys()
+    assert results.keys() == true.keys()
     least = 1e-2 * max(x.abs().max().item() for x in [*true.values()][2:])
     errors = {}
     for name, x in true.items():
         scale = max(x.abs().max().item(), least if name not in ("loss", "logits") else 0.0)
-        error = (found[name] - x).abs().max().item() / (scale or 1.0)
+        error = (results[name] - x).abs().max().item() / (scale or 1.0)
         errors[name] = error if error == error else float("inf")
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
@@ -290,8 +290,8 @@ def examine(
                 if rank < size:
                     with ModelContextParallel(model, group, **options) as cp:
                         for kind, batch in batches.items():
-                            found = over_ranks(cp, model, batch, head, group)
-                            errors[f"{kind} on {size}"] = worst(found, true[kind])
+                            results = over_ranks(cp, model, batch, head, group)
+                            errors[f"{kind} on {size}"] = worst(results, true[kind])
             except Exception as error:
                 is_refused = isinstance(error, MeshAttentionError)
                 why = str(error) if is_refused else f"{type(error).__name__}: {error}"

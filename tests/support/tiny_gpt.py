@@ -55,10 +55,10 @@ def make_model() -> Model:
 
 @dataclass(frozen=True)
 class WholeCase:
-    """`given` are the arguments of shard_batch besides ids and labels; `documents` of each row, by
+    """`arguments` are those of shard_batch besides ids and labels; `documents` of each row, by
     hand, and how many of them are padding at the end or, negative, at the begin."""
 
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     documents: list[list[int]]
     padding: list[int] | None = None
 
@@ -113,7 +113,7 @@ def one_process(
     """Loss and gradients of each step, whose batches are those of all data-parallel ranks."""
     model = model or make_model()
     optimizer = torch.optim.SGD(model.parameters(), learning_rate)
-    found = []
+    results = []
     for cases in steps:
         optimizer.zero_grad()
         logits = [model(case.input_ids, case.positions, case.attention) for case in cases]
@@ -121,6 +121,6 @@ def one_process(
         loss = cross_entropy(flat, torch.cat([case.targets.flatten() for case in cases]))
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        found.append((loss.item(), grads))
+        results.append((loss.item(), grads))
         optimizer.step()
-    return found
+    return results

@@ -71,11 +71,11 @@ def make_model(name: str, attention: str = "eager", **changes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """`given` is what both the model of one process and `shard_batch` take besides ids and labels;
+    """`inputs` is what both the model of one process and `shard_batch` take besides ids and labels;
     `unseen` tokens are padding or begin a document: no targets."""
 
     shape: tuple[int, int]
-    given: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     unseen: Tensor | None = None
 
     @property
@@ -86,11 +86,11 @@ class Batch:
         labels[:, 3:5] = -100
         if self.unseen is not None:
             labels[self.unseen] = -100
-        return {"input_ids": ids, "labels": labels, **self.given}
+        return {"input_ids": ids, "labels": labels, **self.inputs}
 
     @property
     def real(self) -> Tensor:
-        return self.given.get("attention_mask", torch.ones(self.shape)).bool()
+        return self.inputs.get("attention_mask", torch.ones(self.shape)).bool()
 
 
 def _padded(mask: Tensor) -> Batch:

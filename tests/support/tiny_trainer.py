@@ -64,8 +64,8 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     most = max(len(row["input_ids"]) for row in rows)
 
     def joined(name: str, filled: int) -> Tensor:
-        found = [pad(row[name], (0, most - len(row[name])), value=filled) for row in rows]
-        return torch.stack(found)
+        results = [pad(row[name], (0, most - len(row[name])), value=filled) for row in rows]
+        return torch.stack(results)
 
     ids = joined("input_ids", -1)
     return {
@@ -129,20 +129,20 @@ class Run:
             **usual | self.arguments | (self.on_ranks if cp_size else {}),
         )
         texts, evaluated = Texts(self.num_examples), Texts(self.num_evaluated or self.num_examples)
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             "train_dataset": Stream(texts) if self.stream else texts,
             "eval_dataset": Stream(evaluated) if self.stream else evaluated,
             "data_collator": globals()[self.collate],
             "compute_metrics": _metrics,
         }
         if self.loss is not None:
-            given["compute_loss_func"] = globals()[self.loss]
+            inputs["compute_loss_func"] = globals()[self.loss]
         if self.from_init:
-            given["model_init"] = lambda: make_model(self.model, **self.changes)
+            inputs["model_init"] = lambda: make_model(self.model, **self.changes)
             model = None
         if cp_size is None:
-            return Trainer(model, arguments, **given)
-        return ContextParallelTrainer(model, arguments, cp_size=cp_size, **given)
+            return Trainer(model, arguments, **inputs)
+        return ContextParallelTrainer(model, arguments, cp_size=cp_size, **inputs)
 
 
 def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
@@ -155,13 +155,13 @@ def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
     return loss
 
 
-def _metrics(found: Any) -> dict[str, float]:
+def _metrics(result: Any) -> dict[str, float]:
     """They depend on which logits stand where, and on each once."""
-    of_model = found.predictions  # transformers' own has router logits in it, where they are
+    of_model = result.predictions  # transformers' own has router logits in it, where they are
     if isinstance(of_model, tuple):
         of_model = next(x for x in of_model if getattr(x, "ndim", 0) == 3)
     logits = torch.tensor(of_model)
-    labels = torch.tensor(found.label_ids)
+    labels = torch.tensor(result.label_ids)
     weights = torch.linspace(1, 2, labels.numel()).view(labels.shape) * (labels != -100)
     return {"logits": (logits.mean(-1) * weights).sum().item(), "rows": len(logits)}
 
@@ -170,8 +170,8 @@ def _metrics(found: Any) -> dict[str, float]:
 def launched(rank: int, world_size: int) -> Iterator[None]:
     """What torchrun says to a process, where it says anything."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    told = {name: str(x) for name, x in (names | {"LOCAL_WORLD_SIZE": world_size}).items()}
-    with patch.dict(os.environ, told if world_size else {}):
+    messages = {name: str(x) for name, x in (names | {"LOCAL_WORLD_SIZE": world_size}).items()}
+    with patch.dict(os.environ, messages if world_size else {}):
         try:
             yield
         finally:

@@ -155,25 +155,25 @@ class TrlRun:
         rows = Dataset.from_list([make(at) for at in range(self.num_examples)])
         if self.arguments.get("precompute_ref_log_probs"):
             rows = _on_disk(rows, f"{folder}/{cp_size}")
-        given: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
+        inputs: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
         model = make_model(self.model)
         if self.kind == "reward":
             model = _with_score(model)
         if self.kind == "dpo" and not self.lora:
-            given["ref_model"] = make_model(self.model, rms_norm_eps=0.1)  # another model
+            inputs["ref_model"] = make_model(self.model, rms_norm_eps=0.1)  # another model
         if self.kind == "grpo":
-            given["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
+            inputs["reward_funcs"] = [even_words, first_counts(many_words, cp_size or 1)]
             model.config._name_or_path = folder  # where the reference is read from
             if self.arguments.get("beta"):
                 model.save_pretrained(folder)  # by the first rank
                 _wait()
         # Two data-parallel ranks do not divide seven.
-        given["eval_dataset"] = rows.select(range(2 if self.kind == "grpo" else 7))
+        inputs["eval_dataset"] = rows.select(range(2 if self.kind == "grpo" else 7))
         if self.lora:
-            given["peft_config"] = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
+            inputs["peft_config"] = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
         if cp_size is None:
-            return plain(model=model, args=arguments, **given)
-        return parallel(model=model, args=arguments, cp_size=cp_size, **given)
+            return plain(model=model, args=arguments, **inputs)
+        return parallel(model=model, args=arguments, cp_size=cp_size, **inputs)
 
 
 def _on_disk(rows: Dataset, folder: str) -> Any:

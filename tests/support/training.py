@@ -71,8 +71,8 @@ def make(group: Any = None) -> ContextParallel:
 
 
 def sharded(cp: ContextParallel, case: WholeCase, **changes: Any) -> ShardedBatch:
-    given = {"input_ids": case.input_ids, "labels": case.labels, **case.given, **changes}
-    return cp.shard_batch(**given)
+    arguments = {"input_ids": case.input_ids, "labels": case.labels, **case.arguments, **changes}
+    return cp.shard_batch(**arguments)
 
 
 def logits_of(cp: ContextParallel, model: Any, batch: ShardedBatch) -> Tensor:

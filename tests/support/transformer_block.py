@@ -55,7 +55,7 @@ def rotate(x_BSHD: Tensor, positions_S: Tensor) -> Tensor:
 class Compiled:
     """Of whole graphs; those of `backend="aot_eager"`, which runs them as they are, are counted."""
 
-    def __init__(self, function: Function, **given: Any) -> None:
+    def __init__(self, function: Function, **arguments: Any) -> None:
         import torch._dynamo
         from torch._dynamo.backends.registry import lookup_backend
 
@@ -66,7 +66,9 @@ class Compiled:
             self.graphs += 1
             return lookup_backend("aot_eager")(graph, inputs)
 
-        self._compiled = torch.compile(function, fullgraph=True, **(given or {"backend": counted}))
+        self._compiled = torch.compile(
+            function, fullgraph=True, **(arguments or {"backend": counted})
+        )
 
     def __call__(self, *args: Any) -> Any:
         return self._compiled(*args)
@@ -74,8 +76,8 @@ class Compiled:
 
 def gradients(function: Function, leaves: list[Tensor]) -> list[Tensor]:
     """Outputs and the gradients of all leaves."""
-    found = function()
-    outs = found if isinstance(found, tuple) else (found,)
+    result = function()
+    outs = result if isinstance(result, tuple) else (result,)
     loss = sum((out.double() ** 2).sum() for out in outs)
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [*(out.detach().clone() for out in outs), *(g.clone() for g in grads if g is not None)]
@@ -90,11 +92,11 @@ def steps(
 ) -> tuple[list[float], list[int]]:
     """Of a block on packs of documents, compiled and not: how far outputs and gradients of all
     parameters are apart, and how many graphs there were after each."""
-    device, head_dim, given = shape
+    device, head_dim, inputs = shape
     torch.manual_seed(0)
     eager, copy = (Decoder(cp, head_dim).to(device) for _ in range(2))
     copy.load_state_dict(eager.state_dict())
-    compiled = Compiled(copy, **given)
+    compiled = Compiled(copy, **inputs)
     errors, graphs = [], []
     for starts in packs:
         documents = cp.documents(starts)
@@ -104,8 +106,8 @@ def steps(
         given_to = (x, positions, documents)
         if device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        found = gradients(lambda: compiled(*given_to), [*copy.parameters()])  # noqa: B023
+        result = gradients(lambda: compiled(*given_to), [*copy.parameters()])  # noqa: B023
         wanted = gradients(lambda: eager(*given_to), [*eager.parameters()])  # noqa: B023
-        errors.append(difference(wanted, found))
+        errors.append(difference(wanted, result))
         graphs.append(compiled.graphs)
     return errors, graphs

@@ -158,14 +158,14 @@ def measure_coverage() -> Callable[[], Lines]:
     sources, omit = (os.environ.get(f"SLIPCOVER_{x}", "").split(",") for x in ("SOURCE", "OMIT"))
     measured = slipcover.Slipcover()
     slipcover.ImportManager(measured, slipcover.FileMatcher(sources, omit)).__enter__()
-    told: Lines = defaultdict(set)
+    message: Lines = defaultdict(set)
 
     def new_lines() -> Lines:
         new = {}
         for file in {*measured.all_seen, *measured.newly_seen}:
             seen = measured.all_seen[file] | measured.newly_seen[file]
-            new[file] = seen - told[file]
-            told[file] = seen
+            new[file] = seen - message[file]
+            message[file] = seen
         return {file: lines for file, lines in new.items() if lines}
 
     return new_lines

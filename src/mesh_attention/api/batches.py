@@ -19,6 +19,7 @@ from mesh_attention.runtime.session.distributed_tensors import own_tokens
 from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.runtime.session.sharding import Grad, Side
+from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
 
 
 class Batches:
@@ -89,6 +90,65 @@ class Batches:
         return self._calls.packer(also)
 
     # Sharding.
+
+    @outside_compile
+    def shard_batch(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Any = None,
+        documents: Documents | None = None,
+        also: Sequence[Batches] = (),
+        shift_labels: bool = True,
+        ahead: int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        check: bool | None = None,
+        **others: Tensor | None,
+    ) -> ShardedBatch:
+        """This rank's part of a whole batch. Call it once a batch, on all ranks of the group, with
+        the same tensors of (batch, tokens), of any length. Nothing is sent.
+
+        labels          each token's own id, as in Hugging Face. They are shifted here, over the
+                        whole sequence, so the loss must shift nothing. The last token of a document
+                        and padding get `ignore_index`
+        shift_labels    False: the labels are targets already
+        ahead           how many targets a token has, for heads that predict several: then
+                        `labels[..., 0]` is the next token, `labels[..., 1]` the one after it, ...
+        position_ids    (tokens) or (batch, tokens); left out: counted in each document
+        cu_seqlens      documents, as `documents()` takes them: one list for all rows, or one for
+                        each. Left out, position_ids that restart at 0 begin documents
+        documents       instead of cu_seqlens: what `documents()` or `prefetch` made of them
+        also            other objects that attend to this batch, as in `documents()`
+        attention_mask  (batch, tokens), 0 at padding on the left or on the right, which becomes a
+                        document of its own. Other masks are refused
+        others          any other tensors of (batch, tokens, ...), cut in the same way
+        check           what ranks compare in the first call that uses the batch. None: whole
+                        numbers on the CPU, and shapes of the rest. True: everything; the host waits
+                        for what is on a device. False: shapes and documents
+
+        Rows with different documents, or different padding, become one pack: one row.
+        """
+        tensors = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            **others,
+        }
+        return shard_batch(
+            self._calls,
+            tensors,
+            cu_seqlens=cu_seqlens,
+            documents=documents,
+            also=also,
+            shift_labels=shift_labels,
+            ahead=ahead,
+            ignore_index=ignore_index,
+            check=check,
+        )
 
     @outside_compile
     def shard(

@@ -1,4 +1,4 @@
-"""Which mutants there are, and a random sample of them, for `run_mutants.py`.
+"""Which mutants there are, and a random sample of them, for `run.py`.
 
 Cosmic Ray makes them: another operator, a number one higher or lower, a condition negated, a
 decorator left out, ... A place in the code is drawn, then one of the mutants at that place.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from touched import PACKAGE
+from mutation.touched import PACKAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TESTS = Path(__file__).parents[1]
 RUN = """
-import os, sys
+import sys
 from pathlib import Path
 import mesh_attention.errors
-from touched import start
-_, status = os.waitpid(start(Path(sys.argv[1]), ["test_changed.py"], None), 0)
-sys.exit(os.waitstatus_to_exitcode(status))
+from mutation.touched import start, wait_for
+sys.exit(wait_for(start(Path(sys.argv[1]), ["test_changed.py"], None), 50))
 """
 
 
@@ -25,6 +24,6 @@ def test_tests_of_a_copy_import_the_library_of_the_copy(tmp_path: Path) -> None:
         "import mesh_attention\ndef test_changed():\n    assert mesh_attention.CHANGED\n"
     )
     command = [sys.executable, "-c", RUN, str(tmp_path)]
-    run = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=60)
     output = tmp_path / "output"
     assert run.returncode == 0, run.stderr + (output.read_text() if output.exists() else "")

@@ -3,13 +3,14 @@
 In a copy of the tree, every statement inside a function gets a statement before it that marks a
 byte of a file mapped into memory; processes and threads that a test starts mark bytes there too. A
 plugin of pytest reads and clears the marks around each test. coverage.py with a context for each
-test would do the same, but makes planning three times slower on Python 3.11. `run_mutants.py` uses
-it, in copies of the tree only.
+test would do the same, but makes planning three times slower on Python 3.11. `run.py` uses it, in
+copies of the tree only.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import mmap
 import os
@@ -92,21 +93,18 @@ class Recorder:
     """A plugin of pytest that writes which statements each test of a file runs, and its seconds.
 
     Tests run in a random order and recording ends after `max_seconds`: a file of many long tests
-    is represented by some of them, and by more when it is recorded again. Tests that fail are left
-    out.
+    is represented by some of them. Tests that fail are left out.
     """
 
     def __init__(self, tree: Path, output: Path, max_seconds: float) -> None:
         self._output, self._max_seconds = output, max_seconds
         with (tree / PACKAGE / "_marks.bin").open("r+b") as file:
             self._marks = mmap.mmap(file.fileno(), 0)
-        self._tests = read_record(output)["tests"]
-        self._complete = True
+        self._tests: Touch = {}
         self._failed: set[str] = set()
         self._started = time.monotonic()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self._tests]
         random.Random(0).shuffle(items)
 
     @pytest.hookimpl(wrapper=True)
@@ -120,7 +118,6 @@ class Recorder:
             self._tests[item.nodeid] = {"seconds": round(seconds, 4), "touched": touched}
         if time.monotonic() - self._started > self._max_seconds:
             item.session.shouldstop = "enough was recorded"
-            self._complete = False
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -128,13 +125,7 @@ class Recorder:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        record = {"complete": self._complete, "tests": self._tests}
-        self._output.write_text(json.dumps(record))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    none = {"complete": False, "tests": {}}
-    return json.loads(path.read_text()) if path.exists() else none
+        self._output.write_text(json.dumps(self._tests))
 
 
 class InOrder:
@@ -163,48 +154,24 @@ class InOrder:
             self._output.write_text(report.nodeid)
 
 
-def recorded(
-    work: Path,
-    tree: Path,
-    files: list[str],
-    folders: list[str],
-    workers: int,
-    max_seconds: float,
-    again: bool,
-) -> tuple[dict[str, list[Statement]], Touch]:
-    """What statements the files of `tree` have, and which of them the tests in `folders` run: from
-    an earlier run in the folder `work`, or by running each test file for `max_seconds` or less.
-    `again` goes on with files that took longer."""
-    trees = [work / f"marked-{worker}" for worker in range(workers)]
-    statements: dict[str, list[Statement]] = {}
-    for each in trees:
-        shutil.rmtree(each, ignore_errors=True)
-        shutil.copytree(tree, each)
-        statements = mark_statements(each, files)
-    (work / "touched").mkdir(exist_ok=True)
-    outputs = {
-        str(path.relative_to(tree)): work / "touched" / f"{folder}-{path.stem}.json"
-        for folder in folders
-        for path in sorted((tree / "tests" / folder).rglob("test_*.py"))
-    }
-    jobs = {
-        name: path
-        for name, path in outputs.items()
-        if not path.exists() or (again and not read_record(path)["complete"])
-    }
-    running: dict[int, Path] = {}
-    for done, (name, path) in enumerate(jobs.items()):
-        if not trees:
-            trees.append(running.pop(os.wait()[0]))
-        place = trees.pop()
-        running[start(place, [name], Recorder(place, path, max_seconds))] = place
-        print(f"\rrecorded {done} of {len(jobs)} test files", end="", flush=True)
-    while running:
-        del running[os.wait()[0]]
-    touched: Touch = {}
-    for path in outputs.values():
-        touched |= read_record(path)["tests"]
-    return statements, touched
+def record(marked: Path, name: str, max_seconds: float) -> Touch:
+    """Which statements the tests of a file run, by running them for `max_seconds` or a little more.
+    `marked` is what `mark_statements` changed."""
+    tree = own_copy(marked)
+    output = tree / "touched.json"
+    output.unlink(missing_ok=True)
+    wait_for(start(tree, [name], Recorder(tree, output, max_seconds)), 300 + max_seconds)
+    # There is none where no test of it could be collected.
+    touched: Touch = json.loads(output.read_text()) if output.exists() else {}
+    return touched
+
+
+def own_copy(tree: Path) -> Path:
+    """Of this process, so that several can change and run it."""
+    copy = tree.with_name(f"{tree.name}-{os.getpid()}")
+    if not copy.exists():
+        shutil.copytree(tree, copy)
+    return copy
 
 
 def start(tree: Path, arguments: list[str], plugin: object) -> int:
@@ -232,3 +199,20 @@ def start(tree: Path, arguments: list[str], plugin: object) -> int:
         finally:
             os._exit(code)
     return pid
+
+
+def wait_for(pid: int, seconds: float) -> int:
+    """The exit code, negative if it was ended by a signal or after so many seconds. Processes that
+    its tests have left behind are ended too."""
+    until = time.monotonic() + seconds
+    over, status = 0, 0
+    try:
+        while not over and time.monotonic() < until:
+            over, status = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    if not over:
+        status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status)

@@ -1,0 +1,1 @@
+"""Mutation testing: are the tests sharp? (`run.py`, `make mutants`)."""
