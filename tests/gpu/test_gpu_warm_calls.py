@@ -89,6 +89,17 @@ def test_a_warm_call_over_nccl_never_waits_for_the_device(
         assert dict(cp.kernels()["forward rows"])["fused"] == "chosen"
 
 
+def test_transfers_have_the_priority_that_replays_give_them(one_rank: None) -> None:
+    with context() as cp:
+        train(cp, tensors(0))
+        groups, device = cp._calls.session.groups, torch.device("cuda", 0)
+        for group in (groups.everybody(), groups.comparing()):
+            assert group._get_backend(device).options.is_high_priority_stream  # type: ignore[attr-defined]
+        stream = cp._calls.session.transports.stream(device)
+        assert stream is not None
+        assert stream.priority < 0
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_captured_call_gives_what_an_eager_one_gives(one_rank: None, batch: int) -> None:
     with context() as eager, context(cuda_graph=True, nvtx=True) as captured:

@@ -35,6 +35,7 @@ from mesh_attention.plan.language.program import CallKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import Run
+from mesh_attention.runtime.device import transfer_stream
 from mesh_attention.runtime.execute.call_masks import row_range
 
 MARGIN = 16  # SMs that a transfer takes, and that a kernel is asked to leave
@@ -230,7 +231,7 @@ class KernelMeter:
 
     def _done_at(self, work: Work, lasts: float, transfer: Work) -> float:
         device = self._ranks.device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = transfer_stream(device)
         with torch.cuda.stream(stream):
             transfer()
         begin, end, done = (cuda_event() for _ in range(3))

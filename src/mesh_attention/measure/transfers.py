@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
+from mesh_attention.runtime.device import transfer_stream
+from mesh_attention.runtime.transport.groups import nccl_options, timeout_of
 from mesh_attention.runtime.transport.torch_operations import (
     CollectiveRows,
     PointToPoint,
@@ -42,9 +44,10 @@ class TimedTransfers:
         self._ranks = ranks
         self._over_gloo = ranks.backend != "nccl"
         self._global = dist.get_process_group_ranks(ranks.group)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            tuple(range(ranks.size)): ranks.group
-        }
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        everybody = tuple(range(ranks.size))
+        self.group([everybody])
+        self._group = self._groups[everybody]
 
     def group(self, every: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """The members of this rank's group among groups that have no rank in common. All ranks of
@@ -52,7 +55,8 @@ class TimedTransfers:
         own = None
         for members in map(tuple, every):
             if members not in self._groups:
-                made = dist.new_group([self._global[m] for m in members])
+                options = None if self._over_gloo else nccl_options(timeout_of(self._ranks.group))
+                made = dist.new_group([self._global[m] for m in members], pg_options=options)
                 if self._ranks.rank in members:
                     self._groups[members] = made
             if self._ranks.rank in members:
@@ -78,7 +82,7 @@ class TimedTransfers:
             PointToPoint(self._tensor(part_bytes), (self._global[peer],), 0, sent)
             for peer, sent in peers
         ]
-        return _begin(exchange(messages, (), self._ranks.group, host_driven=self._over_gloo))
+        return _begin(exchange(messages, (), self._group, host_driven=self._over_gloo))
 
     def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
         others = [m for m in members if m != self._ranks.rank]
@@ -181,7 +185,7 @@ def _on_streams(
 ) -> tuple[float, float, float]:
     """The same on a GPU, with calls for three times as long as the transfers take alone. Work is
     counted until the first side is through, as the other is alone from then on."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = transfer_stream(device)
     first = cuda_event()
     ends = [cuda_event() for _ in range(transfers)]
     marks = [cuda_event() for _ in range(calls)]

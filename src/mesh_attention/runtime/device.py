@@ -129,6 +129,11 @@ class ComputeStreams:
         return (self._begin, *marks) if begin else tuple(marks)
 
 
+def transfer_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of high priority, as NCCL's own are in `runtime/transport/groups.py`."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
+from mesh_attention.runtime.device import transfer_stream
 from mesh_attention.version import TESTED_TORCH
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
@@ -150,7 +151,7 @@ class DeviceComparison:
         # Not through the group: its way to the backend takes as long as the launch.
         self._backend: Any = group._get_backend(device)
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = transfer_stream(device)
         self._poison = poison_kernel()
         self._slots = SharedNumbers(_SLOTS, device)
         self._captured: dict[int, SharedNumbers] = {}  # by place: a graph reads them again

@@ -17,7 +17,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.buffers import Precision
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.device import Workspace
+from mesh_attention.runtime.device import Workspace, transfer_stream
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.transport.copies import Owner
@@ -70,7 +70,7 @@ class Transports:
         if device.type != "cuda":
             return None
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = transfer_stream(device)
         return self._streams[device]
 
     def close(self, *, abandon: bool = False) -> None:

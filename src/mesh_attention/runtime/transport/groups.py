@@ -139,7 +139,9 @@ class Groups:
                     self._made[ranks] = with_all(make, ranks, limit)
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
-                    self._made[ranks] = make_group(ranks, name, backend, limit, default_store())
+                    options = nccl_options(limit) if backend == dist.Backend.NCCL else None
+                    make = partial(make_group, ranks, name, backend, limit, default_store())
+                    self._made[ranks] = make(options)
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
@@ -158,11 +160,11 @@ class Groups:
     def comparing(self) -> dist.ProcessGroup:
         """The group over NCCL in which the devices of all ranks compare calls."""
         if self._comparing is None:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout(None)
+            limit = self.timeout(None)
+            options = nccl_options(limit)
             options.config.max_ctas = 1  # for two numbers; channels cost memory
             name, ranks = f"{self.name}/comparisons", tuple(sorted(self.ranks))
-            backend, limit, store = dist.Backend.NCCL, options._timeout, default_store()
+            backend, store = dist.Backend.NCCL, default_store()
             with ON_OUR_OWN:
                 self._comparing = make_group(ranks, name, backend, limit, store, options)
         return self._comparing
@@ -220,6 +222,14 @@ def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             yield group._get_backend(torch.device(device))
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Transfers are more urgent than attention: with a stream of high priority they begin beside
+    kernels that let them, as the simulator has it, and not behind all that is queued."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
