@@ -35,6 +35,7 @@ class SearchEffort(NamedTuple):
     ranks_of_even_chunks     even chunks are not tried on more ranks
     tolerance                a setting so near to the bound of all shapes, or to the estimate of
                              another, is good enough
+    tie                      settings so near to the best are as good: the simplest is taken
     """
 
     shapes: int
@@ -49,6 +50,7 @@ class SearchEffort(NamedTuple):
     every_name: bool = True
     ranks_of_even_chunks: int = 4096
     tolerance: float = 0.0
+    tie: float = 0.0
 
 
 SEARCH = SearchEffort(
@@ -74,6 +76,7 @@ DEFAULT = SearchEffort(
     every_name=False,
     ranks_of_even_chunks=1024,
     tolerance=0.02,
+    tie=0.01,
 )
 # Settings of few ranks take less long to look at, those of many longer.
 DEFAULT_OF_FEW = DEFAULT._replace(in_four_cuts=6)
@@ -98,6 +101,7 @@ class Scored:
     may_wait: bool  # ranks have unlike work before they meet, and `seconds` do not know it
     recalls: bool = False  # it needs what a forward pass of the same setting keeps
     others_bytes: int = 0  # that the other layers keep meanwhile
+    rank_operations: int = 0
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -253,6 +253,7 @@ class PassSearch:
             may_wait=waits,
             recalls=self._is_backward and bool(between),
             others_bytes=others_bytes,
+            rank_operations=seen.num_operations // asked.num_ranks,
         )
 
     def _of_corners(self, compiled: Compiled, method: str, setting: Mapping[str, Any]) -> float:
@@ -313,7 +314,23 @@ class PassSearch:
                 best, least = setting, setting.score
             if uncertain and is_last:
                 break
-        return best or next(iter(scored), None)
+        return self._simplest_of_ties(best, scored) if best else next(iter(scored), None)
+
+    def _simplest_of_ties(self, best: Scored, scored: Sequence[Scored]) -> Scored:
+        """Of the settings that are nearly as fast the one with the fewest operations of a rank: the
+        model cannot tell them apart, and operations cost more than it knows of. Estimates of single
+        rows that travel say too little for that."""
+        enough = not best.fits, best.seconds * (1 + self._asked.effort.tie)
+        ties = [best]
+        for setting in scored:
+            if setting.score > enough or setting.rank_operations >= best.rank_operations:
+                continue
+            known = self._known.get(setting_key(setting.name, setting.options))
+            setting = self._met(known or setting)
+            is_bound = setting.may_wait or METHODS[setting.name].by_stretches
+            if setting.score <= enough and (setting.is_simulated or not is_bound):
+                ties.append(setting)
+        return min(ties, key=lambda setting: (setting.rank_operations, setting.score))
 
 
 def _meets(method: Method) -> bool:
