@@ -3,8 +3,8 @@
 A program is made when it is asked for, and kept: a rank that runs asks for its own, and readers
 that need all of them (verify, count, simulate) ask for all.
 
-Ranks in a plan are *logical*: logical rank g owns partition g. `devices[g]` is the physical rank
-(the place in the process group) that plays it, so a topology-aware mapping changes this one tuple.
+Ranks in a plan are *logical*. `devices[g]` is the physical rank (the place in the process group)
+that plays logical rank g. Layouts have the same order, so that a mapping to nodes moves no token.
 """
 
 from __future__ import annotations
