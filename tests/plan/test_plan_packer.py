@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,3 +103,21 @@ def test_documents_of_keys_are_as_many_as_those_of_queries() -> None:
     assert apart.kv_layout.num_tokens == 9
     with pytest.raises(PlanError, match="same number of documents"):
         packer([0, 20, 64], [0, 9])
+
+
+@pytest.mark.parametrize(
+    ("masks", "layout"),
+    [
+        ([Mask()], LayoutKind.CONTIGUOUS),
+        ([Mask(causal=True)], LayoutKind.ZIGZAG),
+        ([Mask(causal=True, window=(9, 0))], LayoutKind.ZIGZAG),
+        ([Mask(), Mask(causal=True)], LayoutKind.ZIGZAG),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("tokens", [16, 61])
+def test_one_sequence_is_cut_as_tensors_without_documents_are(
+    masks: list[Mask], layout: LayoutKind, tokens: int
+) -> None:
+    layers = tuple(Layer(replace(PROBLEM, mask=mask)) for mask in masks)
+    assert Packer(layers, 4)([0, tokens]).layout_kind is layout

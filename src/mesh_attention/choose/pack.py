@@ -170,6 +170,8 @@ class Packer:
         strategies: tuple[tuple[Layer, Strategy], ...] = ()
         if free:
             wanted = next((layer.layout for layer in self.layers if layer.layout), None)
+            if wanted is None and len(documents) == len(kv_documents) == 2 and not self.relayout:
+                wanted = _usual_layout(self.layers)  # one sequence is cut as `shard` cuts it
             choice = choose_strategies(
                 [layer.problem for layer in free],
                 self.num_ranks,
@@ -211,8 +213,12 @@ def _layout_of_questions(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches
         setting = layer.question.setting if layer.question else None
         if setting is not None and setting.layout is not None:
             return setting.layout, setting.stretches
+    return _usual_layout(layers), None
+
+
+def _usual_layout(layers: Sequence[Layer]) -> LayoutKind:
     full = all(layer.problem.mask.is_full for layer in layers)
-    return (LayoutKind.CONTIGUOUS if full else LayoutKind.ZIGZAG), None
+    return LayoutKind.CONTIGUOUS if full else LayoutKind.ZIGZAG
 
 
 def document_starts(name: str, starts: Any) -> tuple[Starts, int]:

@@ -189,6 +189,12 @@ def layer_of_batches(
         others.add("method")
     question, says_how = asked.any_question, set(named) - others
     setting = question.setting
+    if setting.stripe_block > 1:
+        raise MeshAttentionError(
+            f"stripe_block={setting.stripe_block} is not supported with documents and lengths that "
+            "come with batches, which are dealt token by token: leave it out, or cut tensors of "
+            "one length by shard"
+        )
     layout = None if arguments.get("layout") is None else setting.layout  # not one that was chosen
     return Layer(
         asked.problem,

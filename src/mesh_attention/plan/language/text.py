@@ -170,6 +170,8 @@ def _parse_layout(fields: dict[str, Any]) -> Layout:
     lists = ("stretches", "order")
     sizes = {n: number(n, v) for n, v in fields.items() if n not in ("kind", *lists)}
     stretches, order = (fields.get(name) for name in lists)
+    if not isinstance(order, list | None):
+        raise PlanTextError(f"order of a layout is a list, not {type(order).__name__}")
     return Layout(
         LayoutKind(fields["kind"]),
         **sizes,

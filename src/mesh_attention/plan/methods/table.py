@@ -65,8 +65,9 @@ def _tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
     p, settings = ranks_per_node or 1, Settings()
     for tile in _near_best(problem, ranks):
         settings.append({"tile": tile})
-        # A patch as wide as a node is row by row, as without alpha.
-        settings += [{"tile": tile, "alpha": w} for w in patch_widths(*tile, p) if w < p]
+        # A patch as wide as a node is row by row, as without alpha; and so is all in one node.
+        if ranks > p:
+            settings += [{"tile": tile, "alpha": w} for w in patch_widths(*tile, p) if w < p]
     return settings
 
 
