@@ -181,6 +181,13 @@ def test_documents_beside_slices_are_refused_with_the_way_out() -> None:
         layer_of_batches(asked, {}, CallOptions())
 
 
+def test_stripes_of_several_tokens_are_refused_where_batches_say_their_length() -> None:
+    options = {"method": "mesh", "layout": "striped", "stripe_block": 2}
+    asked = AskedPlan(Problem(38, 4, 4, mask=Mask(causal=True)), 2, options)
+    with pytest.raises(MeshAttentionError, match="stripe_block=2 is not supported with documents"):
+        layer_of_batches(asked, options, CallOptions())
+
+
 def random_union(rng: Random, ranks: int, number: int) -> Case:
     sizes = rng.randint(1, 40), rng.randint(1, 40)
     method = (
