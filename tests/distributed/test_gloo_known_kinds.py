@@ -3,6 +3,7 @@ been told of: a correct program is never refused."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,38 @@ def test_nothing_is_broken_where_some_ranks_alone_know_their_kind_of_call(pool: 
         assert "label is" in mixed
         assert OUT_OF_STEP in mixed
         assert "out of step since an earlier call" in after
+
+
+def late_to_a_mistake(rank: int, world_size: int, by: list[int]) -> tuple[str, str, bool]:
+    """One rank comes when the others have lost patience; some make a mistake."""
+    group = dist.new_group()
+    cp = context(CASE, group)
+    assert is_right(cp, CASE)
+    dist.barrier(group)
+    late, x = rank == ODD, cp.shard(CASE.tensors()[0], 1)
+    if late:
+        time.sleep(1.0)
+    dim: Any = None if rank in by else 1
+    with mock.patch.object(handshake, "_GRACE_SECONDS", 0.1):
+        first = raised_by(lambda: cp.unshard(x, dim))
+        right: list[bool] = []
+        after = raised_by(lambda: right.append(is_right(cp, CASE)))
+    return first.error, after.error, right == [True]
+
+
+def test_a_rank_that_is_late_to_a_mistake_of_all_leaves_the_group_usable(pool: WorkerPool) -> None:
+    for first, after, right in pool.run(late_to_a_mistake, RANKS, [0, 1, 2]):
+        assert "a tensor and a dimension" in first
+        assert (after, right) == ("", True)
+
+
+def test_a_rank_that_is_late_and_in_a_call_that_others_broke_off_is_not_taken_for_the_next(
+    pool: WorkerPool,
+) -> None:
+    for rank, (first, after, right) in enumerate(pool.run(late_to_a_mistake, RANKS, [0])):
+        assert "a tensor and a dimension" in first, rank
+        assert "an earlier call on this process group was broken off" in after
+        assert not right
 
 
 def wrong_after_a_right_call(rank: int, world_size: int) -> dict[str, str]:

@@ -110,8 +110,38 @@ def test_a_contradiction_is_told_soon_although_a_rank_never_comes(silent: int) -
     for message in texts(results).values():
         assert "disagrees" in message
         assert f"(or [{first}])" in message or f"(or [{second}])" in message
-    assert made[first].left_in_flight
-    assert made[second].left_in_flight
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("flying", [False, True])
+@pytest.mark.parametrize("late", RANKS)
+def test_before_the_next_call_a_silent_rank_says_whether_it_is_late_or_in_a_call(
+    late: int, flying: bool
+) -> None:
+    first, second = (rank for rank in RANKS if rank != late)
+    made = handshakes()
+    failed = together(made, {first: {}, second: {}}, {first: ValueError("no")})
+    assert str(failed[second]) == f"rank {first}: ValueError: no"
+    assert not any(maker.left_in_flight for maker in made.values())
+    assert made[late].hear_silent() is None  # it has not failed
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(made[rank].hear_silent) for rank in (first, second)]
+        time.sleep(0.1)
+        assert not any(each.done() for each in waiting)
+        together(made, {late: {}}, in_flight=(late,) if flying else ())
+        lost = str(failed[second]) if flying else None
+        assert [each.result() for each in waiting] == [lost] * 2
+    assert made[late].left_in_flight is flying
+
+
+@pytest.mark.usefixtures("store")
+def test_a_silent_rank_that_never_comes_is_named_when_the_time_is_up() -> None:
+    made = handshakes()
+    together(made, {3: {}, 5: {}}, {5: ValueError("no")}, timeout=timedelta(seconds=1))
+    assert made[3].hear_silent() == f"ranks [8] did not come within 1 s; {OUT_OF_STEP}"
+    made[5].find_cause = lambda: "rank 8 has ended"
+    made[5]._timeout = LONG
+    assert made[5].hear_silent() == "rank 8 has ended"
 
 
 @pytest.mark.usefixtures("store")
@@ -160,7 +190,6 @@ def test_a_rank_with_an_error_waits_only_a_while_for_the_others(
     begun = time.monotonic()
     assert together(made, {rank: {}}, {rank: error})[rank] is error
     assert time.monotonic() - begun < 10
-    assert made[rank].left_in_flight
 
 
 @pytest.mark.usefixtures("store")

@@ -106,6 +106,11 @@ class Guard:
         """
         if self._alone:
             return
+        with self.whole_or_broken():
+            lost = self._handshake.hear_silent()
+        if lost is not None:
+            self._break_off(self._faults.tell(lost))
+            self.refuse_if_broken()
         self.compared = True
         self.place += 1
         self._current = identity

@@ -32,6 +32,7 @@ from mesh_attention.runtime.transport.job_store import JobStore, as_number, as_w
 _PATIENCE_SECONDS = 10.0  # then a warning says who is missing
 _GRACE_SECONDS = 1.5  # after a contradiction, for the others to say which side they are on
 _LOOK_AROUND_SECONDS = 1.0
+_PAUSE_SECONDS = 0.01
 _AGREED, _COMPARE_PROGRAMS = "agreed", "compare the programs"
 # Some know their kinds of call and wait in the comparison, before data moves: it tells them apart.
 _LEFT_TO_THE_CALL = "ranks differ, and compare in the call"
@@ -68,7 +69,8 @@ class Handshake:
         self._rounds = 0
         self._first_kept = 1  # rounds before it have no keys in the store any more
         self.followed: str | None = None  # what the first rank chose by, where others differed
-        self.left_in_flight = False  # the last disagreement broke a call off, or may have
+        self.left_in_flight = False  # a rank was in a call when the last agreement failed
+        self._unheard: str | None = None  # a round that failed before all ranks had spoken
         self.left_to_the_call = False  # ranks differ; those that asked must go on and compare
 
     def is_called_for(self, call: int) -> bool:
@@ -85,14 +87,16 @@ class Handshake:
         *,
         call: int,
         timeout: timedelta,
+        first: bool = False,
         in_flight: bool = False,
         waits: bool = False,
     ) -> bool:
         """Returns when all ranks made the same statement and none has an error.
 
         A rank with an error of its own raises that error; it does not wait long for the others,
-        who may be past the agreement already. `call`: how many calls this rank has begun;
-        `in_flight`: the last of them waits for this agreement; `waits`: so does its data.
+        who may be past the agreement already: see `hear_silent`. `call`: how many calls this rank
+        has begun; `first`: no kind of call is known, so nobody can be past the agreement;
+        `in_flight`: the last call waits for this agreement; `waits`: so does its data.
         True: some ranks made their programs and others were given them; compare all programs.
         """
         with self._lock:
@@ -110,19 +114,43 @@ class Handshake:
             if not in_flight:  # those who join later look how far the one got who asks them to
                 self.store.compare_set(f"{prefix}/call", "", str(call))
             try:
-                # Before the first call nobody can be past an agreement: wait until all have spoken.
-                grace = _GRACE_SECONDS if call > 0 else _PATIENCE_SECONDS
+                grace = _PATIENCE_SECONDS if first else _GRACE_SECONDS
                 verdict = self._verdict(prefix, statement, error, grace)
             except Exception:
                 heard = self._statements(prefix, {})
-                silent = len(heard) < len(self._ranks)
-                self.left_in_flight = silent or any(s["in_flight"] for s in heard.values())
+                self.left_in_flight = any(s["in_flight"] for s in heard.values())
+                self._unheard = None if first or len(heard) == len(self._ranks) else prefix
                 raise
+            self._unheard = None
             self._forget_earlier_rounds()
             follow = verdict.startswith(_FOLLOW)
             self.followed = verdict.removeprefix(_FOLLOW) if follow else None
             self.left_to_the_call = verdict == _LEFT_TO_THE_CALL
             return verdict == _COMPARE_PROGRAMS
+
+    def hear_silent(self) -> str | None:
+        """Asked before data moves. Ranks that were silent when an agreement failed are late, or in
+        a call that waits for us, whose data the next call must not take for its own: wait until
+        they say which, as they do when they come, or see that others have asked. Returns why all
+        is lost, if it is."""
+        prefix = self._unheard
+        if prefix is None:
+            return None
+        limit = self._timeout.total_seconds()
+        self.store.allow(limit)
+        begun = looked = time.monotonic()
+        while len(heard := self._statements(prefix, {})) < len(self._ranks):
+            now = time.monotonic()
+            if now - looked > _LOOK_AROUND_SECONDS:
+                looked = now
+                if cause := self.find_cause():
+                    return cause
+            if now - begun > limit:
+                return f"{self._missing(prefix)} did not come within {limit:.0f} s; {OUT_OF_STEP}"
+            time.sleep(_PAUSE_SECONDS)
+        self._unheard = None
+        in_flight = any(its["in_flight"] for its in heard.values())
+        return as_words(self.store.get(f"{prefix}/verdict")) if in_flight else None
 
     def _forget_earlier_rounds(self) -> None:
         """All ranks have spoken in this round, so none of them reads an earlier one any more."""
@@ -158,7 +186,7 @@ class Handshake:
             if waited > limit:
                 verdict = f"rank {self._me}: {error and error_text(error)}"
                 if error is None:  # those who come later are a round behind: none goes on
-                    verdict = f"{self._missing()} did not reach the same call"
+                    verdict = f"{self._missing(prefix)} did not reach the same call"
                     verdict += f"{_named(statement)} within {limit:.0f} s; {OUT_OF_STEP}"
             if not verdict and time.monotonic() - looked > _LOOK_AROUND_SECONDS:
                 looked = time.monotonic()
@@ -169,7 +197,7 @@ class Handshake:
             if waited > _PATIENCE_SECONDS and not warned:
                 warned = True
                 warnings.warn(
-                    f"rank {self._me} has waited {waited:.0f} s for {self._missing()} "
+                    f"rank {self._me} has waited {waited:.0f} s for {self._missing(prefix)} "
                     f"to reach the same call{_named(statement)}",
                     stacklevel=2,
                 )
@@ -189,8 +217,8 @@ class Handshake:
         there = self.store.there(keys.values())
         return {rank: read_said(there[key]) for rank, key in keys.items() if key in there}
 
-    def _missing(self) -> str:
-        spoken = self._statements(f"round{self._rounds}", {})
+    def _missing(self, prefix: str) -> str:
+        spoken = self._statements(prefix, {})
         absent = [rank for rank in self._ranks if rank not in spoken]
         return f"ranks {absent}" if absent else f"rank {self._ranks[0]} (its verdict)"
 

@@ -208,15 +208,17 @@ class Calls:
         return known
 
     def agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
-        """See `Handshake.agree`. A disagreement that may leave ranks in a call breaks off all."""
+        """See `Handshake.agree`. A disagreement that leaves ranks in a call breaks off all."""
         guard, timeout = self._guard, self._groups.timeout(options.timeout)
         self._groups.set_timeout(timeout)
+        # Ranks that know a kind of call may be in it already; where none does nobody can be.
+        first = not any((*self._kept.values(), self._agreed))
         try:
-            return self._handshake.agree(statement, error, call=guard.place, timeout=timeout)
+            return self._handshake.agree(
+                statement, error, call=guard.place, timeout=timeout, first=first
+            )
         except BaseException as raised:
-            # Ranks that know a kind of call may be in it already; where none does nobody can be.
-            knows_calls = any((*self._kept.values(), self._agreed))
-            in_flight = knows_calls and self._handshake.left_in_flight
+            in_flight = self._handshake.left_in_flight
             by_all = isinstance(raised, DisagreementError)
             out_of_step = by_all and OUT_OF_STEP in str(raised)
             if in_flight or out_of_step or not (by_all or raised is error):
