@@ -151,9 +151,9 @@ class Guard:
     def _watched(self, stream: torch.cuda.Stream) -> Watch:
         if self._watch is None:
             # PyTorch makes a communicator in its first call, and not every exchange has all ranks.
-            number = torch.zeros(1, device=stream.device)
-            dist.all_reduce(number, group=self._groups.everybody())
-            comparison = DeviceComparison(self._groups.comparing(), stream.device)
+            everybody, number = self._groups.everybody(), torch.zeros(1, device=stream.device)
+            dist.all_reduce(number, group=everybody)
+            comparison = DeviceComparison(everybody, stream.device)
             self._watch = Watch(comparison, self._find_difference, self._find_fault)
         return self._watch
 

@@ -138,8 +138,10 @@ class DeviceComparison:
     """Nothing waits. The host can read at any time what was compared, and `status`: the first call
     that was wrong, and the last one that is over, by their places.
 
-    It has a stream of its own, and waits for no computation and no transfer: in latency it costs a
-    call nothing. Transfers of calls that differ may never end; the numbers are there all the same.
+    It has a stream of its own, and the group's communicator: another one has threads of its own on
+    the host, which cost more than the comparison. So it waits for no computation of its call, and
+    for the transfers of earlier calls alone, which have the communicator before it. Transfers of
+    calls that differ may never end; the numbers are there all the same.
 
     The numbers lie in memory of the host that the device reaches too, so that the all-reduce is all
     that a call launches for its comparison: nothing is copied to the device or back.

@@ -2,9 +2,8 @@
 
 The caller's group carries none of our data: what the caller sends on it cannot be mixed up with
 ours, and ours can be broken off alone. One group of the same ranks carries point-to-point,
-all-to-all and collectives over all of them. Over NCCL another one compares calls, so that data and
-comparisons hold up each other nowhere. Only members make a group, in the plan's order, so ranks
-outside the caller's group are never asked.
+all-to-all and collectives over all of them, and compares calls. Only members make a group, in the
+plan's order, so ranks outside the caller's group are never asked.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ _LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflo
 
 class Groups:
     """`ranks[i]` is the global rank of device i of the caller's group."""
-
-    _comparing: dist.ProcessGroup | None = None
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.parent = parent
@@ -157,18 +154,6 @@ class Groups:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks)
 
-    def comparing(self) -> dist.ProcessGroup:
-        """The group over NCCL in which the devices of all ranks compare calls."""
-        if self._comparing is None:
-            limit = self.timeout(None)
-            options = nccl_options(limit)
-            options.config.max_ctas = 1  # for two numbers; channels cost memory
-            name, ranks = f"{self.name}/comparisons", tuple(sorted(self.ranks))
-            backend, store = dist.Backend.NCCL, default_store()
-            with ON_OUR_OWN:
-                self._comparing = make_group(ranks, name, backend, limit, store, options)
-        return self._comparing
-
     @property
     def has_everybody(self) -> bool:
         return tuple(sorted(self.ranks)) in self._made
@@ -189,7 +174,6 @@ class Groups:
                 dist.destroy_process_group(group)
             # Those that do not end are left to the end of the process.
         self._made.clear()
-        self._comparing = None
         self._stores.clear()
         self._aborting.clear()
         self._connections.clear()
@@ -209,8 +193,7 @@ class Groups:
 
     def _there(self) -> list[dist.ProcessGroup]:
         """Not those that the caller has destroyed already, with all groups."""
-        made = [*self._made.values(), *([self._comparing] if self._comparing else [])]
-        return [group for group in made if is_registered(group)]
+        return [group for group in self._made.values() if is_registered(group)]
 
 
 def default_store() -> Store:
