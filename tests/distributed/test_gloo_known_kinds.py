@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mesh_attention import ContextParallel, Mask, MeshAttentionError
 from mesh_attention.runtime.agreement import handshake
-from mesh_attention.runtime.agreement.handshake import OUT_OF_STEP, DisagreementError
+from mesh_attention.runtime.agreement.handshake import DisagreementError
+from mesh_attention.runtime.agreement.verdict import OUT_OF_STEP
 from support.cases import Case
 from support.gloo_case import context
 from support.pool import WorkerPool

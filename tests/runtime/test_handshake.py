@@ -14,12 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.read.agreement import AS_MADE
 from mesh_attention.runtime.agreement import handshake
-from mesh_attention.runtime.agreement.handshake import (
-    OUT_OF_STEP,
-    DisagreementError,
-    Handshake,
-    verdict_on,
-)
+from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake
+from mesh_attention.runtime.agreement.verdict import OUT_OF_STEP, verdict_on
 from mesh_attention.runtime.transport.job_store import as_number, as_words
 
 RANKS = (3, 5, 8)  # global ranks: a group need not begin at 0

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
-from mesh_attention.runtime.agreement.handshake import verdict_on
 from mesh_attention.runtime.agreement.identity import GATHERED, Statement
+from mesh_attention.runtime.agreement.verdict import verdict_on
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
 from mesh_attention.runtime.transport.distributed import communicating

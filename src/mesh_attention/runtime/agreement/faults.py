@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.runtime.agreement.handshake import read_said
 from mesh_attention.runtime.agreement.identity import Identity
+from mesh_attention.runtime.agreement.verdict import read_said
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import (
     ANSWER_SECONDS,

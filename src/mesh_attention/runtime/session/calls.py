@@ -15,13 +15,9 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.read.agreement import AS_MADE
 from mesh_attention.runtime.agreement.guard import Guard
-from mesh_attention.runtime.agreement.handshake import (
-    OUT_OF_STEP,
-    SAMPLE,
-    DisagreementError,
-    Handshake,
-)
+from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake
 from mesh_attention.runtime.agreement.identity import AgreedKind, Statement
+from mesh_attention.runtime.agreement.verdict import OUT_OF_STEP, SAMPLE
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.caches import (
     NUM_CALLS,
