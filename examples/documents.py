@@ -26,15 +26,15 @@ HEADS, KV_HEADS, HEAD_DIM, STEPS = 8, 2, 32, 4
 def packs() -> list[list[int]]:
     """Cumulative starts of the documents of each step, the same on all ranks."""
     chance = random.Random(0)
-    found = []
+    steps = []
     for step in range(STEPS):
         starts = [0]
         while len(starts) < (3 if step % 2 else 40):
             starts.append(
                 starts[-1] + round(chance.lognormvariate(0, 1) * (400 if step % 2 else 20))
             )
-        found.append(starts)
-    return found
+        steps.append(starts)
+    return steps
 
 
 def on_one_process(whole: list[Tensor], starts: list[int]) -> Tensor:
@@ -63,8 +63,8 @@ def main() -> None:
             q, k, v = (cp.shard(x, dim=1, documents=docs) for x in whole)
             out = cp.attention(q, k, v, documents=docs)
             assert isinstance(out, Tensor)
-            found = cp.unshard(out, dim=1, documents=docs)
-            error = (found - on_one_process(whole, starts)).abs().max().item()
+            result = cp.unshard(out, dim=1, documents=docs)
+            error = (result - on_one_process(whole, starts)).abs().max().item()
             if dist.get_rank() == 0:
                 print(f"step {step}: {docs}")
                 print(f"        error {error:.1e}")

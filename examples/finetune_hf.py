@@ -96,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = read(arguments)
     if "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        given = sys.argv[1:] if arguments is None else arguments
+        own_arguments = sys.argv[1:] if arguments is None else arguments
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        command = [sys.executable, *torchrun, __file__, *given]
+        command = [sys.executable, *torchrun, __file__, *own_arguments]
         raise SystemExit(subprocess.call(command, env=environment))
     # A GPU for each process, or none at all.
     gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

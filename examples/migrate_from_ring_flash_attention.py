@@ -45,21 +45,21 @@ def zigzag_ring_flash_attn_varlen_func(
 
 def zigzag_there(whole: list[Tensor], grad: Tensor, starts: list[int]) -> list[Tensor]:
     """Every rank cuts two pieces out of the sequence, which must have twice as many as ranks."""
-    mine = zigzag(starts, dist.get_rank())
-    q, k, v = local = [x[:, mine].requires_grad_() for x in whole]
+    own_rows = zigzag(starts, dist.get_rank())
+    q, k, v = local = [x[:, own_rows].requires_grad_() for x in whole]
     out = zigzag_ring_flash_attn_func(q, k, v, causal=True)
-    return joined([out, *torch.autograd.grad(out, local, grad[:, mine])], starts)
+    return joined([out, *torch.autograd.grad(out, local, grad[:, own_rows])], starts)
 
 
 def documents_there(whole: list[Tensor], grad: Tensor, starts: list[int]) -> list[Tensor]:
     """The same of every document; lengths are divided by the ranks, too."""
-    mine = zigzag(starts, dist.get_rank())
-    q, k, v = local = [x[0, mine].requires_grad_() for x in whole]
+    own_rows = zigzag(starts, dist.get_rank())
+    q, k, v = local = [x[0, own_rows].requires_grad_() for x in whole]
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) // dist.get_world_size()
     longest = int(cu_seqlens.diff().max())
     out = zigzag_ring_flash_attn_varlen_func(q, k, v, cu_seqlens, longest, causal=True)
-    found = [out, *torch.autograd.grad(out, local, grad[0, mine])]
-    return joined([x[None] for x in found], starts)
+    results = [out, *torch.autograd.grad(out, local, grad[0, own_rows])]
+    return joined([x[None] for x in results], starts)
 
 
 # The way here.
@@ -89,13 +89,13 @@ def documents_here(whole: list[Tensor], grad: Tensor, starts: list[int]) -> list
 
 def zigzag(starts: Sequence[int], rank: int) -> Tensor:
     """The tokens of a rank: of each document a piece from the front and one from the back."""
-    pieces, found = 2 * dist.get_world_size(), []
+    pieces, own = 2 * dist.get_world_size(), []
     for a, b in pairwise(starts):
         if (b - a) % pieces:
             raise ValueError(f"a document of {b - a} tokens cannot be cut into {pieces} pieces")
         rows = torch.arange(a, b).chunk(pieces)
-        found += [rows[rank], rows[pieces - 1 - rank]]
-    return torch.cat(found)
+        own += [rows[rank], rows[pieces - 1 - rank]]
+    return torch.cat(own)
 
 
 def joined(shards: list[Tensor], starts: Sequence[int]) -> list[Tensor]:
@@ -135,8 +135,8 @@ def compare(what: str, device: torch.device, starts: list[int], *ways: Way) -> N
     )
     wanted = on_one_process([q, k, v], grad, starts)
     for way in ways:
-        found = way([q, k, v], grad, starts)
-        error = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+        results = way([q, k, v], grad, starts)
+        error = max(float((a - b).abs().max()) for a, b in zip(results, wanted, strict=True))
         if dist.get_rank() == 0:
             print(f"{what}, {way.__name__}: error of output and gradients {error:.1e}")
         assert error < 1e-4, error

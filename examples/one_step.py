@@ -52,14 +52,14 @@ def main() -> None:
         out = cp.attention(*local)
         assert isinstance(out, Tensor)
         grads = torch.autograd.grad(out, local, cp.shard(grad, dim=1))
-        found = [cp.unshard(x, dim=1) for x in (out.detach(), *grads)]
+        results = [cp.unshard(x, dim=1) for x in (out.detach(), *grads)]
         method = cp.plan.method  # chosen for these sizes; cp.choice says how
         received = sum(counters.total.received_bytes for counters in cp.traffic.values())
 
     whole = [x.requires_grad_() for x in (q, k, v)]
     true = on_one_process(*whole)
     truth = [true.detach(), *torch.autograd.grad(true, whole, grad)]
-    errors = [(x - y).abs().max().item() for x, y in zip(found, truth, strict=True)]
+    errors = [(x - y).abs().max().item() for x, y in zip(results, truth, strict=True)]
     rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
     print(f"{rank}: {method}, {received / 2**20:.2f} MiB received, error {max(errors):.1e}")
     assert max(errors) < 1e-4, errors

@@ -139,8 +139,8 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
         losses = resumed(args, model, optimizer)
         if len(losses) >= args.steps and dist.get_rank() == 0:
-            told = f"{args.checkpoints} is at step {len(losses)}: nothing is left to do"
-            print(f"{told} for --steps {args.steps}", file=sys.stderr)
+            message = f"{args.checkpoints} is at step {len(losses)}: nothing is left to do"
+            print(f"{message} for --steps {args.steps}", file=sys.stderr)
         place = (mesh.get_coordinate() or (0, 0))[0]
         loader = packs(args, place, mesh["dp"].size(), len(losses))
         for whole, docs in cp.prefetch(loader, lambda whole: whole["cu_seqlens"]):
@@ -182,8 +182,8 @@ def saved(args: argparse.Namespace, model: Any, optimizer: Any, losses: list[flo
 
 def resumed(args: argparse.Namespace, model: Any, optimizer: Any) -> list[float]:
     """The losses of the latest checkpoint, which model and optimizer then have."""
-    found = args.checkpoints.glob("step-*/.metadata") if args.checkpoints else ()
-    steps = [int(file.parent.name.removeprefix("step-")) for file in found]
+    checkpoints = args.checkpoints.glob("step-*/.metadata") if args.checkpoints else ()
+    steps = [int(file.parent.name.removeprefix("step-")) for file in checkpoints]
     if not steps:
         return []
     folder = args.checkpoints / f"step-{max(steps)}"
@@ -282,9 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = read(arguments)
     if "RANK" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        given = sys.argv[1:] if arguments is None else arguments
+        own_arguments = sys.argv[1:] if arguments is None else arguments
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        command = [sys.executable, *torchrun, __file__, *given]
+        command = [sys.executable, *torchrun, __file__, *own_arguments]
         try:
             raise SystemExit(subprocess.call(command, env=environment))
         except KeyboardInterrupt:  # torchrun has it too, and ends its ranks
@@ -313,8 +313,8 @@ def show(
         axes.set(xlabel="step", ylabel="loss (nats a byte)")
         figure.savefig(args.plot, bbox_inches="tight", dpi=120)
     if args.json:
-        told = {"dp": sizes[0], "cp": sizes[1], "wrap": args.wrap, "seconds": seconds}
-        print(json.dumps(told | {"losses": losses}))
+        result = {"dp": sizes[0], "cp": sizes[1], "wrap": args.wrap, "seconds": seconds}
+        print(json.dumps(result | {"losses": losses}))
         return
     print(f"{sizes[0]} data-parallel by {sizes[1]} context-parallel ranks, {args.wrap}")
     # The curve in one line of text.
