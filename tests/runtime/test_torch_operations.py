@@ -10,19 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import torch_operations
-from mesh_attention.runtime.transport.interface import Transfers
-from mesh_attention.runtime.transport.torch_operations import (
-    CollectiveRows,
-    Copies,
-    PointToPoint,
-    Works,
-    exchange,
-    gather,
-    messages,
-    reduce,
-)
+from mesh_attention.runtime.transport.exchange import Copies, Works
+from mesh_attention.runtime.transport.torch_operations import CollectiveRows, gather, reduce
 
 GROUP: Any = None
 PARTS = torch.arange(3 * 2 * 4, dtype=torch.float32).view(3, 2, 4)  # of members: rows, heads
@@ -106,40 +96,3 @@ def test_the_new_name_of_a_collective_is_used_where_torch_has_it(
         monkeypatch.delattr(dist, new)
     made = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
     assert made == (new if there else old)
-
-
-def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo would tell a peer that it receives only behind all that it sends there: sending to and
-    receiving from one peer would take turns."""
-    posted: list[Any] = []
-
-    def post(operations: list[Any]) -> list[Any]:
-        posted.extend(operations)
-        return []
-
-    monkeypatch.setattr(dist, "P2POp", lambda call, tensor, peer, group, tag: (call, peer, tag))
-    monkeypatch.setattr(dist, "batch_isend_irecv", post)
-    pairs = [((peer,), sent) for peer in (1, 2) for sent in (True, False)]
-    tensors = [PointToPoint(PARTS[0], peers, 0, sent) for peers, sent in pairs]
-    exchange(tensors, (), GROUP, host_driven=True)([], [])
-    calls = {True: dist.isend, False: dist.irecv}
-    assert posted == [(calls[sent], peer, 0) for sent in (False, True) for peer in (1, 2)]
-
-
-def test_heads_for_several_ranks_are_one_copy_and_travel_as_before() -> None:
-    """Rank 3 of 8 sends its rows to ranks 0..2 and 4..7, in two copies of each tensor."""
-    member, size, rows = 3, 8, 5
-    pieces = [Piece("q", 0, rows, (2 * m, 2 * m + 2)) for m in range(size)]
-    landing = [Piece("whole", rows * m, rows * m + rows) for m in range(size)]
-    moved = Transfers(tuple((p,) for p in pieces), tuple((p,) for p in landing))
-    made = messages(moved, member)
-    assert made.own == ((pieces[member], landing[member]),)
-    sent = [message for message in made.between if message.sent]
-    assert [message.members for message in sent] == [(0, 1, 2), (4, 5, 6, 7)]
-    q = torch.arange(rows * 16.0).view(rows, 1, 16, 1)
-    for message in sent:
-        tensor = message.tensor(lambda piece: q[:, :, slice(*(piece.heads or ()))])
-        for part, other in zip(tensor, message.members, strict=True):
-            assert torch.equal(part, q[:, :, 2 * other : 2 * other + 2])
-    received = [message for message in made.between if not message.sent]
-    assert [message.members for message in received] == [(m,) for m in range(size) if m != member]

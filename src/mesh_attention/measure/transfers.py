@@ -20,12 +20,10 @@ from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
 from mesh_attention.runtime.device import transfer_stream
+from mesh_attention.runtime.transport.exchange import Messages, Works, exchange
 from mesh_attention.runtime.transport.groups import nccl_options, timeout_of
 from mesh_attention.runtime.transport.torch_operations import (
     CollectiveRows,
-    PointToPoint,
-    Works,
-    exchange,
     gather,
     gathers_by_messages,
     reduce,
@@ -79,10 +77,10 @@ class TimedTransfers:
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""
         messages = [
-            PointToPoint(self._tensor(part_bytes), (self._global[peer],), 0, sent)
+            Messages(self._tensor(part_bytes)[None], (self._global[peer],), 0, sent)
             for peer, sent in peers
         ]
-        return _begin(exchange(messages, (), self._group, host_driven=self._over_gloo))
+        return _begin(exchange(messages, self._group, host_driven=self._over_gloo))
 
     def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
         others = [m for m in members if m != self._ranks.rank]

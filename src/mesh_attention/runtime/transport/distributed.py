@@ -19,8 +19,17 @@ import torch.distributed as dist
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import AllGather, Communication, ReduceScatter
+from mesh_attention.plan.language.program import AllGather, AllToAll, Communication, ReduceScatter
 from mesh_attention.runtime.device import Marks
+from mesh_attention.runtime.transport.exchange import (
+    Begin,
+    Copies,
+    Messages,
+    Run,
+    Works,
+    exchange,
+    runs_of,
+)
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import (
     Handle,
@@ -29,16 +38,9 @@ from mesh_attention.runtime.transport.interface import (
     transfers,
 )
 from mesh_attention.runtime.transport.torch_operations import (
-    Begin,
     CollectiveRows,
-    Copies,
-    Messages,
-    PointToPoint,
-    Works,
-    exchange,
     gather,
     gathers_by_messages,
-    messages,
     reduce,
     reduce_by_messages,
 )
@@ -177,8 +179,8 @@ class DistributedTransport:
         group = self._groups.of(ranks) if collective else self._groups.everybody()
         by_messages = gathers_by_messages(len(ranks), host_driven=self._host_driven)
         if not collective or (isinstance(op, AllGather) and by_messages):
-            known = messages(moved, ranks.index(self._groups.global_rank_of_self))
-            return partial(self._exchange, known, ranks, group)
+            pack = isinstance(op, AllToAll)  # others have few pieces, which lie as they travel
+            return partial(self._exchange, runs_of(moved), ranks, group, pack)
         if isinstance(op, AllGather):
             call, parts, places = gather, moved.sends[0], moved.receives
         else:
@@ -193,11 +195,15 @@ class DistributedTransport:
         ]
 
     def _exchange(
-        self, known: Messages, ranks: list[int], group: dist.ProcessGroup, view: View
+        self,
+        runs: tuple[Run, ...],
+        ranks: list[int],
+        group: dist.ProcessGroup,
+        pack: bool,
+        view: View,
     ) -> Ready:
-        tensors = [
-            PointToPoint(m.tensor(view), tuple(ranks[p] for p in m.members), m.tag, m.sent)
-            for m in known.between
+        messages = [
+            Messages(run.tensor(view), tuple([ranks[m] for m in run.members]), run.tag, run.sent)
+            for run in runs
         ]
-        own = [(view(a), view(b)) for a, b in known.own]
-        return [exchange(tensors, own, group, host_driven=self._host_driven)]
+        return [exchange(messages, group, host_driven=self._host_driven, pack=pack)]

@@ -1,18 +1,13 @@
-"""Calls of torch.distributed on their tensors, ready to begin.
+"""Collectives of torch.distributed on their tensors, ready to begin.
 
 `DistributedTransport` and the measurements of links make them. Beginning one adds the works that
 are then in flight, and the copies that must follow them. Copies and landing places are made only
 where the library cannot read or write a tensor as it lies.
-
-The messages of an exchange are found once for an operation, and given tensors in every call. In an
-exchange of heads, the pieces for several members follow each other in the same rows. One piece
-holds them all then, and one copy packs or unpacks it: launches cost more than such copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.runtime.transport.interface import Transfers, View
-
-Works = list[Any]
-Copies = list[Callable[[], object]]
-Begin = Callable[[Works, Copies], None]
+from mesh_attention.runtime.transport.exchange import Copies, Messages, Works, exchange
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
@@ -37,56 +27,6 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
 def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(part, whole, group=group, async_op=True)
-
-
-class PointToPoint(NamedTuple):
-    """A tensor to or from another rank, or equal ones of several ranks in a first dimension: one
-    call copies them all. Both sides number what is between them alike."""
-
-    tensor: Tensor
-    peers: tuple[int, ...]
-    tag: int
-    sent: bool
-
-
-def exchange(
-    tensors: Sequence[PointToPoint],
-    own: Sequence[tuple[Tensor, Tensor]],
-    group: dist.ProcessGroup,
-    *,
-    host_driven: bool,
-) -> Begin:
-    """Tensors that travel together, and `own` ones, (source, target), that a rank keeps."""
-    # Receives first: gloo sends once it hears that the other side receives, and would hear it
-    # behind all that the other side sends itself. NCCL goes by the order between two ranks.
-    tensors = sorted(tensors, key=lambda message: (message.sent, message.tag))
-    # gloo's point-to-point reads host memory only; its collectives take CUDA tensors.
-    usable = [x.is_contiguous() and not (host_driven and x.is_cuda) for x, *_ in tensors]
-
-    def operations(finish: Copies) -> list[dist.P2POp]:
-        made: list[dist.P2POp] = []
-        for (tensor, peers, tag, sent), as_it_lies in zip(tensors, usable, strict=True):
-            x = tensor
-            if not as_it_lies:
-                device = "cpu" if host_driven else x.device
-                x = torch.empty(x.shape, dtype=x.dtype, device=device)
-                if sent:
-                    x.copy_(tensor)
-                else:
-                    finish.append(partial(tensor.copy_, x))
-            for part, peer in zip((x,) if len(peers) == 1 else x, peers, strict=True):
-                made.append(dist.P2POp(dist.isend if sent else dist.irecv, part, peer, group, tag))
-        return made
-
-    ready = operations([]) if all(usable) else None
-
-    def begin(works: Works, finish: Copies) -> None:
-        if posted := operations(finish) if ready is None else ready:
-            works += dist.batch_isend_irecv(posted)
-        for source, target in own:
-            target.copy_(source)
-
-    return begin
 
 
 class CollectiveRows(NamedTuple):
@@ -136,16 +76,11 @@ def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: Copies) ->
     """Over gloo: each member sends the others their rows and adds up what it gets, wide. gloo's own
     in PyTorch is an all-reduce, with twice the bytes."""
     part, whole, group, order = stretch
+    ranks = tuple([dist.get_global_rank(group, place) for place in order])
     landing = torch.empty((len(order), *part.shape), dtype=part.dtype, device="cpu")
-    own: list[tuple[Tensor, Tensor]] = []
-    tensors: list[PointToPoint] = []
-    for place, rows, target in zip(order, whole.tensor_split(len(order)), landing, strict=True):
-        if place == dist.get_rank(group):
-            own.append((rows, target))
-            continue
-        peers = (dist.get_global_rank(group, place),)
-        tensors += [PointToPoint(target, peers, 0, False), PointToPoint(rows, peers, 0, True)]
-    exchange(tensors, own, group, host_driven=True)(works, finish)
+    rows = whole.view(landing.shape)
+    messages = (Messages(landing, ranks, 0, False), Messages(rows, ranks, 0, True))
+    exchange(messages, group, host_driven=True)(works, finish)
     wide = torch.promote_types(part.dtype, torch.float32)
     finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
 
@@ -154,58 +89,3 @@ def gathers_by_messages(size: int, *, host_driven: bool) -> bool:
     """Whether an all-gather of so many ranks is an exchange. gloo's own (`host_driven`) sends
     before it says that it receives: the two directions of two ranks would take turns."""
     return host_driven and size == 2
-
-
-class Message(NamedTuple):
-    """`tag`: its number between two ranks, the same on both sides."""
-
-    piece: Piece  # of all its members, in heads of their order
-    members: tuple[int, ...]
-    tag: int
-    sent: bool
-
-    def tensor(self, view: View) -> Tensor:
-        """By member in a first dimension, where there are several."""
-        rows = view(self.piece)
-        if len(self.members) == 1:
-            return rows
-        num_rows, batch, heads, width = rows.shape
-        each = heads // len(self.members)
-        return rows.view(num_rows, batch, len(self.members), each, width).movedim(2, 0)
-
-
-class Messages(NamedTuple):
-    between: tuple[Message, ...]  # this member and others
-    own: tuple[tuple[Piece, Piece], ...]  # what stays: from where to where
-
-
-def messages(moved: Transfers, me: int) -> Messages:
-    """Of one member of the group."""
-    single = [
-        Message(piece, (member,), tag, sent)
-        for sent, by_member in ((False, moved.receives), (True, moved.sends))
-        for member, pieces in enumerate(by_member)
-        if member != me
-        for tag, piece in enumerate(pieces)
-    ]
-    between: list[Message] = []
-    for message in sorted(single, key=lambda m: (m.sent, m.tag, m.members)):
-        if between and (joined := _join(between[-1], message)) is not None:
-            between[-1] = joined
-        else:
-            between.append(message)
-    return Messages(tuple(between), tuple(zip(moved.sends[me], moved.receives[me], strict=True)))
-
-
-def _join(first: Message, second: Message) -> Message | None:
-    """None if they are no neighbours in the heads of the same rows, or not of equal size."""
-    a, b = first.piece, second.piece
-    if (first.sent, first.tag) != (second.sent, second.tag) or a.heads is None or b.heads is None:
-        return None
-    same_rows = (a.buffer, a.start, a.stop) == (b.buffer, b.start, b.stop)
-    num_heads = b.heads[1] - b.heads[0]
-    equal = a.heads[1] - a.heads[0] == len(first.members) * num_heads
-    if not (same_rows and equal and a.heads[1] == b.heads[0]):
-        return None
-    piece = replace(a, heads=(a.heads[0], b.heads[1]))
-    return Message(piece, (*first.members, *second.members), first.tag, first.sent)

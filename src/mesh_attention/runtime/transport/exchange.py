@@ -1,0 +1,273 @@
+"""Exchanges: tensors that travel between ranks at the same time, as few messages and calls.
+
+Which pieces go to which member is found once for an operation. Equal pieces of several members
+that lie side by side, in heads or in rows, are one `Run`: a view, a copy and a split into members
+serve them all, whatever their number. In an exchange of tokens for heads several small pieces go
+between the same two ranks; they are packed into one message. The host's time for an exchange so
+follows the runs and the ranks, and not their product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.runtime.transport.interface import Transfers, View
+
+Works = list[Any]
+Copies = list[Callable[[], object]]
+Begin = Callable[[Works, Copies], None]
+SMALL_BYTES = 2 << 20  # larger tensors travel by themselves: to copy them would take longer
+_ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its elements may
+
+
+class Run(NamedTuple):
+    """`piece` holds the equal pieces of these members, in this order, in heads or in rows. `tag`:
+    their number between two ranks, the same on both sides."""
+
+    piece: Piece
+    members: tuple[int, ...]
+    by_heads: bool
+    tag: int
+    sent: bool
+
+    def tensor(self, view: View) -> Tensor:
+        """By member in the first dimension."""
+        x, count = view(self.piece), len(self.members)
+        if count == 1:
+            return x[None]
+        rows, batch, heads, width = x.shape
+        if self.by_heads:
+            return x.view(rows, batch, count, heads // count, width).movedim(2, 0)
+        return x.view(count, rows // count, batch, heads, width)
+
+
+def runs_of(moved: Transfers) -> tuple[Run, ...]:
+    """Of all that a member sends and receives, itself included."""
+    single = [
+        Run(piece, (member,), False, tag, sent)
+        for sent, by_member in ((False, moved.receives), (True, moved.sends))
+        for member, pieces in enumerate(by_member)
+        for tag, piece in enumerate(pieces)
+    ]
+    runs: list[Run] = []
+    for run in sorted(single, key=_place):
+        joined = _join(runs[-1], run) if runs else None
+        if joined is None:
+            runs.append(run)
+        else:
+            runs[-1] = joined
+    return tuple(runs)
+
+
+def _place(run: Run) -> tuple[Any, ...]:
+    piece = run.piece
+    return run.sent, run.tag, piece.buffer, piece.start, piece.heads or ()
+
+
+def _join(first: Run, second: Run) -> Run | None:
+    """None if they are no neighbours, or not of equal size."""
+    a, b, count = first.piece, second.piece, len(first.members)
+    if (first.sent, first.tag, a.buffer) != (second.sent, second.tag, b.buffer):
+        return None
+    members = (*first.members, *second.members)
+    if (a.start, a.stop) == (b.start, b.stop) and a.heads and b.heads:
+        width = b.heads[1] - b.heads[0]
+        if a.heads[1] != b.heads[0] or a.heads[1] - a.heads[0] != count * width:
+            return None
+        if count > 1 and not first.by_heads:
+            return None
+        piece = replace(a, heads=(a.heads[0], b.heads[1]))
+        return Run(piece, members, True, first.tag, first.sent)
+    rows = b.stop - b.start
+    if a.heads != b.heads or a.stop != b.start or a.stop - a.start != count * rows:
+        return None
+    if count > 1 and first.by_heads:
+        return None
+    return Run(replace(a, stop=b.stop), members, False, first.tag, first.sent)
+
+
+class Messages(NamedTuple):
+    """Equal tensors to these ranks, or from them, in the first dimension. Both sides number alike
+    what is between them."""
+
+    tensor: Tensor
+    ranks: tuple[int, ...]
+    tag: int
+    sent: bool
+
+    @property
+    def part_bytes(self) -> int:
+        return self.tensor.nbytes // len(self.ranks)
+
+
+def exchange(
+    messages: Iterable[Messages], group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False
+) -> Begin:
+    """Messages that travel together; those of a rank to itself are copied. `pack`: small ones
+    between two ranks are one."""
+    me, bundles = dist.get_rank(), _bundles(messages, pack)
+
+    def post(finish: Copies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
+        posted: dict[bool, list[dist.P2POp]] = {False: [], True: []}  # by whether they are sent
+        own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
+        for bundle in bundles:
+            sent, work = bundle[0].sent, _one_by_one if len(bundle) == 1 else _packed
+            call = dist.isend if sent else dist.irecv
+            own_parts, others = work(bundle, me, finish, on_host=host_driven)
+            own[sent].update(own_parts)
+            posted[sent] += [dist.P2POp(call, x, rank, group, tag) for x, rank, tag in others]
+        # Receives first: gloo sends once it hears that the other side receives, and would hear it
+        # behind all that the other side sends itself. NCCL goes by the order between two ranks.
+        return posted[False] + posted[True], [(x, own[True][tag]) for tag, x in own[False].items()]
+
+    as_they_lie = all(len(x) == 1 and _usable(x[0].tensor, on_host=host_driven) for x in bundles)
+    ready = post([]) if as_they_lie else None
+
+    def begin(works: Works, finish: Copies) -> None:
+        posted, own = post(finish) if ready is None else ready
+        if posted:
+            works += dist.batch_isend_irecv(posted)
+        copy_all(own)
+
+    return begin
+
+
+def _bundles(messages: Iterable[Messages], pack: bool) -> list[list[Messages]]:
+    """What is packed together, and each of the others. Both sides of two ranks have what is small
+    first."""
+    bundles: list[list[Messages]] = []
+    ordered = sorted(messages, key=lambda message: message.tag)
+    for sent in (False, True):
+        small: list[Messages] = []
+        large: list[Messages] = []
+        for x in ordered:
+            if x.sent == sent:
+                (small if pack and x.part_bytes <= SMALL_BYTES else large).append(x)
+        ranks = [rank for x in small for rank in x.ranks]
+        several = len(ranks) > len({*ranks})
+        bundles += [small] if several else [[x] for x in small]
+        bundles += [[x] for x in large]
+    return bundles
+
+
+def _usable(tensor: Tensor, *, on_host: bool) -> bool:
+    """gloo's point-to-point reads host memory only; its collectives take CUDA tensors."""
+    return tensor[0].is_contiguous() and not (on_host and tensor.is_cuda)
+
+
+# The parts of a rank of its own, by tag, and (tensor, rank, tag) of the others.
+_Parts = tuple[dict[int, Tensor], list[tuple[Tensor, int, int]]]
+
+
+def _one_by_one(messages: Sequence[Messages], me: int, finish: Copies, *, on_host: bool) -> _Parts:
+    ((tensor, ranks, tag, sent),) = messages
+    x = tensor
+    if not _usable(tensor, on_host=on_host):
+        x = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if on_host else x.device)
+        if sent:
+            x.copy_(tensor)
+        else:
+            finish.append(partial(tensor.copy_, x))
+    own = {tag: x[ranks.index(me)]} if me in ranks else {}
+    parts = zip(x.unbind(), ranks, strict=True)
+    return own, [(part, rank, tag) for part, rank in parts if rank != me]
+
+
+class _Place(NamedTuple):
+    """Where the parts of a tensor lie in a pack: from this byte in these messages, in this order or
+    in the opposite one; or, by part, in this message and from this byte."""
+
+    rows: slice | None
+    start: int
+    opposite: bool
+    by_part: tuple[tuple[int, int], ...]
+
+    def pairs(self, tensor: Tensor, pack: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(memory of the pack, what lies there)"""
+        size = tensor.nbytes // len(tensor)
+        if self.rows is None:
+            return [
+                (pack[row, at : at + size].view(part.dtype).view(part.shape), part)
+                for (row, at), part in zip(self.by_part, tensor.unbind(), strict=True)
+            ]
+        there = pack[self.rows, self.start : self.start + size].view(tensor.dtype)
+        there = there.view(tensor.shape)
+        if self.opposite:
+            return [*zip(there.unbind()[::-1], tensor.unbind(), strict=True)]
+        return [(there, tensor)]
+
+
+class _Layout(NamedTuple):
+    """A message for each rank: which bytes it has, and its tag."""
+
+    places: tuple[_Place, ...]
+    messages: tuple[tuple[int, int, int], ...]  # (rank, bytes, tag)
+    width: int
+
+
+@lru_cache(maxsize=256)
+def _layout(sizes: tuple[tuple[tuple[int, ...], int, int], ...]) -> _Layout:
+    """Of (ranks, bytes of a part, tag)."""
+    row = {rank: at for at, rank in enumerate(sorted({r for ranks, *_ in sizes for r in ranks}))}
+    places: list[_Place] = []
+    tags: dict[int, int] = {}
+    stops: dict[int, int] = {}
+    ends = dict.fromkeys(row, 0)  # where the next part may begin
+    for ranks, size, tag in sizes:
+        rows, by_part = [row[rank] for rank in ranks], [(row[rank], ends[rank]) for rank in ranks]
+        first, stop, start = min(rows), max(rows) + 1, ends[ranks[0]]
+        opposite = len(rows) > 1 and rows == [*range(first, stop)][::-1]
+        alike = len({ends[rank] for rank in ranks}) == 1
+        regular = alike and (opposite or rows == [*range(first, stop)])
+        places.append(
+            _Place(slice(first, stop) if regular else None, start, opposite, tuple(by_part))
+        )
+        for rank in ranks:
+            tags.setdefault(rank, tag)
+            stops[rank] = ends[rank] + size
+            ends[rank] = -(-stops[rank] // _ALIGNED) * _ALIGNED
+    messages = tuple([(rank, stops[rank], tags[rank]) for rank in row])
+    return _Layout(tuple(places), messages, max(ends.values()))
+
+
+def _packed(messages: Sequence[Messages], me: int, finish: Copies, *, on_host: bool) -> _Parts:
+    layout = _layout(tuple([(x.ranks, x.part_bytes, x.tag) for x in messages]))
+    sent, first = messages[0].sent, messages[0].tensor
+    shape, device = (len(layout.messages), layout.width), "cpu" if on_host else first.device
+    pack = torch.empty(shape, dtype=torch.uint8, device=device)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    own: dict[int, Tensor] = {}
+    for x, place in zip(messages, layout.places, strict=True):
+        of_tensor = place.pairs(x.tensor, pack)
+        pairs += of_tensor
+        if me in x.ranks:
+            at = x.ranks.index(me)
+            own[x.tag] = of_tensor[0][0][at] if len(of_tensor) == 1 else of_tensor[at][0]
+    if sent:
+        copy_all(pairs)
+    else:
+        finish.append(partial(copy_all, [(tensor, there) for there, tensor in pairs]))
+    parts = zip(pack.unbind(), layout.messages, strict=True)
+    return own, [(x[:size], rank, tag) for x, (rank, size, tag) in parts if rank != me]
+
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """(target, source); in one launch where they lie alike."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        if target.is_contiguous() and source.is_contiguous() and target.device == source.device:
+            targets, sources = alike.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+        else:
+            target.copy_(source)
+    for targets, sources in alike.values():
+        torch._foreach_copy_(targets, sources)
