@@ -79,24 +79,20 @@ def _attention_over_ranks(
     *constants: Any,
 ) -> Results:
     of_call = OfCall(*constants)
-    label = of_call.label_number if of_call.label_text is None else of_call.label_text
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
         batch = plans.batch
-    how = (of_call.needs_grad, label, (q, k, v), sinks, batch)
+    how = (of_call, (q, k, v), sinks, batch)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
-        return forward_pass(prepared.user, prepared.call, *how)
+        return _forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
         BLOCKS.find(int(block)).note_checkpoints()
     return prepared_in_graph(
         of_call,
-        lambda user, call: forward_pass(user, call, *how),
-        (q, k, v),
+        lambda user, call: _forward_pass(user, call, *how),
+        (q, k, v, sinks),
         documents,
-        sinks=sinks,
-        needs_grad=of_call.needs_grad,
-        is_causal=of_call.is_causal,
     )
 
 
@@ -118,19 +114,17 @@ def _attention_backward(
 ) -> list[Tensor]:
     if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
         raise second_derivative()
-    of_call = OfCall(*constants)
-    label = of_call.label_number if of_call.label_text is None else of_call.label_text
-    how = (label, int(place), (q, k, v, out, lse, sinks, kept), grad_out, grad_lse, needed)
+    of_call = OfCall(*constants)._replace(needs_grad=True, refusal=None)
+    saved = (q, k, v, out, lse, sinks, kept)
+    how = (of_call.label, int(place), saved, grad_out, grad_lse, needed)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return backward_pass(prepared.user, prepared.call, *how)
+        return _backward_pass(prepared.user, prepared.call, *how)
     return prepared_in_graph(
-        of_call._replace(refusal=None),
-        lambda user, call: backward_pass(user, call, *how),
-        stand_ins(out, k_shape),
+        of_call,
+        lambda user, call: _backward_pass(user, call, *how),
+        (*stand_ins(out, k_shape), sinks),
         documents,
-        sinks=sinks,
-        needs_grad=True,
         in_backward=True,
     )
 
@@ -147,15 +141,15 @@ def second_derivative() -> MeshAttentionError:
     )
 
 
-def forward_pass(
+def _forward_pass(
     user: User,
     call: PreparedCall,
-    needs_grad: bool,
-    label: str | int | None,
+    of_call: OfCall,
     tensors: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     batch: BatchIdentity | None,
 ) -> Results:
+    needs_grad, label = of_call.needs_grad, of_call.label
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():
         inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
@@ -185,7 +179,7 @@ def forward_pass(
     return out, lse, place, kept
 
 
-def backward_pass(
+def _backward_pass(
     user: User,
     call: PreparedCall,
     label: str | int | None,

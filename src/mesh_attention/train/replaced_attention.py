@@ -25,7 +25,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import BLOCKS, ObjectCalls
-from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_unsupported
+from mesh_attention.request.tensor_checks import (
+    AttentionCall,
+    fault_of_kind,
+    fault_of_unsupported,
+)
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
@@ -96,16 +100,11 @@ class _OverRanks(TorchFunctionMode):
                 return _of_edges(func, *args, **kwargs)
         if func in _WHOLE_LAYERS:
             nothing: Any = None
-            attend(
-                self._calls,
-                nothing,
-                nothing,
-                nothing,
-                MeshAttentionError(
-                    "torch.nn.MultiheadAttention and layers with it are not replaced; call "
-                    "torch.nn.functional.scaled_dot_product_attention in the model"
-                ),
+            fault = MeshAttentionError(
+                "torch.nn.MultiheadAttention and layers with it are not replaced; call "
+                "torch.nn.functional.scaled_dot_product_attention in the model"
             )
+            attend(self._calls, AttentionCall(nothing, nothing, nothing), fault)
         return func(*args, **kwargs)
 
     def note_checkpoints(self) -> None:
@@ -195,18 +194,8 @@ def _attend(
     q, k, v = tensors.values()
     if fault is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend(
-        calls,
-        q,
-        k,
-        v,
-        fault,
-        documents=documents,
-        label=label,
-        softmax_scale=scale,
-        is_causal=bool(is_causal),
-        block=block,
-    )
+    call = AttentionCall(q, k, v, None, documents, label, scale, bool(is_causal), block)
+    out, _ = attend(calls, call, fault)
     return spread.whole(out.transpose(1, 2))
 
 
