@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mesh_attention.choose.pack import Layer
 from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.tuned import Tuned
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan, Programs, a_plan
 from mesh_attention.plan.methods.question import Question, ask, attention_mask
@@ -67,9 +67,7 @@ def read_arguments(
     group: dist.ProcessGroup, arguments: Mapping[str, Any]
 ) -> tuple[AskedPlan | Plan, CallOptions]:
     """By name; None stands for "left out". What no name here fits is an option of the method."""
-    fault = fault_of_unsupported(**arguments)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_unsupported(**arguments))
     same_bits = wants_same_bits(arguments)
     arguments = with_same_bits(
         {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.session import Session
@@ -75,9 +75,7 @@ def sizes_of(session: Session, arguments: Mapping[str, Any], call: AttentionCall
     """What the shapes of the shards say: without a length every slot is a token. A length of 0 was
     given too, and is refused later."""
     q, k, v = call[:3]
-    fault = fault_of_kind(q=q, k=k, v=v)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(q=q, k=k, v=v))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise MeshAttentionError(

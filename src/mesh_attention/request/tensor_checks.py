@@ -192,9 +192,3 @@ def fault_of_label(label: Any) -> MeshAttentionError | None:
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None
     return MeshAttentionError(f"label={label!r}: must be a str or an int")
-
-
-def refuse_label(label: Any) -> None:
-    fault = fault_of_label(label)
-    if fault is not None:
-        raise fault

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.tensor_checks import fault_of_kind, refuse_label
+from mesh_attention.errors import MeshAttentionError, raise_fault
+from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_label
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
@@ -45,7 +45,7 @@ def log_probs(
     count_gathering(call, (weight, bias))
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
-    refuse_label(call.label)
+    raise_fault(fault_of_label(call.label))
     if call.reduce is not None:
         refuse_reduce(call.reduce)
     names = [*STATISTICS]
@@ -117,9 +117,7 @@ def _sequences(shards: Shards, values: Tensor) -> tuple[Tensor, int]:
 def _refuse_wrong_values(values: Any, mask: Any, per: Any) -> None:
     if per not in get_args(Per):
         raise MeshAttentionError(f"per={per!r}: must be one of {', '.join(get_args(Per))}")
-    fault = fault_of_kind(values=values, mask=mask)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(values=values, mask=mask))
     if not values.is_floating_point():
         raise MeshAttentionError(f"values are {values.dtype}: must be floating-point numbers")
     if mask.dtype != torch.bool or mask.shape != values.shape or mask.device != values.device:

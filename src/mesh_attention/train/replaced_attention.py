@@ -92,8 +92,9 @@ class _OverRanks(TorchFunctionMode):
                 self.note_checkpoints()
                 label = running_module(sys._getframe(1))
             return _attend(self._calls, self._documents, self.number, label, *args, **kwargs)
-        if func is Tensor.backward:
-            func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
+        if func is Tensor.backward:  # which hands on all but the tensor by name
+            func, kwargs = torch.autograd.backward, {**kwargs}
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
         if func in _PASSES:
             # A mode is off while it is asked, and a checkpoint attends again in this call.
             with self:
@@ -136,10 +137,8 @@ def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
     roots = _several(roots)
     name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
     if kwargs.get(name) is None:  # of an edge nothing but the shape is known
-        scalar = [isinstance(x, Tensor) and x.numel() == 1 for x in roots]
         kwargs[name] = [
-            torch.ones_like(x) if is_scalar else None
-            for x, is_scalar in zip(roots, scalar, strict=True)
+            torch.ones_like(x) if isinstance(x, Tensor) and x.numel() == 1 else None for x in roots
         ]
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
@@ -152,14 +151,6 @@ def _several(tensors: Any) -> tuple[Any, ...]:
 
 def _edges(tensors: Any) -> tuple[Any, ...]:
     return tuple(get_gradient_edge(x) if isinstance(x, Tensor) else x for x in _several(tensors))
-
-
-def _as_backward(
-    tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `Tensor.backward` as those of `torch.autograd.backward`."""
-    names = dict(zip(("retain_graph", "create_graph", "inputs"), args, strict=False))
-    return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
 
 
 @collective_call(of_calls)
