@@ -25,8 +25,11 @@ from transformers import Trainer, TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
-from mesh_attention.huggingface.data_parallel_view import DataParallelView
+from mesh_attention.huggingface.accelerator_ranks import (
+    DataParallelView,
+    deal_to_replicas,
+    mesh_of_ranks,
+)
 from mesh_attention.huggingface.head_loss import ModelLoss
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.trainer_arguments import (
@@ -67,9 +70,6 @@ class ContextParallelMixin(EvaluationOnRanks):
     rank then holds. With `takes_sharded_batches = True` in the class it gets a `ShardedBatch`.
     """
 
-    model: Any
-    optimizer: Any
-    is_fsdp_enabled: bool
     neftune_noise_alpha: float | None
     loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
     takes_sharded_batches = False
