@@ -87,7 +87,7 @@ def mesh_attention(
         or fault_of_flag("return_lse", return_lse)
         or fault_of_label(label)
     )
-    calls = ObjectCalls(session, session.user_of_function(), with_lengths(arguments))
+    calls = ObjectCalls(session.user_of_function(), with_lengths(arguments))
     call = AttentionCall(q, k, v, sinks, label=label, return_lse=return_lse is True)
     out, lse = attend(calls, call, fault)
     return (out, lse) if return_lse else out

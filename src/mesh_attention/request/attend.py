@@ -1,8 +1,7 @@
 """One attention on the plans of an object: `ContextParallel.attention`, models and replaced SDPA.
 
-A call is checked once: what its checks depend on is its key, and an equal call later finds the
-prepared call by it. Whatever has no key (DTensors, tensors inside transforms, compiled code,
-faults) goes through the checks each time.
+A call is checked once: what its checks depend on is its key, by which an equal call finds the
+prepared call. Without a key (DTensors, transforms, compiled code, faults) it is checked each time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The derivative of attention, by PyTorch's autograd: its backward pass is the other operator.
 
-Saved for it are out, the sinks where there are some, what the forward pass keeps, and as much of q,
-k, v and lse as the backward pass takes besides; and the prepared call, so that it runs although the
-session may have dropped that kind of call.
+Saved are out, sinks, what the forward pass keeps, as much of q, k, v and lse as the backward pass
+takes besides, and the prepared call, since the session may have dropped that kind of call.
 """
 
 from __future__ import annotations

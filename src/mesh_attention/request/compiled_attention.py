@@ -3,8 +3,7 @@ call is prepared when it runs.
 
 A graph holds tensors and constants. So an operator knows its `ContextParallel` by a number, in
 words, and the documents of a batch by a tensor that holds their number, on which no graph depends.
-All that a backward pass needs besides the saved tensors is found again by these: nothing is kept
-for passes that never come.
+Nothing else is kept for a backward pass that may never come.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.modes import OUTSIDE_BACKWARD
 from mesh_attention.runtime.session.prepared_call import PreparedCall
-from mesh_attention.runtime.session.session import Session, User, process_group, session_of
+from mesh_attention.runtime.session.session import User, process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
 
 
 class UserCall:
-    """A prepared call of a user, as operators name it: by a number, since they take tensors and
-    constants only. Whoever may need it later, as an autograd graph does, holds it, and not the
-    object. `latest` and `batch`: of the object when this is its latest call."""
+    """A prepared call of a user, which operators name by a number. Whoever may need it later, as an
+    autograd graph does, holds it. `latest` and `batch`: of the object when it is its latest
+    call."""
 
     def __init__(self, calls: ObjectCalls, call: PreparedCall) -> None:
         self.user, self.call, self.name = calls.user, call, calls.name
@@ -68,6 +68,7 @@ USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this num
 class ObjectCalls:
     """
     arguments   of the object, or of the function, by name
+    name        in compiled code; the function is told from no other of its calls
     fixed       plans where the sizes are known from the start
     latest      plans of the latest call, where calls say the sizes, without documents
     batch       plan, pack and layer of the latest call, if it has documents
@@ -77,9 +78,8 @@ class ObjectCalls:
     modules     numbers for those that are made on the object
     """
 
-    def __init__(self, session: Session, user: User, arguments: Mapping[str, Any]) -> None:
-        self.session, self.user, self.arguments = session, user, dict(arguments)
-        # In compiled code; the function has none, and is told from no other of its calls.
+    def __init__(self, user: User, arguments: Mapping[str, Any]) -> None:
+        self.session, self.user, self.arguments = user.session, user, dict(arguments)
         self.name = "0" if self.is_function else str(OBJECT_CALLS.add(self))
         self.options = CallOptions()
         self.fixed: PlanSource | None = None
@@ -96,8 +96,7 @@ class ObjectCalls:
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None, arguments: Mapping[str, Any]
     ) -> ObjectCalls:
         """Of a new object: ranks agree on its plan, if that is known already."""
-        session = session_of(process_group(group_or_mesh))
-        calls = ObjectCalls(session, session.join(), arguments)
+        calls = ObjectCalls(session_of(process_group(group_or_mesh)).join(), arguments)
         try:
             calls._agree_on_plan()
         except BaseException:
@@ -136,7 +135,6 @@ class ObjectCalls:
             agree(plan, self.options, error)
 
     def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
-        """One plan for all calls."""
         self.fixed = self.session.source(asked.question(choice))
         self.chosen_by = None if choice is None else choice.line
 
@@ -165,10 +163,9 @@ class ObjectCalls:
         keeps: bool,
         in_backward: bool = False,
     ) -> PreparedCall:
-        """The call that all ranks are about to make. `fault`: what is wrong already, or what is
-        found to be wrong here, is raised by all of them. `keeps` False: no rows of the forward pass
-        stay for the backward pass, unless a plan that was given keeps some. `in_backward`: the
-        tensors are stand-ins, and were looked at in the forward pass."""
+        """The call that all ranks are about to make, who all raise what is wrong with it. `keeps`
+        False: no rows of the forward pass stay for the backward pass, unless a plan that was given
+        keeps some. `in_backward`: tensors are stand-ins, and were looked at in the forward pass."""
         options, sample, arguments = self.options, None, self.arguments
         is_again = in_backward or torch._C._current_graph_task_id() != OUTSIDE_BACKWARD
         looks = call.documents is None and not is_again
@@ -245,7 +242,7 @@ class ObjectCalls:
                 f"also={also!r}: give a list of ContextParallel objects on the same group"
             )
         layers = tuple(each.layer() for each in (self, *self.companions, *calls))
-        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
+        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout)
         if len(wanted) > 1:
             raise MeshAttentionError(
                 f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
@@ -256,7 +253,7 @@ class ObjectCalls:
                 "objects that share a batch differ in relayout, but share its layout: set "
                 "relayout=True in all of them, or in none"
             )
-        return Packer(layers, len(self.session.groups.ranks))
+        return Packer(layers, len(self.ranks))
 
     def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
         return Documents(self.session, self.packer(also)(cu_seqlens, None))
@@ -275,16 +272,7 @@ class ObjectCalls:
                 raise fault_of_length(self.arguments)
             # For heads of the usual size: it lays out tokens as any other of this length.
             source, _ = kept_source(self.session, usual_sizes(self.arguments), chosen=False)
-        rank_plan = source.first
-        plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
-        starts = mask.documents or (0, plan.problem.q_tokens)
-        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
-        return Shards(
-            *plan.shards,
-            plan.devices[rank_plan.rank],
-            rank_plan.words,
-            starts=(starts, kv_starts),
-        )
+        return Shards.of(source.first)
 
     def cut(self, documents: Documents | None) -> Shards:
         """The same, for tensors that are cut: calls on them are held against it."""

@@ -1,10 +1,9 @@
 """Attention as two operators of PyTorch, forward and backward, which eager and compiled code call.
 
-So dispatch modes, checkpoint policies and tracing see each call as a whole, and all that its
-backward pass needs are its inputs and results. An eager call has found its prepared call, and names
-it by a number; a graph names its `ContextParallel`, and the call is prepared when the graph runs
-(`compiled_attention.py`). Other ranks wait for every call, so no operator may be left out, joined
-with another or moved before one: PyTorch calls that an ordered effect.
+So dispatch modes, checkpoint policies and tracing see each call as a whole. An eager call names its
+prepared call by a number; a graph names its `ContextParallel`, and the call is prepared when the
+graph runs (`compiled_attention.py`). Other ranks wait for every call, so no operator may be left
+out, joined with another or moved before one: PyTorch calls that an ordered effect.
 """
 
 from __future__ import annotations

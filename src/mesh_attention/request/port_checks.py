@@ -1,10 +1,8 @@
 """Tensors that are not what a call takes them for, as a port of a program may hand them over.
 
-Nothing would show it but wrong numbers. So calls are held against what is known: what this thread
-has cut on the group, that no model has hundreds of heads, and that ranks with the same keys have
-not cut them. Whoever says `seq_len` means it, unless the object itself has cut otherwise.
-
-A call that is kept is found again only where this thread has cut alike (`attend.py`).
+Nothing would show it but wrong numbers. So calls are held against what this thread has cut on the
+group, that no model has hundreds of heads, and that ranks with the same keys have not cut them.
+Whoever says `seq_len` means it, unless the object itself has cut otherwise.
 """
 
 from __future__ import annotations

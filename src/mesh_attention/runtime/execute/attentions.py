@@ -1,8 +1,7 @@
 """The attentions of a program on real tensors, by kernel calls.
 
-`Attentions.bind` takes an operation and the tensors behind its pieces, and returns the work as a
-function without arguments: what can be known before the tensors hold anything is done once, and an
-operation on workspace buffers keeps its function from call to call. A frame has all else.
+`Attentions.bind` does what can be done before the tensors of an operation hold anything, and
+returns the rest as a function without arguments.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as

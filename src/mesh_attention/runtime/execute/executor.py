@@ -1,11 +1,9 @@
 """The executor: interprets one rank's program, and nothing else.
 
-`run` is a generator that yields while it has to wait for ranks of the same process, so the same
-loop serves all ranks in one process and one rank of many processes. Communication is started in
-program order and waited for only by the operations that need it.
-
-A warm call decides nothing: operations on workspace buffers were bound to their tensors when the
-workspace was taken, and only those that touch the caller's tensors are bound again.
+`run` is a generator that yields while it has to wait for ranks of the same process, so one loop
+serves all ranks in one process and one rank of many. Communication is started in program order and
+waited for only by the operations that need it. Operations on workspace buffers are bound to their
+tensors once; only those that touch the caller's tensors are bound again in a warm call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the executors of a program for several masks share: all but their attentions.
 
-Batches of a training differ in their masks. Where buffers lie, what waits for what, transfers and
-merges do not depend on them: they are worked out, and bound to memory, once.
+Where buffers lie, what waits for what, transfers and merges depend on no mask: they are worked out,
+and bound to memory, once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the first call to touch a row stores there (`fresh`), the others add. A kernel m
 to the accumulator itself, where nothing is that it must be added to.
 
 A backward kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or
-`delta`. The missing one is made for all rows of the operation at once. A finite log-sum-exp is made
-for every run of rows that a call takes, since it must be contiguous.
+`delta`. The missing one is made for all calls at once, a finite log-sum-exp for every run of rows
+that a call takes, since it must be contiguous.
 """
 
 from __future__ import annotations

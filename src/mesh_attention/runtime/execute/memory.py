@@ -1,9 +1,8 @@
 """What a pass holds on the device besides its buffers: kernels' own memory, and tables of masks.
 
-The executor asks. Kernels return new tensors, which are merged into the buffers and dropped, and
-may take memory for themselves meanwhile; backward calls share what is prepared for them. The
-largest operation decides, so the number is known before anything runs: for one batch element, and
-as far as kernels say what they take. The bytes of masks are counted once masks are made.
+Kernels return new tensors, which are merged into the buffers and dropped, and may take memory for
+themselves meanwhile; backward calls share what is prepared for them. The largest operation decides,
+so the number is known before anything runs. The bytes of masks are counted once masks are made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What is known of a program before any tensor is there, worked out once for the executor.
 
-`program_steps`: what each operation waits for, and what it marks for others. `coverage`: which call
-is the first to touch a row of an accumulator. `must_follow`: which attentions may not run beside
-the kernel call before them.
+`program_steps`: what each operation waits for and marks. `coverage`: which call is the first to
+touch a row. `must_follow`: which attentions may not run beside the kernel call before them.
 """
 
 from __future__ import annotations

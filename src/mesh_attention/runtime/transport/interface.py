@@ -1,9 +1,7 @@
 """What the executor asks of a transport, and what all transports share.
 
-Transports read every communication in one form, `Transfers`: which pieces a member sends to, and
-receives from, which member. `verify` keeps its own reading on purpose: what proves a plan must not
-share the mistakes of what runs it. The executor counts the bytes that
-transports are handed.
+Transports read every communication in one form, `Transfers`. `verify` keeps its own reading on
+purpose: what proves a plan must not share the mistakes of what runs it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Communication inside a node by copies between the ranks' blocks of symmetric memory.
 
-A rank shows its data, tells its readers, fetches what it needs and tells the owners that it is
-done. Copies between GPUs are done by copy engines, so attention keeps all its multiprocessors;
-signals are kernels of one warp on the communication stream, and the host waits for nothing.
-
     staged copies | READY -> readers | per owner: wait READY, copy, DONE -> owner | wait DONE
 
-An operation is over when all its readers are: then every memory it used may be used again.
+Copies between GPUs are done by copy engines, so attention keeps all its multiprocessors; signals
+are kernels of one warp on the communication stream, and the host waits for nothing. An operation is
+over when all its readers are: then every memory it used may be used again.
 
 Operations that leave the node go over the network. A ring that does so is cut at the node's edge:
 each of its links goes the way it can.

@@ -1,12 +1,11 @@
 """Calls of torch.distributed on their tensors, ready to begin.
 
-`DistributedTransport` and the measurements of links make them. Beginning one adds the works that
-are then in flight, and the copies that must follow them. Copies and landing places are made only
-where the library cannot read or write a tensor as it lies.
+Beginning one adds the works that are then in flight, and the copies that must follow them. Copies
+and landing places are made only where the library cannot read or write a tensor as it lies.
 
-The messages of an exchange are found once for an operation, and given tensors in every call. In an
-exchange of heads, the pieces for several members follow each other in the same rows. One piece
-holds them all then, and one copy packs or unpacks it: launches cost more than such copies.
+The messages of an exchange are found once for an operation. In an exchange of heads, pieces for
+several members that follow each other in the same rows are one piece, which one copy packs or
+unpacks: launches cost more than such copies.
 """
 
 from __future__ import annotations
