@@ -55,6 +55,26 @@ class OfCall(NamedTuple):
         return self.label_number if self.label_text is None else self.label_text
 
 
+class OfBackward(NamedTuple):
+    """The inputs of the backward operator, before the constants. `place`: of the forward call;
+    `kept`: rows that it left, without which q, k, v and lse are there; `needed`: which gradients,
+    of q, k, v and the sinks."""
+
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    out: Tensor
+    lse: Any
+    sinks: Tensor | None
+    kept: list[Tensor]
+    place: Tensor
+    documents: Tensor | None
+    k_shape: Sequence[int]
+    needed: Sequence[bool]
+
+
 def label_constants(label: str | int | None) -> tuple[str | None, int | None]:
     return label if isinstance(label, str) else None, label if isinstance(label, int) else None
 
@@ -150,26 +170,12 @@ def fake_attention(
     return out, lse, place, rows
 
 
-def fake_attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    kept: list[Tensor],
-    place: Tensor,
-    documents: Tensor | None,
-    k_shape: Sequence[int],
-    needed: Sequence[bool],
-    *constants: Any,
-) -> list[Tensor]:
-    shapes = _shapes(out, k_shape)
-    grads = [out.new_empty(shape) for shape, needs in zip(shapes, needed[:3], strict=True) if needs]
-    if sinks is not None and needed[3]:
-        grads.append(sinks.new_empty(sinks.shape))
+def fake_attention_backward(*inputs: Any) -> list[Tensor]:
+    backward = OfBackward(*inputs[: len(OfBackward._fields)])
+    shapes = zip(_shapes(backward.out, backward.k_shape), backward.needed[:3], strict=True)
+    grads = [backward.out.new_empty(shape) for shape, needs in shapes if needs]
+    if backward.sinks is not None and backward.needed[3]:
+        grads.append(backward.sinks.new_empty(backward.sinks.shape))
     return grads
 
 

@@ -8,7 +8,6 @@ out, joined with another or moved before one: PyTorch calls that an ordered effe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    OfBackward,
     OfCall,
     fake_attention,
     fake_attention_backward,
@@ -95,35 +95,19 @@ def _attention_over_ranks(
     )
 
 
-def _attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    kept: list[Tensor],
-    place: Tensor,
-    documents: Tensor | None,
-    k_shape: list[int],
-    needed: list[bool],
-    *constants: Any,
-) -> list[Tensor]:
-    if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
+def _attention_backward(*inputs: Any) -> list[Tensor]:
+    backward = OfBackward(*inputs[: len(OfBackward._fields)])
+    of_call = OfCall(*inputs[len(backward) :])._replace(needs_grad=True, refusal=None)
+    if need_grad(*backward[:5]):  # not in autograd, which has seen to it
         raise second_derivative()
-    of_call = OfCall(*constants)._replace(needs_grad=True, refusal=None)
-    saved = (q, k, v, out, lse, sinks, kept)
-    how = (of_call.label, int(place), saved, grad_out, grad_lse, needed)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return _backward_pass(prepared.user, prepared.call, *how)
+        return _backward_pass(prepared.user, prepared.call, of_call.label, backward)
     return prepared_in_graph(
         of_call,
-        lambda user, call: _backward_pass(user, call, *how),
-        (*stand_ins(out, k_shape), sinks),
-        documents,
+        lambda user, call: _backward_pass(user, call, of_call.label, backward),
+        (*stand_ins(backward.out, backward.k_shape), backward.sinks),
+        backward.documents,
         in_backward=True,
     )
 
@@ -178,18 +162,17 @@ def _forward_pass(
     return out, lse, place, kept
 
 
+_GRADIENTS = ("grad_q", "grad_k", "grad_v")
+
+
 def _backward_pass(
     user: User,
     call: PreparedCall,
     label: str | int | None,
-    place: int,
-    saved: tuple[Any, ...],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    needed: Sequence[bool],
+    backward: OfBackward,
 ) -> list[Tensor]:
     """Gradients of q, k, v and the sinks, those that are `needed`."""
-    q, k, v, out, lse, sinks, kept = saved
+    grad_out, grad_lse, q, k, v, out, lse, sinks, kept, *_ = backward
     if not call.options.differentiable_lse:
         _refuse_gradient_of_lse(grad_lse)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -209,6 +192,7 @@ def _backward_pass(
         inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
     kind, options = call.kind.agreed[True], call.options
     has_sinks, batch = sinks is not None, OF_FORWARD_CALL
+    place = int(backward.place)
     user.begin(
         kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
     )
@@ -219,10 +203,10 @@ def _backward_pass(
         guard.settle(result.values())
         grads = [
             result[name].transpose(0, 1).contiguous()
-            for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)
+            for name, wanted in zip(_GRADIENTS, backward.needed[:3], strict=True)
             if wanted
         ]
-        if sinks is not None and needed[3]:
+        if sinks is not None and backward.needed[3]:
             # As the program has them: fused kernels want whole rows, not any strides.
             out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
             grads.append(gradient_of_sinks(out, grad_out, lse, sinks, grad_of_lse))

@@ -25,7 +25,7 @@ from mesh_attention.kernels import (
     MaskKind,
     RowChoice,
 )
-from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
 from mesh_attention.runtime.execute.attentions import Attentions, Scores
@@ -52,8 +52,6 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        direction: Direction,
-        program: Program,
         frame: Frame,
         kernels: Mapping[str, Kernel],
         scores: Scores,
@@ -67,24 +65,14 @@ class Executor:
         """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
         that came before. `leaving`: the program with calls that leave SMs to transfers as the mask
         of a plan wants. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
-        self.call_shape = frame.call_shape
-        self.program = program
+        self.call_shape, self.program = frame.call_shape, frame.program
         self._frame, self._trace = frame, trace
-        self._problem, self._direction, self._kernels = plan.problem, direction, kernels
-        self._masks_for = partial(masks_of, program=program, device=mask_device)
+        self._problem, self._kernels = plan.problem, kernels
+        self._masks_for = partial(masks_of, program=self.program, device=mask_device)
         self._leaving = leaving
-        two_streams = frame.two_streams
-        self._attentions = Attentions(
-            program,
-            frame.memory,
-            self._masks_for(plan, known=known_ranges),
-            kernels,
-            frame.rows,
-            scores,
-            frame.streams if two_streams else None,
-            deterministic=deterministic,
-        )
-        scratch = scratch_bytes(program, plan.problem, kernels, two_streams=two_streams)
+        masks = self._masks_for(plan, known=known_ranges)
+        self._attentions = Attentions(frame, masks, kernels, scores, deterministic=deterministic)
+        scratch = scratch_bytes(self.program, plan.problem, kernels, two_streams=frame.two_streams)
         self.workspace_bytes = frame.workspace_bytes
         self.scratch_bytes = scratch * self.call_shape.batch
         self.counters = Counters()
@@ -124,7 +112,7 @@ class Executor:
                 size = call_size(self._problem, table, op, call)
                 if (mask, size) not in done:
                     done.add((mask, size))
-                    prepare(self._direction, stand_in_block(self.call_shape, size, mask))
+                    prepare(self._frame.direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""

@@ -56,6 +56,7 @@ class Frame:
                 f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
                 "`mesh-attention verify` and verify(plan) look at all ranks"
             )
+        self.program, self.direction = program, pass_.direction
         self.call_shape, self.workspace, self.rows = call_shape, workspace, rows
         self.memory = memory = workspace_map(program, problem)
         on_cuda = call_shape.device.type == "cuda"
