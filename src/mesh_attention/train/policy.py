@@ -16,11 +16,9 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_label
 from mesh_attention.runtime.agreement.identity import Statement
-from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import outside_autocast
-from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
 from mesh_attention.train.means import LossCall, Means, TokenMean, refuse_reduce
@@ -60,11 +58,9 @@ def log_probs(
     return tuple([result.view(tokens.shape) for result in results])
 
 
-def _together(call: LossCall, *_: Any, **__: Any) -> tuple[Session, CallOptions]:
-    return call.user.session, call.options
-
-
-log_probs_together = collective_call(_together)(log_probs)
+log_probs_together = collective_call(lambda call, *_, **__: (call.user.session, call.options))(
+    log_probs
+)
 
 
 def token_mean(

@@ -137,7 +137,7 @@ class Executor:
                 if work is None:
                     work = self._work(step, views)
                 if step.communicates:
-                    self.counters.starts[frame.starts[step.at]] += 1
+                    self.counters.starts[frame.starts[step.at]] += self.call_shape.batch
                     in_flight[step.at] = work(step.after)
                 else:
                     work()
