@@ -258,10 +258,6 @@ class ObjectCalls:
     def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
         return Documents(self.session, self.packer(also)(cu_seqlens, None))
 
-    @property
-    def length_is_known(self) -> bool:
-        return self.fixed is not None or self.arguments.get("seq_len") is not None
-
     def shards(self, documents: Documents | None) -> Shards:
         """How the tensors of a batch, or of every batch, lie on the ranks."""
         if documents is not None:

@@ -77,15 +77,12 @@ class KeepAttention(partial[Any]):
                     "which would get the attention of the first; make it anew for each, as in "
                     "checkpoint(keep.reentrant(block), x, use_reentrant=True)"
                 )
-            with contexts[0] if not is_forward and _graph_is_kept() else contexts.pop(0):
+            # Of a backward pass that another may follow, what it needs stays.
+            again = not is_forward and torch._C._autograd._get_current_graph_task_keep_graph()
+            with contexts[0] if again else contexts.pop(0):
                 return function(*args, **kwargs)
 
         return forward_then_again
-
-
-def _graph_is_kept() -> bool:
-    """In a backward pass: whether another may follow. Else what it needs is let go by it."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:

@@ -50,7 +50,8 @@ def replaced_attention(
     # A block that is refused counts as a batch too.
     calls.session.batches.add(*(buffers if isinstance(buffers, list | tuple) else ()))
     check_buffers(buffers, dims, no_restore)
-    if buffers and documents is None and not calls.length_is_known:
+    knows_length = calls.fixed is not None or calls.arguments.get("seq_len") is not None
+    if buffers and documents is None and not knows_length:
         documents = calls.documents([0, buffers[0].shape[dims[0]]])
     mode = _OverRanks(calls, documents)
     with sharded_buffers(calls.cut(documents) if buffers else None, buffers, dims, no_restore):

@@ -133,7 +133,11 @@ class DistributedTransport:
         self.in_order = self.own_stream and not self._host_driven
 
     def prepare(self, op: Communication, view: View) -> Start:
-        known = self._known.get(id(op)) or self._work_out(op)
+        known = self._known.get(id(op))
+        if known is None:
+            what = f"{op.name} among ranks {self._global[op.group]}"
+            event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
         return partial(self._start, known, known.bind(view))
 
     def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
@@ -158,13 +162,6 @@ class DistributedTransport:
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(f"{what} could not begin: {error}") from error
         return _InFlight(what, self._limit, works, copies)
-
-    def _work_out(self, op: Communication) -> _Known:
-        ranks = self._global[op.group]
-        what = f"{op.name} among ranks {ranks}"
-        event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
-        return known
 
     def _bind(self, op: Communication) -> Callable[[View], Ready]:
         ranks = self._global[op.group]
