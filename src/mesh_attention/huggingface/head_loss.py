@@ -1,9 +1,8 @@
 """The loss of a causal language model, made in its head, so that its logits are never there.
 
 FSDP2 has the whole weight of a head in the forward of the head alone. There the loss is made, and a
-few known numbers are returned in the place of logits. They carry the graph: DDP and FSDP2 look for
-it in what the model returns. What a model does with logits after its head, a scale or a softcap, is
-read off beforehand from what it makes of such numbers, on one token and without its layers.
+few known numbers are returned in the place of logits, which carry the graph for DDP and FSDP2. A
+scale or a softcap after the head is read off beforehand from what the model makes of such numbers.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
     class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer): ...
 
-It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
-batch and keep a part of it each, and losses are means over all targets of all ranks. DDP or FSDP2
-average gradients over all ranks, as ever. Evaluation is in `trainer_evaluation.py`.
-
-A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
+Ranks of a context-parallel group draw the same batch and keep a part of it each, and losses are
+means over all targets of all ranks. DDP or FSDP2 average gradients over all ranks, as ever. A
+Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
 model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
 """
 

@@ -1,8 +1,8 @@
 """`cp.keep_attention()`: checkpoints that keep out and lse, and compute the rest of a block again.
 
-Under an ordinary checkpoint a block attends, and communicates, a second time. Attention is most of
-the work of long sequences, and its results are small beside all that a block computes, so they are
-what is worth keeping (`request/kept_calls.py`); in the host's memory where a device has no room.
+Attention is most of the work of long sequences, and its results are small beside all that a block
+computes, so they are worth keeping (`request/kept_calls.py`), in the host's memory where a device
+has no room.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 On CUDA they are copied to pinned memory on a stream of their own, while their block is computed,
 and back while the block after it has its backward pass. A tensor stays on the device until the next
-block begins, which on the device waits for the copies: nobody can write to it or take its memory
-before, and a change in place is seen. On the CPU they are copies.
+block begins, which waits for the copies there: a change in place is seen. On the CPU they are
+copies.
 """
 
 from __future__ import annotations

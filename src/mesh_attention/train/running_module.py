@@ -1,8 +1,7 @@
 """Which module of a model is running, as a label of the call that it makes: ranks then find out
 that they are at different layers.
 
-The stack of this thread says it when a call comes. Hooks on every module would be part of what
-`torch.compile` compiles and guards.
+The stack of this thread says it: hooks on every module would be compiled and guarded.
 """
 
 from __future__ import annotations

@@ -17,14 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import (
-    BlockMask,
-    BlockSize,
-    Choice,
-    Kernel,
-    MaskKind,
-    RowChoice,
-)
+from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowChoice
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock

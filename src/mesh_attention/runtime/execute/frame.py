@@ -19,13 +19,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import RowKernels
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Pass
-from mesh_attention.plan.language.program import (
-    Attention,
-    Communication,
-    Merge,
-    MergeRule,
-    Program,
-)
+from mesh_attention.plan.language.program import Attention, Communication, Merge, MergeRule, Program
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.problem.problem import Problem

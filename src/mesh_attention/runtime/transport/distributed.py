@@ -22,12 +22,7 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, Communication, ReduceScatter
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import (
-    Handle,
-    Start,
-    View,
-    transfers,
-)
+from mesh_attention.runtime.transport.interface import Handle, Start, View, transfers
 from mesh_attention.runtime.transport.torch_operations import (
     Begin,
     CollectiveRows,
