@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Never, Self
 
 import torch
@@ -216,10 +215,5 @@ class ContextParallel(Batches, Training, Reports):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -9,18 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional
+from torch.nn import Module, functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.attend import attend
@@ -29,7 +30,6 @@ from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind, f
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.train.running_module import running_module
 from mesh_attention.train.sharded_buffers import check_buffers, sharded_buffers
 
 
@@ -199,3 +199,46 @@ def _fault_of_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> MeshAttent
             f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True"
         )
     return None
+
+
+_CALL = Module._call_impl.__code__
+_BACKWARD = _engine_run_backward.__code__
+# A checkpointed function runs again without what was around it, and must have the same label.
+_ENDS = (unwrap(checkpoint).__code__, _BACKWARD)
+
+# Of modules, by model and part. A layer that is checkpointed runs again in a backward pass, without
+# the model that it is a part of: then its name is that of its latest forward pass.
+_PARTS: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
+_LATEST: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+
+
+def running_module(frame: FrameType | None) -> str | None:
+    """A label, by which ranks find out that they are at different layers: the class of the model
+    and the name in it of the innermost module whose forward pass has come to `frame`; None in a
+    function that is checkpointed or called outside any module. The stack says it: hooks on every
+    module would be compiled and guarded."""
+    while frame is not None and frame.f_code not in _ENDS:
+        if frame.f_code is _CALL:
+            return _named(frame.f_locals["self"], frame)
+        frame = frame.f_back
+    return None
+
+
+def _named(module: Module, inner: FrameType) -> str:
+    outermost, frame = inner, inner.f_back
+    while frame is not None:
+        if frame.f_code is _BACKWARD and module in _LATEST:
+            return _LATEST[module]
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back
+    model: Module = outermost.f_locals["self"]
+    kind, parts = type(model).__name__, _PARTS.get(model)
+    if parts is None or module not in parts:
+        parts = _PARTS[model] = WeakKeyDictionary()
+        for name, part in model.named_modules():
+            parts[part] = f"{kind}.{name}" if name else kind
+        # A module that the model does not have among its own.
+        parts.setdefault(module, f"{kind}: {type(module).__name__}")
+    _LATEST[module] = parts[module]
+    return parts[module]
