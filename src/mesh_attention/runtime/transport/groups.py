@@ -136,8 +136,8 @@ class Groups:
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
                     options = nccl_options(limit) if backend == dist.Backend.NCCL else None
-                    make = partial(make_group, ranks, name, backend, limit, default_store())
-                    self._made[ranks] = make(options)
+                    how = (backend, limit, default_store(), options)
+                    self._made[ranks] = make_group(ranks, name, *how)
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
