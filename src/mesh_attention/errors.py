@@ -14,6 +14,12 @@ class MeshAttentionError(ValueError):
     """Base of all errors that this library raises on purpose."""
 
 
+def raise_fault(fault: MeshAttentionError | None) -> None:
+    """Raise what is wrong, if anything is."""
+    if fault is not None:
+        raise fault
+
+
 class MissingPackageError(MeshAttentionError, ImportError):
     """A package that is not installed is needed; the message has the line that installs it."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.plan.problem.layout import Layout
@@ -198,9 +198,7 @@ def _check(
 ) -> None:
     p = a_plan(plan).problem
     tensors = {"q": q, "k": k, "v": v} | ({} if grad_out is None else {"grad_out": grad_out})
-    fault = fault_of_kind(**tensors)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(**tensors))
     batch = q.shape[0] if q.ndim else 0
     shapes = {
         "q": (batch, p.q_tokens, p.num_heads, p.head_dim),
@@ -218,9 +216,7 @@ def _check(
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise MeshAttentionError(f"{name} differs from q in dtype or device")
-    fault = fault_of_sinks(plan, q, sinks)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_sinks(plan, q, sinks))
     inputs = [*tensors.values(), *([] if sinks is None else [sinks])]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         raise MeshAttentionError(

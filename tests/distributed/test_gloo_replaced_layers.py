@@ -61,9 +61,9 @@ def labels_of(action: Callable[[], Any]) -> Labels:
     """Of the calls that it makes."""
     labels = Labels()
 
-    def noted(*args: Any, **inputs: Any) -> Any:
-        labels.append(inputs["label"])
-        return attend(*args, **inputs)
+    def noted(calls: Any, call: Any, fault: Any = None) -> Any:
+        labels.append(call.label)
+        return attend(calls, call, fault)
 
     with mock.patch(f"{REPLACED}.attend", noted):
         action()

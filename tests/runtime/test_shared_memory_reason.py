@@ -16,7 +16,7 @@ from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.session.transports import Transports
 from mesh_attention.runtime.transport import shared_memory
 from mesh_attention.runtime.transport.copies import Copies, Steps
-from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short, _Rounds
+from mesh_attention.runtime.transport.shared_memory import SharedMemory, _in_short
 from mesh_attention.runtime.transport.symmetric_memory import SymmetricBlock
 
 
@@ -56,11 +56,11 @@ def test_ranks_of_another_node_are_named(alone: SharedMemory) -> None:
     assert alone.why_not((7, 4, 6)) == "rank 4 is on another node than ranks [6, 7]"
 
 
-def test_what_was_said_in_earlier_rounds_is_forgotten() -> None:
-    store = HashStore()
-    rounds = _Rounds(store, (4,), 4, timedelta(seconds=5))
+def test_what_was_said_in_earlier_rounds_is_forgotten(alone: SharedMemory) -> None:
+    alone.members, alone._store = (4,), (store := HashStore())
     for number in range(5):
-        assert rounds.exchange(str(number)) == {4: str(number)}
+        assert not alone._all_well(str(number))
+        assert alone.reason == f"rank 4: {number}"
         assert store.num_keys() == 1
 
 

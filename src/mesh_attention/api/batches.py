@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mesh_attention.choose.pack import Pack, Packer
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.object_calls import ObjectCalls, checked
 from mesh_attention.request.position_checks import fault_of_positions
-from mesh_attention.request.tensor_checks import refuse_label
+from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
 from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
@@ -187,7 +187,7 @@ class Batches:
         calls = self._calls
         shards = calls.shards(documents)
         calls.user.refuse_if_closed()
-        refuse_label(label)
+        raise_fault(fault_of_label(label))
         own, spread = own_tokens(calls.ranks, x, dim)
         return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, grad, label))
 

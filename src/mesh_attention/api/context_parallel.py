@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Never, Self
 
 import torch
@@ -31,6 +30,7 @@ from mesh_attention.request.arguments import fault_of_keywords
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.tensor_checks import (
+    AttentionCall,
     fault_of_flag,
     fault_of_label,
     fault_of_unsupported,
@@ -122,37 +122,10 @@ class ContextParallel(Batches, Training, Reports):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        arguments = {
-            "plan": plan,
-            "seq_len": seq_len,
-            "num_heads": num_heads,
-            "head_dim": head_dim,
-            "causal": causal,
-            "num_kv_heads": num_kv_heads,
-            "v_head_dim": v_head_dim,
-            "kv_seq_len": kv_seq_len,
-            "mask": mask,
-            "window_size": window_size,
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
-            "differentiable_lse": differentiable_lse,
-            "method": method,
-            "tile": tile,
-            "layout": layout,
-            "relayout": relayout,
-            "chunks": chunks,
-            "cluster": cluster,
-            "tuned": tuned,
-            "dtype": dtype,
-            "kernel": kernel,
-            "transport": transport,
-            "cuda_graph": cuda_graph,
-            "deterministic": deterministic,
-            "same_bits": same_bits,
-            "nvtx": nvtx,
-            "timeout": timeout,
-        }
-        self._calls = ObjectCalls.of_object(group_or_mesh, arguments | options)
+        arguments = {**locals(), **options}  # by name, as they are checked and told
+        for name in ("self", "group_or_mesh", "options"):
+            del arguments[name]
+        self._calls = ObjectCalls.of_object(group_or_mesh, arguments)
 
     @property
     def rank(self) -> int:
@@ -208,17 +181,8 @@ class ContextParallel(Batches, Training, Reports):
         if label is not None:
             label = read_label(label)
             fault = fault or fault_of_label(label)
-        out, lse = attend(
-            self._calls,
-            q,
-            k,
-            v,
-            fault,
-            sinks=sinks,
-            documents=documents,
-            label=label,
-            return_lse=return_lse is True,
-        )
+        call = AttentionCall(q, k, v, sinks, documents, label, return_lse=return_lse is True)
+        out, lse = attend(self._calls, call, fault)
         return (out, lse) if return_lse is True else out
 
     def check(self) -> None:
@@ -251,10 +215,5 @@ class ContextParallel(Batches, Training, Reports):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,6 +18,7 @@ from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.sizes import with_lengths
 from mesh_attention.request.tensor_checks import (
+    AttentionCall,
     fault_of_flag,
     fault_of_label,
     fault_of_unsupported,
@@ -86,9 +87,9 @@ def mesh_attention(
         or fault_of_flag("return_lse", return_lse)
         or fault_of_label(label)
     )
-    calls = ObjectCalls(session, session.user_of_function(), with_lengths(arguments))
-    how: dict[str, Any] = {"sinks": sinks, "label": label, "return_lse": return_lse is True}
-    out, lse = attend(calls, q, k, v, fault, **how)
+    calls = ObjectCalls(session.user_of_function(), with_lengths(arguments))
+    call = AttentionCall(q, k, v, sinks, label=label, return_lse=return_lse is True)
+    out, lse = attend(calls, call, fault)
     return (out, lse) if return_lse else out
 
 

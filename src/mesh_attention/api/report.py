@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.read.count import PassCount, count
-from mesh_attention.plan.read.verify import verify
+from mesh_attention.request.arguments import refuse_if_wrong
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.device import PassMemory
 from mesh_attention.runtime.transport.interface import Counters
@@ -45,9 +44,7 @@ class Reports:
 
     def verify(self) -> None:
         """Prove the plan; raises if anything is wrong with it."""
-        findings = verify(self.plan)
-        if findings:
-            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
+        refuse_if_wrong(self.plan)
 
     def volume(self) -> dict[str, PassCount]:
         """Bytes that the plan moves and holds, counted from its programs."""

@@ -1,8 +1,8 @@
 """Attention over ranks as transformers' `AttentionInterface` wants it.
 
 Everything that a layer hands over is used or refused by name. The object and the documents of the
-batch come with the call, as an argument that models pass on to their layers: so a checkpoint that
-attends again in its backward pass finds them too, whenever that comes.
+batch are an argument that models pass on to their layers, so a checkpoint that attends again finds
+them too.
 """
 
 from __future__ import annotations

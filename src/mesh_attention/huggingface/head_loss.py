@@ -1,19 +1,18 @@
 """The loss of a causal language model, made in its head, so that its logits are never there.
 
 FSDP2 has the whole weight of a head in the forward of the head alone. There the loss is made, and a
-few known numbers are returned in the place of logits. They carry the graph: DDP and FSDP2 look for
-it in what the model returns. What a model does with logits after its head, a scale or a softcap, is
-read off beforehand from what it makes of such numbers, on one token and without its layers.
+few known numbers are returned in the place of logits, which carry the graph for DDP and FSDP2. A
+scale or a softcap after the head is read off beforehand from what the model makes of such numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from math import atanh, isclose
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class ModelLoss:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         how = {"bias": bias, "softcap": self._after.softcap, "low_rank": _adapters(head, hidden)}
         mean = loss(hidden, head.weight, **how)
-        gradient = _Gradient()
+        gradient: _Gradient = []
         self._means.append((mean, gradient))
         carried: Tensor = _Carry.apply(mean.loss, len(head.weight), gradient)  # type: ignore[no-untyped-call]
         return carried
@@ -155,56 +154,41 @@ def _adapters(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.cat(few, -1), torch.cat([head.lora_B[name].weight for name in names], -1)
 
 
-@dataclass(frozen=True)
-class _AfterHead:
+class _AfterHead(NamedTuple):
     """logits * scale, then softcap * tanh(logits / softcap)."""
 
-    scale: float = 1.0
-    softcap: float | None = None
+    scale: float
+    softcap: float | None
 
 
 def _after_head(model: Any, head: Any) -> _AfterHead | None:
     """From what the model makes of the probes, if its layers are left out."""
-    vocabulary, device = len(head.weight), head.weight.device
+    device = head.weight.device
+    probes = _probes(len(head.weight), device)
     layers = model.base_model
     if layers is model:  # whose prefix is that of a larger model
         layers = getattr(model, "model", None)
-    hidden = torch.zeros(1, 1, head.in_features, device=device)
-    instead: dict[Any, Any] = {
-        layers: lambda *_, **__: _Hidden(hidden),
-        head: lambda *_, **__: _probes(vocabulary, device),
-    }
     if layers is None:
         return None
-    before = {module: vars(module).get("forward") for module in instead}
+    hidden = torch.zeros(1, 1, head.in_features, device=device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     try:
-        for module, forward in instead.items():
-            module.forward = forward
-        with torch.no_grad():
-            ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        with (
+            patch.object(layers, "forward", lambda *_, **__: _Hidden((hidden,))),
+            patch.object(head, "forward", lambda *_, **__: probes.clone()),
+            torch.no_grad(),
+        ):
             seen = model.forward(input_ids=ids, use_cache=False).logits.double()
     except Exception:  # of a model that is made otherwise
         return None
-    finally:
-        for module, forward in before.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
-    return _read(seen, _probes(vocabulary, device).double())
+    return _read(seen, probes.double())
 
 
 class _Hidden(tuple[Tensor]):
     """What layers return, and nothing but hidden states."""
 
-    def __new__(cls, hidden: Tensor) -> _Hidden:
-        return super().__new__(cls, (hidden,))
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _read(y: Tensor, x: Tensor) -> _AfterHead | None:
@@ -225,10 +209,7 @@ def _read(y: Tensor, x: Tensor) -> _AfterHead | None:
     return _AfterHead(scale, softcap) if is_it else None
 
 
-class _Gradient:
-    """Of the loss, on its way past what the model does with its logits."""
-
-    value: Tensor | None = None
+_Gradient = list[Tensor]  # of the loss, on its way past what the model does with its logits
 
 
 class _Carry(torch.autograd.Function):
@@ -238,8 +219,8 @@ class _Carry(torch.autograd.Function):
         return _probes(vocabulary, loss.device).clone()  # FSDP2 warns of views
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.gradient.value, None, None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient.pop(), None, None
 
 
 class _Emerge(torch.autograd.Function):
@@ -251,5 +232,5 @@ class _Emerge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gradient.value = grad
+        ctx.gradient.append(grad)
         return torch.zeros(ctx.shape, **ctx.kind), None, None

@@ -1,9 +1,8 @@
 """What a layer of a Hugging Face model sees, read from the mask function that the model makes.
 
-Models say their masks as functions of indices, put together from a few that transformers has. No
-tensor is made of them here: causal or both directions, with a window or in chunks, is all that they
-may say. Documents and padding are those of the batch, so what the model concludes about documents
-from the positions of this rank's tokens is left out.
+Models put their masks together from a few functions of indices that transformers has: causal or
+both directions, with a window or in chunks, is all that they may say. What a model concludes about
+documents from the positions of this rank's tokens is left out: they are those of the batch.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from mesh_attention.huggingface.model_checks import (
 )
 from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.request.attend import attend
+from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.train.means import Reduce, TokenMean
 from mesh_attention.train.sharded_batch import ShardedBatch
@@ -194,7 +195,7 @@ def _attend(
     fault: MeshAttentionError | None,
     **call: Any,
 ) -> Tensor:
-    out, _ = attend(cp._calls, *tensors, fault, **call)
+    out, _ = attend(cp._calls, AttentionCall(*tensors, **call), fault)
     return out
 
 

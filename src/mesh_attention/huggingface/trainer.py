@@ -2,11 +2,9 @@
 
     class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer): ...
 
-It differs in what depends on who has which tokens: ranks of a context-parallel group draw the same
-batch and keep a part of it each, and losses are means over all targets of all ranks. DDP or FSDP2
-average gradients over all ranks, as ever. Evaluation is in `trainer_evaluation.py`.
-
-A Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
+Ranks of a context-parallel group draw the same batch and keep a part of it each, and losses are
+means over all targets of all ranks. DDP or FSDP2 average gradients over all ranks, as ever. A
+Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
 model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
 """
 
@@ -25,8 +23,11 @@ from transformers import Trainer, TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import deal_to_replicas, mesh_of_ranks
-from mesh_attention.huggingface.data_parallel_view import DataParallelView
+from mesh_attention.huggingface.accelerator_ranks import (
+    DataParallelView,
+    deal_to_replicas,
+    mesh_of_ranks,
+)
 from mesh_attention.huggingface.head_loss import ModelLoss
 from mesh_attention.huggingface.model import ModelContextParallel
 from mesh_attention.huggingface.trainer_arguments import (
@@ -67,9 +68,6 @@ class ContextParallelMixin(EvaluationOnRanks):
     rank then holds. With `takes_sharded_batches = True` in the class it gets a `ShardedBatch`.
     """
 
-    model: Any
-    optimizer: Any
-    is_fsdp_enabled: bool
     neftune_noise_alpha: float | None
     loss_is_scaled_for_ga: bool | None = True  # `compute_loss` divides by all targets of a step
     takes_sharded_batches = False

@@ -1,22 +1,28 @@
 """Evaluation by a Trainer on ranks: each sample counts once, logits are put together again, and
-what is logged is that of as many processes as there are data-parallel ranks."""
+what is logged is that of as many processes as there are data-parallel ranks.
+
+Accelerate repeats samples to fill the last batch of every data-parallel rank. How many of it are
+new follows from the length of a set; of one that is read as a stream from the number of samples
+that came, whatever length it says. Every rank sees them, since each reads the whole stream.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import transformers.trainer
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from mesh_attention.huggingface.repeated_samples import (
-    count_samples,
-    note_remainder,
-    without_repeated,
-)
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.trainer_model import is_sharded, reshard
+from mesh_attention.train.sharded_batch import IGNORE_INDEX
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -43,8 +49,8 @@ class EvaluationOnRanks(_Base):
                 step: Any = super().prediction_step
                 return step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         loader = self.accelerator.gradient_state.active_dataloader
-        note_remainder(loader, self.mesh["dp"], inputs)
-        whole = without_repeated(loader, self.mesh["dp"], inputs)
+        _note_remainder(loader, self.mesh["dp"], inputs)
+        whole = _without_repeated(loader, self.mesh["dp"], inputs)
         part = self._prepare_inputs(self._shard(whole))
         labels, loss = whole.get("labels"), None
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -69,7 +75,7 @@ class EvaluationOnRanks(_Base):
         if self.is_fsdp_enabled and not is_sharded(self.model):
             self._shard_model()
         if not self._is_whole:
-            count_samples(dataloader, self.mesh["dp"])
+            _count_samples(dataloader, self.mesh["dp"])
         self._num_evaluated = 0
         results = super().evaluation_loop(dataloader, *args, **more)
         reshard(self.model)
@@ -93,3 +99,82 @@ class EvaluationOnRanks(_Base):
         """The Trainer takes all ranks for data-parallel ones where it counts its steps."""
         counted = None if num_steps is None else self._num_evaluated
         return transformers.trainer_utils.speed_metrics(*args, num_steps=counted, **more)
+
+
+class _CountedStream(IterableDataset[Any]):
+    """A stream that knows how many samples came from it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.num_samples = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_samples = 0
+        for sample in self._stream:
+            self.num_samples += 1
+            yield sample
+
+    def __len__(self) -> int:
+        return len(self._stream)  # a TypeError, as of any stream, where it has none
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # set_epoch, generator
+
+
+def _count_samples(loader: Any, dp: DeviceMesh) -> None:
+    """Of a prepared loader, where it reads a stream in this process: workers do not tell."""
+    dataset = getattr(loader, "dataset", None)
+    base = getattr(loader, "base_dataloader", None)
+    if base is None or not isinstance(dataset, IterableDataset) or loader.num_workers > 0:
+        return
+    if isinstance(dataset, IterableDatasetShard):
+        if not isinstance(dataset.dataset, _CountedStream):
+            dataset.dataset = _CountedStream(dataset.dataset)
+    elif dp.size() == 1 and not isinstance(dataset, _CountedStream):
+        # A DataLoader refuses another data set for its sampler's sake; streams have none.
+        vars(base)["dataset"] = _CountedStream(dataset)
+
+
+def _note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
+    """At the end of a stream: how many samples of the last batch are new, where accelerate looks
+    for it."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or not loader.end_of_dataloader:
+        return
+    stream = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    if isinstance(stream, _CountedStream):
+        if not loader._drop_last:
+            loader.remainder = stream.num_samples % _samples_of_step(loader)
+    elif dp.size() == 1 and isinstance(whole, Mapping) and "input_ids" in whole:
+        loader.remainder = len(whole["input_ids"])  # of a worker, whatever length the stream says
+
+
+def _without_repeated(loader: Any, dp: DeviceMesh, whole: Any) -> Any:
+    """The batch, in which repeated samples have no targets. What they add to logits is cut off
+    where those are gathered."""
+    labels = whole.get("labels") if isinstance(whole, Mapping) else None
+    remainder = getattr(loader, "remainder", -1)
+    if dp.size() == 1 or labels is None or remainder < 1 or not loader.end_of_dataloader:
+        return whole
+    each = _samples_of_step(loader) // dp.size()
+    positions = whole.get("position_ids")
+    if len(labels) == each:
+        sample = torch.arange(each, device=labels.device)[:, None]
+    elif positions is not None and (positions == 0).sum() == each:  # one pack
+        sample = (positions == 0).flatten().cumsum(0).view(positions.shape) - 1
+    else:
+        raise MeshAttentionError(
+            f"the last batch for evaluation has {remainder} of {each * dp.size()} samples, and "
+            "the rest is repeated, but data_collator does not give a row for each: give it a "
+            f"number of samples that {each * dp.size()} divides"
+        )
+    repeated = sample >= remainder - dp.get_local_rank() * each
+    return {**whole, "labels": labels.masked_fill(repeated.to(labels.device), IGNORE_INDEX)}
+
+
+def _samples_of_step(loader: Any) -> int:
+    """Of all data-parallel ranks."""
+    shard = loader.dataset
+    if not isinstance(shard, IterableDatasetShard):
+        return int(loader.total_batch_size)
+    return int(shard.batch_size * (1 if shard.split_batches else shard.num_processes))

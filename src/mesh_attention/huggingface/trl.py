@@ -10,8 +10,7 @@ is theirs. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -66,12 +65,12 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         args, dp = self.args, self.mesh["dp"]
         size = args.per_device_train_batch_size * dp.size() * args.steps_per_generation
         evaluated = args.per_device_eval_batch_size * dp.size()
-        wanted = {
-            "per_device_train_batch_size * steps_per_generation": (size, self.num_generations)
-        }
+        wanted = [
+            ("per_device_train_batch_size * steps_per_generation", size, self.num_generations)
+        ]
         if args.eval_strategy != "no":
-            wanted["per_device_eval_batch_size"] = (evaluated, self.num_generations_eval)
-        for name, (number, divisor) in wanted.items():
+            wanted.append(("per_device_eval_batch_size", evaluated, self.num_generations_eval))
+        for name, number, divisor in wanted:
             if number % divisor:
                 raise MeshAttentionError(
                     f"{name} is {number} completions on {dp.size()} data-parallel ranks, and must "
@@ -95,7 +94,12 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         return completions[0]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._gathered_once():
+        """TRL gathers rewards and texts by functions of accelerate, from all ranks; here once from
+        each context-parallel group."""
+        with (
+            patch.object(grpo_trainer, "gather", self._from_first_ranks),
+            patch.object(grpo_trainer, "gather_object", self.accelerator.gather_objects),
+        ):
             batch = super()._generate_and_score_completions(inputs)
         self._draw_alike()
         return batch
@@ -108,17 +112,6 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         torch.set_rng_state(states[0])
         if cuda:
             torch.cuda.set_rng_state(states[1])
-
-    @contextmanager
-    def _gathered_once(self) -> Iterator[None]:
-        """TRL gathers rewards and texts by functions of accelerate, from all ranks; here once from
-        each context-parallel group."""
-        objects = self.accelerator.gather_objects
-        with (
-            patch.object(grpo_trainer, "gather", self._from_first_ranks),
-            patch.object(grpo_trainer, "gather_object", objects),
-        ):
-            yield
 
     def _from_first_ranks(self, x: Tensor) -> Tensor:
         of_all: Tensor = gather(x).unflatten(0, (dist.get_world_size(), -1))

@@ -1,9 +1,9 @@
 """A model on ranks that looks like one on one process: whole batches go in, whole outputs come out.
 
-Losses of others (TRL, overrides of `compute_loss`) read `labels`, shift logits and count tokens
-themselves. They are right as they are when they never see a shard. Each rank of the group makes the
-same loss from the whole outputs, and gets the gradient of its own tokens, times the size of the
-group: DDP and FSDP take the mean over ranks.
+Losses of others (TRL, overrides of `compute_loss`), which shift logits and count tokens themselves,
+are right when they never see a shard. Each rank of the group makes the same loss from the whole
+outputs, and gets the gradient of its own tokens, times the size of the group: DDP and FSDP take the
+mean over ranks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -125,16 +124,15 @@ class WholeOutputs:
         starts, num_rows = documents.pack.documents, documents.pack.num_rows
         if len(starts) - 1 <= num_rows:
             return
-        firsts = range(0, rows * tokens, num_rows * tokens)  # rows may all have these documents
-        spans = [(first + a, first + b) for first in firsts for a, b in pairwise(starts)]
-        counts = torch.zeros(rows, dtype=torch.int64)
-        flat = real.flatten().cpu()
-        for a, b in spans:
-            if flat[a:b].any():
-                counts[a // tokens] += 1
-        if bool((counts > 1).any()):
+        slots = torch.arange(num_rows * tokens)
+        numbers = torch.searchsorted(torch.tensor(starts), slots, right=True).view(num_rows, tokens)
+        numbers = numbers.repeat(rows // num_rows, 1)  # rows may all have these documents
+        counts = [
+            len(row[is_real].unique()) for row, is_real in zip(numbers, real.cpu(), strict=True)
+        ]
+        if max(counts) > 1:
             raise MeshAttentionError(
-                f"row {int(counts.argmax())} of the batch has {int(counts.max())} documents, and a "
+                f"row {counts.index(max(counts))} of the batch has {max(counts)} documents, and a "
                 "head for sequences reads one token of a row: give each document a row of its own, "
                 "padded, with an attention_mask"
             )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mesh_attention.choose.pack import Layer
 from mesh_attention.choose.plan_file import read_plan
 from mesh_attention.choose.tuned import Tuned
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Plan, Programs, a_plan
 from mesh_attention.plan.methods.question import Question, ask, attention_mask
@@ -67,9 +67,7 @@ def read_arguments(
     group: dist.ProcessGroup, arguments: Mapping[str, Any]
 ) -> tuple[AskedPlan | Plan, CallOptions]:
     """By name; None stands for "left out". What no name here fits is an option of the method."""
-    fault = fault_of_unsupported(**arguments)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_unsupported(**arguments))
     same_bits = wants_same_bits(arguments)
     arguments = with_same_bits(
         {n: x for n, x in arguments.items() if x is not None and n not in UNSUPPORTED}
@@ -94,7 +92,10 @@ def read_arguments(
             )
         if isinstance(plan, str | Path):
             plan = read_plan(plan, dist.get_world_size(group))
-        _refuse_if_wrong(a_plan(plan))
+        # Plans of methods are proven by tests. One that was parsed or put together may be anything:
+        # it would compute something else without a word.
+        if not all(isinstance(pass_.programs, Programs) for pass_ in a_plan(plan).passes):
+            refuse_if_wrong(plan)
         return plan, calls
     missing = [
         n for n in _NEEDED if n not in arguments and not (n == "causal" and "mask" in arguments)
@@ -125,22 +126,24 @@ class AskedPlan:
     def is_auto(self) -> bool:
         return is_auto(self.options)
 
+    @property
+    def _others(self) -> dict[str, Any]:
+        return {name: x for name, x in self.options.items() if name != "method"}
+
     @cached_property
     def any_question(self) -> Question:
         """With the method that is named, or the first that has all options: what such a question
         says of layouts and nodes is the same for all."""
-        options = {name: x for name, x in self.options.items() if name != "method"}
-        method = methods_with(options)[0] if self.is_auto else self.options["method"]
-        return ask(self.problem, self.num_ranks, method=method, **options)
+        method = methods_with(self._others)[0] if self.is_auto else self.options["method"]
+        return ask(self.problem, self.num_ranks, method=method, **self._others)
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
         """By a file of `tune`, or by a search, where the method is not named."""
         if not self.is_auto:
             return None
-        options = {name: x for name, x in self.options.items() if name != "method"}
         if self.tuned is not None:
-            return AutoChoice.tuned(self.tuned, self.problem, self.num_ranks, options)
-        return choose(group, self.problem, self.cluster, options)
+            return AutoChoice.tuned(self.tuned, self.problem, self.num_ranks, self._others)
+        return choose(group, self.problem, self.cluster, self._others)
 
     def question(self, choice: AutoChoice | None) -> Question:
         if choice is None:
@@ -184,10 +187,10 @@ def layer_of_batches(
             "leave it out"
         )
     others = {"layout", "ranks_per_node", "relayout"}  # that leave the method to us
-    named = [n for n in arguments if n in _method_options() and arguments[n] is not None]
     if is_auto(arguments):
         others.add("method")
-    question, says_how = asked.any_question, set(named) - others
+    says_how = any(arguments.get(name) is not None for name in _method_options() - others)
+    question = asked.any_question
     setting = question.setting
     if setting.stripe_block > 1:
         raise MeshAttentionError(
@@ -225,13 +228,10 @@ def kept_source(
     return known
 
 
-def _refuse_if_wrong(plan: Plan) -> None:
-    """Plans of methods are proven by tests. One that was parsed or put together may be anything:
-    it is proven here, for it would compute something else without a word."""
-    if not all(isinstance(pass_.programs, Programs) for pass_ in plan.passes):
-        findings = verify(plan)
-        if findings:
-            raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
+def refuse_if_wrong(plan: Plan) -> None:
+    findings = verify(plan)
+    if findings:
+        raise MeshAttentionError(f"the plan is wrong: {findings[0]}")
 
 
 def _problem(

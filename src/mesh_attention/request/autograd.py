@@ -1,8 +1,7 @@
 """The derivative of attention, by PyTorch's autograd: its backward pass is the other operator.
 
-Saved for it are out, the sinks where there are some, what the forward pass keeps, and as much of q,
-k, v and lse as the backward pass takes besides; and the prepared call, so that it runs although the
-session may have dropped that kind of call.
+Saved are out, sinks, what the forward pass keeps, as much of q, k, v and lse as the backward pass
+takes besides, and the prepared call, since the session may have dropped that kind of call.
 """
 
 from __future__ import annotations
@@ -50,11 +49,12 @@ class Attention(torch.autograd.Function):
             if sinks is not None or options.differentiable_lse:
                 retaken += ("lse",)
             ctx.mark_non_differentiable(place, *kept)
-        named = {"q": q, "k": k, "v": v, "lse": lse}
-        again = [x if name in retaken else None for name, x in named.items()]
-        ctx.save_for_backward(*again, out, sinks, *kept)
+        named = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        again = [x if name == "out" or name in retaken else None for name, x in named.items()]
+        saved = (*again, sinks, *kept)
+        ctx.save_for_backward(*saved)
         if ctx.prepared is not None:
-            ctx.shapes = _shapes(*again, out, sinks, *kept)
+            ctx.shapes = _shapes(*saved)
         ctx.set_materialize_grads(False)  # so that a loss on lse can be told from none
         return (out, lse, place, *kept)
 
@@ -96,7 +96,7 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     if torch.is_grad_enabled():
         raise second_derivative()
     # In the caller's modes: a checkpoint computes them again, by a call.
-    saved = q, k, v, lse, out, sinks, *kept = ctx.saved_tensors
+    saved = ctx.saved_tensors
     if ctx.prepared is not None and _shapes(*saved) != ctx.shapes:
         raise MeshAttentionError(
             "a checkpoint without a determinism_check has computed other tensors for the backward "
@@ -106,13 +106,8 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return attention_backward_op(  # type: ignore[no-any-return]
         grad_out,
         grad_lse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        sinks,
-        kept,
+        *saved[:6],
+        [*saved[6:]],
         ctx.place,
         ctx.documents,
         ctx.k_shape,

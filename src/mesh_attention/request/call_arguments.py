@@ -1,9 +1,9 @@
 """Arguments that say how calls are made, whatever is asked for: read into `CallOptions`.
 
-`same_bits=True`: n ranks give the bits that one rank gives, in both passes. Each head is whole on
-one rank, its rows are in the order of the tokens, and one call of a kernel computes it, as on one
-rank. In the backward pass delta is made from the rows of a shard, so the kernel must be one that is
-given it. For reinforcement learning, whose trainer must equal a sampler.
+`same_bits=True`: n ranks give the bits that one rank gives, in both passes, for reinforcement
+learning, whose trainer must equal a sampler. Each head is whole on one rank, its rows are in the
+order of the tokens, and one kernel call computes it. In the backward pass delta is made from the
+rows of a shard, so the kernel must be one that is given it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ call is prepared when it runs.
 
 A graph holds tensors and constants. So an operator knows its `ContextParallel` by a number, in
 words, and the documents of a batch by a tensor that holds their number, on which no graph depends.
-All that a backward pass needs besides the saved tensors is found again by these: nothing is kept
-for passes that never come.
+Nothing else is kept for a backward pass that may never come.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.object_calls import OBJECT_CALLS
+from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.collective_call import (
     SessionAndOptions,
@@ -50,6 +50,34 @@ class OfCall(NamedTuple):
     is_causal: bool | None = None
     refusal: str | None = None
 
+    @property
+    def label(self) -> str | int | None:
+        return self.label_number if self.label_text is None else self.label_text
+
+
+class OfBackward(NamedTuple):
+    """The inputs of the backward operator, before the constants. `place`: of the forward call;
+    `kept`: rows that it left, without which q, k, v and lse are there; `needed`: which gradients,
+    of q, k, v and the sinks."""
+
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    out: Tensor
+    lse: Any
+    sinks: Tensor | None
+    kept: list[Tensor]
+    place: Tensor
+    documents: Tensor | None
+    k_shape: Sequence[int]
+    needed: Sequence[bool]
+
+
+def label_constants(label: str | int | None) -> tuple[str | None, int | None]:
+    return label if isinstance(label, str) else None, label if isinstance(label, int) else None
+
 
 def _session_of(of_call: OfCall, _: Any, tensors: Any, *__: Any, **___: Any) -> SessionAndOptions:
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -64,11 +92,12 @@ def _session_of(of_call: OfCall, _: Any, tensors: Any, *__: Any, **___: Any) -> 
 def prepared_in_graph(
     of_call: OfCall,
     run: Callable[[User, PreparedCall], Result],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     documents: Tensor | None,
-    **how: Any,
+    *,
+    in_backward: bool = False,
 ) -> Result:
-    """What `run` makes of the call of a graph on an object. `tensors`: q, k and v."""
+    """What `run` makes of the call of a graph on an object. `tensors`: q, k, v and sinks."""
     calls = OBJECT_CALLS.find(of_call.name)
     fault = None if of_call.refusal is None else MeshAttentionError(of_call.refusal)
     plans: BatchPlans | None = None
@@ -77,11 +106,12 @@ def prepared_in_graph(
             plans = BATCH_PLANS.find(int(documents))
         except MeshAttentionError as gone:  # the others must not wait for us
             fault = fault or gone
-    how |= {"documents": plans, "keeps": of_call.keeps, "return_lse": of_call.return_lse}
+    q, k, v, sinks = tensors
+    label, scale, causal = of_call.label, of_call.softmax_scale, of_call.is_causal
+    call = AttentionCall(q, k, v, sinks, plans, label, scale, causal, return_lse=of_call.return_lse)
+    how = {"needs_grad": of_call.needs_grad, "keeps": of_call.keeps, "in_backward": in_backward}
     with outside_inference_mode(), outside_autocast():
-        q, k, v = tensors
-        call = calls.prepare(q, k, v, fault, softmax_scale=of_call.softmax_scale, **how)
-        return run(calls.user, call)
+        return run(calls.user, calls.prepare(call, fault, **how))
 
 
 def stand_ins(out: Tensor, k_shape: Sequence[int]) -> list[Tensor]:
@@ -140,26 +170,12 @@ def fake_attention(
     return out, lse, place, rows
 
 
-def fake_attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    kept: list[Tensor],
-    place: Tensor,
-    documents: Tensor | None,
-    k_shape: Sequence[int],
-    needed: Sequence[bool],
-    *constants: Any,
-) -> list[Tensor]:
-    shapes = _shapes(out, k_shape)
-    grads = [out.new_empty(shape) for shape, needs in zip(shapes, needed[:3], strict=True) if needs]
-    if sinks is not None and needed[3]:
-        grads.append(sinks.new_empty(sinks.shape))
+def fake_attention_backward(*inputs: Any) -> list[Tensor]:
+    backward = OfBackward(*inputs[: len(OfBackward._fields)])
+    shapes = zip(_shapes(backward.out, backward.k_shape), backward.needed[:3], strict=True)
+    grads = [backward.out.new_empty(shape) for shape, needs in shapes if needs]
+    if backward.sinks is not None and backward.needed[3]:
+        grads.append(backward.sinks.new_empty(backward.sinks.shape))
     return grads
 
 

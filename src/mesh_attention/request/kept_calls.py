@@ -1,11 +1,10 @@
 """Attention that a checkpoint does not repeat: results of its forward pass stand in for the call.
 
-Around the code of a checkpoint stands a context: in the forward pass it holds the results of each
-call, in the recomputation it hands them out in the same order, and no other rank is asked. A call
-that is not repeated has no place of its own among the calls: `place` is a result too, so its
-backward pass belongs to the forward call, on all ranks alike. This stands below the operator, so
-eager and compiled code meet it. Rows that a forward pass would keep for the backward pass are not
-kept meanwhile: q, k and v are computed again, and exchanged again.
+A context around the code of a checkpoint holds the results of each call in the forward pass, and
+hands them out in the same order in the recomputation: no other rank is asked. `place` is a result
+too, so the backward pass belongs to the forward call, on all ranks alike. This stands below the
+operator, where eager and compiled code meet it. Rows that a forward pass would keep for the
+backward pass are not kept meanwhile: q, k and v are computed again, and exchanged again.
 """
 
 from __future__ import annotations

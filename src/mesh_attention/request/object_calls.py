@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.choose.pack import Layer, Pack, Packer
@@ -41,33 +40,25 @@ from mesh_attention.request.sizes import (
     usual_sizes,
     with_lengths,
 )
-from mesh_attention.request.tensor_checks import fault_of_causal, fault_of_sinks, fault_of_tensors
+from mesh_attention.request.tensor_checks import AttentionCall, fault_of_call
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.caches import Cut, PlanSource, WeakRegistry
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.documents import BatchPlans, Documents
 from mesh_attention.runtime.session.modes import OUTSIDE_BACKWARD
 from mesh_attention.runtime.session.prepared_call import PreparedCall
-from mesh_attention.runtime.session.session import Session, User, process_group, session_of
+from mesh_attention.runtime.session.session import User, process_group, session_of
 from mesh_attention.runtime.session.sharding import Shards
 
 
 class UserCall:
-    """A prepared call of a user, as operators name it: by a number, since they take tensors and
-    constants only. Whoever may need it later, as an autograd graph does, holds it. `name`: of the
-    object in `OBJECT_CALLS`; `latest` and `batch`: what that says of its latest call when it is
-    this one."""
+    """A prepared call of a user, which operators name by a number. Whoever may need it later, as an
+    autograd graph does, holds it. `latest` and `batch`: of the object when it is its latest
+    call."""
 
-    def __init__(
-        self,
-        user: User,
-        call: PreparedCall,
-        name: str,
-        latest: PlanSource | None,
-        batch: tuple[Plan, Pack, Layer] | None,
-    ) -> None:
-        self.user, self.call, self.name = user, call, name
-        self.latest, self.batch = latest, batch
+    def __init__(self, calls: ObjectCalls, call: PreparedCall) -> None:
+        self.user, self.call, self.name = calls.user, call, calls.name
+        self.latest, self.batch = calls.latest, calls.batch
         self.number = USER_CALLS.add(self)
 
 
@@ -77,6 +68,7 @@ USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this num
 class ObjectCalls:
     """
     arguments   of the object, or of the function, by name
+    name        in compiled code; the function is told from no other of its calls
     fixed       plans where the sizes are known from the start
     latest      plans of the latest call, where calls say the sizes, without documents
     batch       plan, pack and layer of the latest call, if it has documents
@@ -86,9 +78,8 @@ class ObjectCalls:
     modules     numbers for those that are made on the object
     """
 
-    def __init__(self, session: Session, user: User, arguments: Mapping[str, Any]) -> None:
-        self.session, self.user, self.arguments = session, user, dict(arguments)
-        # In compiled code; the function has none, and is told from no other of its calls.
+    def __init__(self, user: User, arguments: Mapping[str, Any]) -> None:
+        self.session, self.user, self.arguments = user.session, user, dict(arguments)
         self.name = "0" if self.is_function else str(OBJECT_CALLS.add(self))
         self.options = CallOptions()
         self.fixed: PlanSource | None = None
@@ -105,8 +96,7 @@ class ObjectCalls:
         group_or_mesh: dist.ProcessGroup | DeviceMesh | None, arguments: Mapping[str, Any]
     ) -> ObjectCalls:
         """Of a new object: ranks agree on its plan, if that is known already."""
-        session = session_of(process_group(group_or_mesh))
-        calls = ObjectCalls(session, session.join(), arguments)
+        calls = ObjectCalls(session_of(process_group(group_or_mesh)).join(), arguments)
         try:
             calls._agree_on_plan()
         except BaseException:
@@ -145,7 +135,6 @@ class ObjectCalls:
             agree(plan, self.options, error)
 
     def _fix(self, asked: AskedPlan, choice: AutoChoice | None) -> None:
-        """One plan for all calls."""
         self.fixed = self.session.source(asked.question(choice))
         self.chosen_by = None if choice is None else choice.line
 
@@ -167,70 +156,50 @@ class ObjectCalls:
 
     def prepare(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        call: AttentionCall,
         fault: MeshAttentionError | None,
         *,
         needs_grad: bool,
-        sinks: Tensor | None = None,
-        documents: Documents | BatchPlans | None = None,
-        softmax_scale: float | None = None,
-        is_causal: bool | None = None,
-        keeps: bool = True,
-        return_lse: bool = True,
+        keeps: bool,
         in_backward: bool = False,
     ) -> PreparedCall:
-        """The call that all ranks are about to make. `fault`: what is wrong already, or what is
-        found to be wrong here, is raised by all of them. `keeps` False: no rows of the forward pass
-        stay for the backward pass, unless a plan that was given keeps some. `return_lse` False:
-        nobody looks at lse. `in_backward`: the tensors are stand-ins, and were looked at in the
-        forward pass."""
+        """The call that all ranks are about to make, who all raise what is wrong with it. `keeps`
+        False: no rows of the forward pass stay for the backward pass, unless a plan that was given
+        keeps some. `in_backward`: tensors are stand-ins, and were looked at in the forward pass."""
         options, sample, arguments = self.options, None, self.arguments
         is_again = in_backward or torch._C._current_graph_task_id() != OUTSIDE_BACKWARD
-        looks = documents is None and not is_again
+        looks = call.documents is None and not is_again
         try:
-            source, options = self._source_for(q, k, v, documents, keeps)
+            source, options = self._source_for(call, keeps)
             plan = source.first.plan
             # Who calls the function with a length means it.
             if looks and not (self.is_function and arguments["seq_len"] is not None):
-                refuse_forgotten_documents(self.session, self.name, plan, q, k)
-            fault = fault or fault_of_tensors(plan, q, k, v)
-            if sinks is not None:
-                fault = fault or fault_of_sinks(plan, q, sinks)
-            if is_causal is not None:
-                fault = fault or fault_of_causal(plan, is_causal)
+                refuse_forgotten_documents(self.session, self.name, plan, call)
+            fault = fault or fault_of_call(plan, call)
             if fault is None and looks:
                 sample = refuse_other_shards(
-                    self.session, self.name, arguments, plan, k, is_function=self.is_function
+                    self.session, self.name, arguments, plan, call.k, is_function=self.is_function
                 )
-            if softmax_scale is not None:
-                options = replace(options, softmax_scale=real("scale", softmax_scale))
+            if call.softmax_scale is not None:
+                options = replace(options, softmax_scale=real("scale", call.softmax_scale))
             if source.first.keeps_lse:  # otherwise it costs nothing
-                options = options.for_lse(return_lse, sinks)
+                options = options.for_lse(call.return_lse, call.sinks)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = fault or error
         self.user.refuse_if_closed()
         options = options.now()
         if fault is not None:
             self.session.calls.agree({}, options, fault)  # raises it
-        shape = CallShape(q.shape[0], q.dtype, q.device)
+        shape = CallShape(call.q.shape[0], call.q.dtype, call.q.device)
         return self.session.calls.prepare(source, options, shape, needs_grad, sample)
 
-    def _source_for(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents | BatchPlans | None,
-        keeps: bool,
-    ) -> tuple[PlanSource, CallOptions]:
+    def _source_for(self, call: AttentionCall, keeps: bool) -> tuple[PlanSource, CallOptions]:
         """Plans for a call, and its options."""
-        session, arguments = self.session, self.arguments
-        sizes = {} if self.fixed is not None else sizes_of(session, arguments, q, k, v)
+        session, arguments, documents = self.session, self.arguments, call.documents
+        sizes = {} if self.fixed is not None else sizes_of(session, arguments, call)
         if documents is None:
             if self.fixed is None:
-                refuse_heads_first(session, arguments, q, k)
+                refuse_heads_first(session, arguments, call)
                 self.latest, options = kept_source(session, arguments | sizes)
                 if self.is_function:
                     self.options = options
@@ -273,7 +242,7 @@ class ObjectCalls:
                 f"also={also!r}: give a list of ContextParallel objects on the same group"
             )
         layers = tuple(each.layer() for each in (self, *self.companions, *calls))
-        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout is not None)
+        wanted = dict.fromkeys(layer.layout for layer in layers if layer.layout)
         if len(wanted) > 1:
             raise MeshAttentionError(
                 f"objects that share a batch want different layouts: {', '.join(wanted)}; the "
@@ -284,14 +253,10 @@ class ObjectCalls:
                 "objects that share a batch differ in relayout, but share its layout: set "
                 "relayout=True in all of them, or in none"
             )
-        return Packer(layers, len(self.session.groups.ranks))
+        return Packer(layers, len(self.ranks))
 
     def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
         return Documents(self.session, self.packer(also)(cu_seqlens, None))
-
-    @property
-    def length_is_known(self) -> bool:
-        return self.fixed is not None or self.arguments.get("seq_len") is not None
 
     def shards(self, documents: Documents | None) -> Shards:
         """How the tensors of a batch, or of every batch, lie on the ranks."""
@@ -303,16 +268,7 @@ class ObjectCalls:
                 raise fault_of_length(self.arguments)
             # For heads of the usual size: it lays out tokens as any other of this length.
             source, _ = kept_source(self.session, usual_sizes(self.arguments), chosen=False)
-        rank_plan = source.first
-        plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
-        starts = mask.documents or (0, plan.problem.q_tokens)
-        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
-        return Shards(
-            *plan.shards,
-            plan.devices[rank_plan.rank],
-            rank_plan.words,
-            starts=(starts, kv_starts),
-        )
+        return Shards.of(source.first)
 
     def cut(self, documents: Documents | None) -> Shards:
         """The same, for tensors that are cut: calls on them are held against it."""

@@ -1,15 +1,13 @@
 """Attention as two operators of PyTorch, forward and backward, which eager and compiled code call.
 
-So dispatch modes, checkpoint policies and tracing see each call as a whole, and all that its
-backward pass needs are its inputs and results. An eager call has found its prepared call, and names
-it by a number; a graph names its `ContextParallel`, and the call is prepared when the graph runs
-(`compiled_attention.py`). Other ranks wait for every call, so no operator may be left out, joined
-with another or moved before one: PyTorch calls that an ordered effect.
+So dispatch modes, checkpoint policies and tracing see each call as a whole. An eager call names its
+prepared call by a number; a graph names its `ContextParallel`, and the call is prepared when the
+graph runs (`compiled_attention.py`). Other ranks wait for every call, so no operator may be left
+out, joined with another or moved before one: PyTorch calls that an ordered effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    OfBackward,
     OfCall,
     fake_attention,
     fake_attention_backward,
@@ -79,58 +78,36 @@ def _attention_over_ranks(
     *constants: Any,
 ) -> Results:
     of_call = OfCall(*constants)
-    label = of_call.label_number if of_call.label_text is None else of_call.label_text
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
         batch = plans.batch
-    how = (of_call.needs_grad, label, (q, k, v), sinks, batch)
+    how = (of_call, (q, k, v), sinks, batch)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
-        return forward_pass(prepared.user, prepared.call, *how)
+        return _forward_pass(prepared.user, prepared.call, *how)
     if block is not None:
         BLOCKS.find(int(block)).note_checkpoints()
     return prepared_in_graph(
         of_call,
-        lambda user, call: forward_pass(user, call, *how),
-        (q, k, v),
+        lambda user, call: _forward_pass(user, call, *how),
+        (q, k, v, sinks),
         documents,
-        sinks=sinks,
-        needs_grad=of_call.needs_grad,
-        is_causal=of_call.is_causal,
     )
 
 
-def _attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    kept: list[Tensor],
-    place: Tensor,
-    documents: Tensor | None,
-    k_shape: list[int],
-    needed: list[bool],
-    *constants: Any,
-) -> list[Tensor]:
-    if need_grad(grad_out, grad_lse, q, k, v):  # not in autograd, which has seen to it
+def _attention_backward(*inputs: Any) -> list[Tensor]:
+    backward = OfBackward(*inputs[: len(OfBackward._fields)])
+    of_call = OfCall(*inputs[len(backward) :])._replace(needs_grad=True, refusal=None)
+    if need_grad(*backward[:5]):  # not in autograd, which has seen to it
         raise second_derivative()
-    of_call = OfCall(*constants)
-    label = of_call.label_number if of_call.label_text is None else of_call.label_text
-    how = (label, int(place), (q, k, v, out, lse, sinks, kept), grad_out, grad_lse, needed)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return backward_pass(prepared.user, prepared.call, *how)
+        return _backward_pass(prepared.user, prepared.call, of_call.label, backward)
     return prepared_in_graph(
-        of_call._replace(refusal=None),
-        lambda user, call: backward_pass(user, call, *how),
-        stand_ins(out, k_shape),
-        documents,
-        sinks=sinks,
-        needs_grad=True,
+        of_call,
+        lambda user, call: _backward_pass(user, call, of_call.label, backward),
+        (*stand_ins(backward.out, backward.k_shape), backward.sinks),
+        backward.documents,
         in_backward=True,
     )
 
@@ -147,15 +124,15 @@ def second_derivative() -> MeshAttentionError:
     )
 
 
-def forward_pass(
+def _forward_pass(
     user: User,
     call: PreparedCall,
-    needs_grad: bool,
-    label: str | int | None,
+    of_call: OfCall,
     tensors: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     batch: BatchIdentity | None,
 ) -> Results:
+    needs_grad, label = of_call.needs_grad, of_call.label
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():
         inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
@@ -185,18 +162,17 @@ def forward_pass(
     return out, lse, place, kept
 
 
-def backward_pass(
+_GRADIENTS = ("grad_q", "grad_k", "grad_v")
+
+
+def _backward_pass(
     user: User,
     call: PreparedCall,
     label: str | int | None,
-    place: int,
-    saved: tuple[Any, ...],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    needed: Sequence[bool],
+    backward: OfBackward,
 ) -> list[Tensor]:
     """Gradients of q, k, v and the sinks, those that are `needed`."""
-    q, k, v, out, lse, sinks, kept = saved
+    grad_out, grad_lse, q, k, v, out, lse, sinks, kept, *_ = backward
     if not call.options.differentiable_lse:
         _refuse_gradient_of_lse(grad_lse)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -216,6 +192,7 @@ def backward_pass(
         inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
     kind, options = call.kind.agreed[True], call.options
     has_sinks, batch = sinks is not None, OF_FORWARD_CALL
+    place = int(backward.place)
     user.begin(
         kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
     )
@@ -226,10 +203,10 @@ def backward_pass(
         guard.settle(result.values())
         grads = [
             result[name].transpose(0, 1).contiguous()
-            for name, wanted in zip(("grad_q", "grad_k", "grad_v"), needed[:3], strict=True)
+            for name, wanted in zip(_GRADIENTS, backward.needed[:3], strict=True)
             if wanted
         ]
-        if sinks is not None and needed[3]:
+        if sinks is not None and backward.needed[3]:
             # As the program has them: fused kernels want whole rows, not any strides.
             out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
             grads.append(gradient_of_sinks(out, grad_out, lse, sinks, grad_of_lse))

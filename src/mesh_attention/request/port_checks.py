@@ -1,10 +1,8 @@
 """Tensors that are not what a call takes them for, as a port of a program may hand them over.
 
-Nothing would show it but wrong numbers. So calls are held against what is known: what this thread
-has cut on the group, that no model has hundreds of heads, and that ranks with the same keys have
-not cut them. Whoever says `seq_len` means it, unless the object itself has cut otherwise.
-
-A call that is kept is found again only where this thread has cut alike (`attend.py`).
+Nothing would show it but wrong numbers. So calls are held against what this thread has cut on the
+group, that no model has hundreds of heads, and that ranks with the same keys have not cut them.
+Whoever says `seq_len` means it, unless the object itself has cut otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
-from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.session import Session
 
 _MOST_HEADS = 256  # of models
@@ -31,13 +29,12 @@ _WITH_DOCUMENTS = (
 )
 
 
-def refuse_heads_first(
-    session: Session, arguments: Mapping[str, Any], q: Tensor, k: Tensor
-) -> None:
+def refuse_heads_first(session: Session, arguments: Mapping[str, Any], call: AttentionCall) -> None:
     """By shapes, where nothing else is known of the tensors."""
     if any(arguments.get(name) is not None for name in ("seq_len", "num_heads")):
         return
-    (rows, heads), (keys, kv_heads), cut = q.shape[1:3], k.shape[1:3], session.shardings
+    q, k, cut = call.q, call.k, session.shardings
+    (rows, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
     is_grouped = heads == kv_heads and 0 < keys < rows < heads and rows % keys == 0
     is_cut = heads in cut.of and rows not in cut.of
     if is_grouped or is_cut or heads > max(rows, _MOST_HEADS):
@@ -48,9 +45,9 @@ def refuse_heads_first(
         )
 
 
-def refuse_forgotten_documents(session: Session, by: str, plan: Plan, q: Any, k: Any) -> None:
+def refuse_forgotten_documents(session: Session, by: str, plan: Plan, call: AttentionCall) -> None:
     """Of a call without any, before its shapes are compared with what they should be."""
-    cut, layout = session.shardings, plan.shards[0]
+    cut, layout, q, k = session.shardings, plan.shards[0], call.q, call.k
     is_plain = fault_of_kind(q=q, k=k) is None
     for slots in [x.shape[1] for x in (q, k) if x.ndim == 4] if is_plain else ():
         known = cut.of_slots(by, slots)

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from torch import Tensor
-
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.plan.problem.mask import Mask
-from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.session import Session
 
 USUAL_TOKENS = 1 << 20  # of batches whose length is not known yet: long, as others need no ranks
@@ -73,14 +71,11 @@ def usual_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **{n: x for n, x in sizes.items() if arguments.get(n) is None}}
 
 
-def sizes_of(
-    session: Session, arguments: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor
-) -> dict[str, Any]:
+def sizes_of(session: Session, arguments: Mapping[str, Any], call: AttentionCall) -> dict[str, Any]:
     """What the shapes of the shards say: without a length every slot is a token. A length of 0 was
     given too, and is refused later."""
-    fault = fault_of_kind(q=q, k=k, v=v)
-    if fault is not None:
-        raise fault
+    q, k, v = call[:3]
+    raise_fault(fault_of_kind(q=q, k=k, v=v))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise MeshAttentionError(

@@ -1,9 +1,9 @@
-"""What is wrong with the tensors of one rank's call, in words: all ranks must be told."""
+"""What a rank hands over for a call, and what is wrong with it: all ranks must be told."""
 
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,34 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 
 
+class AttentionCall(NamedTuple):
+    """What is said of one call alone.
+
+    documents   of the batch, or the plans for them
+    is_causal   what the caller takes the mask for
+    block       the number of a block that replaces PyTorch's attention
+    return_lse  False: nobody looks at lse
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    documents: Any = None
+    label: str | int | None = None
+    softmax_scale: float | None = None
+    is_causal: bool | None = None
+    block: Tensor | None = None
+    return_lse: bool = False
+
+
+def fault_of_call(plan: Plan, call: AttentionCall) -> MeshAttentionError | None:
+    fault = fault_of_tensors(plan, call.q, call.k, call.v)
+    fault = fault or fault_of_sinks(plan, call.q, call.sinks)
+    return fault or fault_of_causal(plan, call.is_causal)
+
+
 def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError | None:
-    """What is wrong with one rank's tensors for a call; returned, since all ranks must be told."""
     fault = fault_of_kind(q=q, k=k, v=v)
     if fault is not None:
         return fault
@@ -166,9 +192,3 @@ def fault_of_label(label: Any) -> MeshAttentionError | None:
     if label is None or (isinstance(label, str | int) and not isinstance(label, bool)):
         return None
     return MeshAttentionError(f"label={label!r}: must be a str or an int")
-
-
-def refuse_label(label: Any) -> None:
-    fault = fault_of_label(label)
-    if fault is not None:
-        raise fault

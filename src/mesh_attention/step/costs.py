@@ -1,14 +1,14 @@
 """Seconds and bytes of a training step on one GPU, under a policy of what its blocks keep.
 
-Attention of a layer is chosen as `ContextParallel` does (`find_default`), timed by the simulator
-and counted by readers of plans. The rest goes by rates: matrix products run at the cluster's rate
-for large ones, elementwise work at that of memory. Transfers of parameters and copies to the host
-run beside a block's computation; what is longer than that is exposed.
+Attention of a layer is chosen as `ContextParallel` does (`find_default`), and timed by the
+simulator. The rest goes by rates: matrix products at the cluster's rate for large ones, elementwise
+work at that of memory. Transfers of parameters and copies to the host run beside a block's
+computation; what is longer than that is exposed.
 
 Memory is that of full fine-tuning with FSDP2 over all ranks: fp32 weights, gradients and AdamW,
 sharded; compute and gathered weights in bf16. Moments that compete for the peak: the backward pass
-of one block at its attention and at its MLP, and the loss, all of them beside what the other layers
-keep; and the end, when gradients of embedding and head are reduced and nothing is kept any more.
+of one block at its attention and at its MLP, and the loss, beside what the other layers keep; and
+the end, when gradients of embedding and head are reduced and nothing is kept any more.
 """
 
 from __future__ import annotations

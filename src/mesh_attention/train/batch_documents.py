@@ -1,8 +1,8 @@
 """The documents of a batch, from what training code has: `cu_seqlens`, packed `position_ids`, or a
 padding mask.
 
-They are read on the host. Padding becomes a document of its own: no real token sees it. What
-contradicts itself, or says something that documents cannot, is refused by name.
+Padding becomes a document of its own: no real token sees it. What contradicts itself, or says
+something that documents cannot, is refused by name.
 """
 
 from __future__ import annotations

@@ -120,16 +120,16 @@ class Gradients:
     float32 or better."""
 
     def __init__(self, head: Head, factors: Factors, needed: Sequence[bool]) -> None:
-        x_NH, weight, bias, x_NR, few = (
-            x if is_needed else None for x, is_needed in zip(factors, needed, strict=True)
-        )
-        of_x, of_few = (None if x is None else torch.empty_like(x) for x in (x_NH, x_NR))
-        sums = (
-            None if x is None else torch.zeros_like(x, dtype=head.precise)
-            for x in (weight, bias, few)
-        )
-        self._head, (of_weight, of_bias, of_few_weight) = head, sums
-        self.parts = (of_x, of_weight, of_bias, of_few, of_few_weight)
+        self._head = head
+        parts: list[Tensor | None] = []
+        for name, x, is_needed in zip(Factors._fields, factors, needed, strict=True):
+            if x is None or not is_needed:
+                parts.append(None)
+            elif name in ("x", "few"):  # of rows
+                parts.append(torch.empty_like(x))
+            else:
+                parts.append(torch.zeros_like(x, dtype=head.precise))
+        self.parts = tuple(parts)
 
     def add(self, rows: slice, of_rows: Factors, grad_NV: Tensor) -> None:
         """Of the logits of some rows."""

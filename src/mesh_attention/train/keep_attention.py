@@ -1,8 +1,8 @@
 """`cp.keep_attention()`: checkpoints that keep out and lse, and compute the rest of a block again.
 
-Under an ordinary checkpoint a block attends, and communicates, a second time. Attention is most of
-the work of long sequences, and its results are small beside all that a block computes, so they are
-what is worth keeping (`request/kept_calls.py`); in the host's memory where a device has no room.
+Attention is most of the work of long sequences, and its results are small beside all that a block
+computes, so they are worth keeping (`request/kept_calls.py`), in the host's memory where a device
+has no room.
 """
 
 from __future__ import annotations
@@ -77,15 +77,12 @@ class KeepAttention(partial[Any]):
                     "which would get the attention of the first; make it anew for each, as in "
                     "checkpoint(keep.reentrant(block), x, use_reentrant=True)"
                 )
-            with contexts[0] if not is_forward and _graph_is_kept() else contexts.pop(0):
+            # Of a backward pass that another may follow, what it needs stays.
+            again = not is_forward and torch._C._autograd._get_current_graph_task_keep_graph()
+            with contexts[0] if again else contexts.pop(0):
                 return function(*args, **kwargs)
 
         return forward_then_again
-
-
-def _graph_is_kept() -> bool:
-    """In a backward pass: whether another may follow. Else what it needs is let go by it."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:

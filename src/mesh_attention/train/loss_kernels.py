@@ -1,11 +1,9 @@
 """Which kernel makes losses, and the gradient of logits, from the logits of a chunk: that of Liger
 (the extra `liger`) where it is installed and can, otherwise PyTorch's operators.
 
-Of Liger only the kernel of a chunk is taken. It reads logits in the dtype of products, twice, and
-writes their gradient over them, where PyTorch's operators hold them twice in float32: chunks have
-four times the tokens in the same memory. Liger's own function of a whole head waits for the host
-in both passes, and scales the gradients that it saved in place, so that a second backward pass is
-wrong.
+Of Liger only the kernel of a chunk is taken, which writes gradients over logits in the dtype of
+products: chunks have four times the tokens in the same memory. Its own function of a whole head
+waits for the host, and scales saved gradients in place, so that a second backward pass is wrong.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.plan.problem.arguments import number, real
 from mesh_attention.request.autograd import Attention
 from mesh_attention.request.operators import need_grad
@@ -88,7 +88,7 @@ def whole_inputs(
     if head is None:
         return Factors(x.flatten(0, -2)), tokens
     weight, bias, low_rank = head
-    few, few_weight = _pair(low_rank)
+    few, few_weight = (None, None) if low_rank is None else _pair(low_rank)
     weights = {"weight": weight, "bias": bias, "low_rank[1]": few_weight}
     weight, bias, few_weight = own_weights(call, x, **weights)
     _refuse_wrong_head(name, x, weight, bias)
@@ -123,9 +123,7 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
     """`name` is that of logits or of hidden states."""
     if targets is None:
         raise MeshAttentionError("targets is None: give labels to shard_batch")
-    fault = fault_of_kind(**{name: x}, targets=targets)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(**{name: x}, targets=targets))
     if not x.is_floating_point():
         raise MeshAttentionError(f"{name} is {x.dtype}: must be floating-point numbers")
     if targets.is_floating_point() or targets.dtype == torch.bool:
@@ -162,9 +160,7 @@ def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
 def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
     """`name` is that of hidden states."""
     head = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    fault = fault_of_kind(**head)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(**head))
     autocast = torch.is_autocast_enabled(x.device.type)
     rows = weight.shape[:1]
     for which, part in head.items():
@@ -182,8 +178,6 @@ def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
 
 
 def _pair(low_rank: Any) -> tuple[Any, Any]:
-    if low_rank is None:
-        return None, None
     if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
         raise MeshAttentionError(
             f"low_rank is {type(low_rank).__name__}: give a pair, of (batch, local tokens, few) "
@@ -193,9 +187,7 @@ def _pair(low_rank: Any) -> tuple[Any, Any]:
 
 
 def _refuse_wrong_pair(hidden: Tensor, weight: Tensor, few: Any, few_weight: Any) -> None:
-    fault = fault_of_kind(**{"low_rank[0]": few, "low_rank[1]": few_weight})
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(**{"low_rank[0]": few, "low_rank[1]": few_weight}))
     columns = few.shape[-1:]
     for which, x, wanted in (
         ("low_rank[0]", few, (*hidden.shape[:-1], *columns)),

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.tensor_checks import refuse_label
+from mesh_attention.errors import MeshAttentionError, raise_fault
+from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.call_options import CallOptions
@@ -82,7 +82,7 @@ class Means(LossCall):
     num_targets: int | Tensor | None
 
     def refuse_wrong(self) -> None:
-        refuse_label(self.label)
+        raise_fault(fault_of_label(self.label))
         self.user.refuse_if_closed()
         refuse_reduce(self.reduce)
         number = self.num_targets

@@ -2,8 +2,8 @@
 
 On CUDA they are copied to pinned memory on a stream of their own, while their block is computed,
 and back while the block after it has its backward pass. A tensor stays on the device until the next
-block begins, which on the device waits for the copies: nobody can write to it or take its memory
-before, and a change in place is seen. On the CPU they are copies.
+block begins, which waits for the copies there: a change in place is seen. On the CPU they are
+copies.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class HostMemory:
     def next_block(self) -> OffloadedBlock:
         if self._latest is not None:
             for held in self._latest.tensors:
-                with suppress(
-                    MeshAttentionError
-                ):  # changed in place: its own backward pass says so
+                with suppress(MeshAttentionError):  # changed: its own backward pass says so
                     held.leave()
         self._latest = OffloadedBlock(self, self._latest)
         return self._latest
 
     def hold(self, x: Tensor) -> Offloaded | None:
-        num_bytes = sum(map(_pinned_bytes, _pieces(x.nbytes))) if x.is_cuda else x.nbytes
+        num_bytes = x.nbytes
+        if x.is_cuda:
+            num_bytes = sum(1 << (size - 1).bit_length() for size in _pieces(x.nbytes))
         if self.limit_bytes is not None and self.num_bytes + num_bytes > self.limit_bytes:
             self.stayed_bytes += x.nbytes
             return None
@@ -149,10 +149,6 @@ def _pieces(num_bytes: int) -> list[int]:
     sizes = [1 << bit for bit in bits if num_bytes >> bit & 1]
     rest = num_bytes - sum(sizes)
     return [*sizes, rest] if rest else sizes
-
-
-def _pinned_bytes(num_bytes: int) -> int:
-    return 1 << (num_bytes - 1).bit_length()
 
 
 def _parts(x: Tensor) -> Sequence[Tensor]:

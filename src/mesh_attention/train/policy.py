@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.tensor_checks import fault_of_kind, refuse_label
+from mesh_attention.errors import MeshAttentionError, raise_fault
+from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_label
 from mesh_attention.runtime.agreement.identity import Statement
-from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import outside_autocast
-from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
 from mesh_attention.train.means import LossCall, Means, TokenMean, refuse_reduce
@@ -45,7 +43,7 @@ def log_probs(
     count_gathering(call, (weight, bias))
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
-    refuse_label(call.label)
+    raise_fault(fault_of_label(call.label))
     if call.reduce is not None:
         refuse_reduce(call.reduce)
     names = [*STATISTICS]
@@ -60,11 +58,9 @@ def log_probs(
     return tuple([result.view(tokens.shape) for result in results])
 
 
-def _together(call: LossCall, *_: Any, **__: Any) -> tuple[Session, CallOptions]:
-    return call.user.session, call.options
-
-
-log_probs_together = collective_call(_together)(log_probs)
+log_probs_together = collective_call(lambda call, *_, **__: (call.user.session, call.options))(
+    log_probs
+)
 
 
 def token_mean(
@@ -117,9 +113,7 @@ def _sequences(shards: Shards, values: Tensor) -> tuple[Tensor, int]:
 def _refuse_wrong_values(values: Any, mask: Any, per: Any) -> None:
     if per not in get_args(Per):
         raise MeshAttentionError(f"per={per!r}: must be one of {', '.join(get_args(Per))}")
-    fault = fault_of_kind(values=values, mask=mask)
-    if fault is not None:
-        raise fault
+    raise_fault(fault_of_kind(values=values, mask=mask))
     if not values.is_floating_point():
         raise MeshAttentionError(f"values are {values.dtype}: must be floating-point numbers")
     if mask.dtype != torch.bool or mask.shape != values.shape or mask.device != values.device:

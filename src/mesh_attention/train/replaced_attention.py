@@ -9,27 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional
+from torch.nn import Module, functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.attend import attend
 from mesh_attention.request.object_calls import BLOCKS, ObjectCalls
-from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_unsupported
+from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind, fault_of_unsupported
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.train.running_module import running_module
 from mesh_attention.train.sharded_buffers import check_buffers, sharded_buffers
 
 
@@ -46,7 +46,8 @@ def replaced_attention(
     # A block that is refused counts as a batch too.
     calls.session.batches.add(*(buffers if isinstance(buffers, list | tuple) else ()))
     check_buffers(buffers, dims, no_restore)
-    if buffers and documents is None and not calls.length_is_known:
+    knows_length = calls.fixed is not None or calls.arguments.get("seq_len") is not None
+    if buffers and documents is None and not knows_length:
         documents = calls.documents([0, buffers[0].shape[dims[0]]])
     mode = _OverRanks(calls, documents)
     with sharded_buffers(calls.cut(documents) if buffers else None, buffers, dims, no_restore):
@@ -88,24 +89,20 @@ class _OverRanks(TorchFunctionMode):
                 self.note_checkpoints()
                 label = running_module(sys._getframe(1))
             return _attend(self._calls, self._documents, self.number, label, *args, **kwargs)
-        if func is Tensor.backward:
-            func, args, kwargs = torch.autograd.backward, *_as_backward(*args, **kwargs)
+        if func is Tensor.backward:  # which hands on all but the tensor by name
+            func, kwargs = torch.autograd.backward, {**kwargs}
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
         if func in _PASSES:
             # A mode is off while it is asked, and a checkpoint attends again in this call.
             with self:
                 return _of_edges(func, *args, **kwargs)
         if func in _WHOLE_LAYERS:
             nothing: Any = None
-            attend(
-                self._calls,
-                nothing,
-                nothing,
-                nothing,
-                MeshAttentionError(
-                    "torch.nn.MultiheadAttention and layers with it are not replaced; call "
-                    "torch.nn.functional.scaled_dot_product_attention in the model"
-                ),
+            fault = MeshAttentionError(
+                "torch.nn.MultiheadAttention and layers with it are not replaced; call "
+                "torch.nn.functional.scaled_dot_product_attention in the model"
             )
+            attend(self._calls, AttentionCall(nothing, nothing, nothing), fault)
         return func(*args, **kwargs)
 
     def note_checkpoints(self) -> None:
@@ -137,10 +134,8 @@ def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
     roots = _several(roots)
     name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
     if kwargs.get(name) is None:  # of an edge nothing but the shape is known
-        scalar = [isinstance(x, Tensor) and x.numel() == 1 for x in roots]
         kwargs[name] = [
-            torch.ones_like(x) if is_scalar else None
-            for x, is_scalar in zip(roots, scalar, strict=True)
+            torch.ones_like(x) if isinstance(x, Tensor) and x.numel() == 1 else None for x in roots
         ]
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
@@ -153,14 +148,6 @@ def _several(tensors: Any) -> tuple[Any, ...]:
 
 def _edges(tensors: Any) -> tuple[Any, ...]:
     return tuple(get_gradient_edge(x) if isinstance(x, Tensor) else x for x in _several(tensors))
-
-
-def _as_backward(
-    tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `Tensor.backward` as those of `torch.autograd.backward`."""
-    names = dict(zip(("retain_graph", "create_graph", "inputs"), args, strict=False))
-    return (tensor,), {"grad_tensors": gradient, **names, **kwargs}
 
 
 @collective_call(of_calls)
@@ -195,18 +182,8 @@ def _attend(
     q, k, v = tensors.values()
     if fault is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, _ = attend(
-        calls,
-        q,
-        k,
-        v,
-        fault,
-        documents=documents,
-        label=label,
-        softmax_scale=scale,
-        is_causal=bool(is_causal),
-        block=block,
-    )
+    call = AttentionCall(q, k, v, None, documents, label, scale, bool(is_causal), block)
+    out, _ = attend(calls, call, fault)
     return spread.whole(out.transpose(1, 2))
 
 
@@ -222,3 +199,46 @@ def _fault_of_shapes(tensors: dict[str, Tensor], enable_gqa: bool) -> MeshAttent
             f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True"
         )
     return None
+
+
+_CALL = Module._call_impl.__code__
+_BACKWARD = _engine_run_backward.__code__
+# A checkpointed function runs again without what was around it, and must have the same label.
+_ENDS = (unwrap(checkpoint).__code__, _BACKWARD)
+
+# Of modules, by model and part. A layer that is checkpointed runs again in a backward pass, without
+# the model that it is a part of: then its name is that of its latest forward pass.
+_PARTS: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
+_LATEST: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+
+
+def running_module(frame: FrameType | None) -> str | None:
+    """A label, by which ranks find out that they are at different layers: the class of the model
+    and the name in it of the innermost module whose forward pass has come to `frame`; None in a
+    function that is checkpointed or called outside any module. The stack says it: hooks on every
+    module would be compiled and guarded."""
+    while frame is not None and frame.f_code not in _ENDS:
+        if frame.f_code is _CALL:
+            return _named(frame.f_locals["self"], frame)
+        frame = frame.f_back
+    return None
+
+
+def _named(module: Module, inner: FrameType) -> str:
+    outermost, frame = inner, inner.f_back
+    while frame is not None:
+        if frame.f_code is _BACKWARD and module in _LATEST:
+            return _LATEST[module]
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back
+    model: Module = outermost.f_locals["self"]
+    kind, parts = type(model).__name__, _PARTS.get(model)
+    if parts is None or module not in parts:
+        parts = _PARTS[model] = WeakKeyDictionary()
+        for name, part in model.named_modules():
+            parts[part] = f"{kind}.{name}" if name else kind
+        # A module that the model does not have among its own.
+        parts.setdefault(module, f"{kind}: {type(module).__name__}")
+    _LATEST[module] = parts[module]
+    return parts[module]

@@ -1,8 +1,8 @@
 """A batch of training code, made ready for this rank: labels shifted before anything is cut.
 
-What goes wrong in silence when it is done by hand is done here: the target of a shard's last token
-is on another rank, padding must not count in the loss, positions are not 0, 1, 2, ... on a rank,
-and a padding mask must reach attention, as documents.
+What goes wrong in silence by hand is done here: the target of a shard's last token is on another
+rank, padding must not count in the loss, positions are not 0, 1, 2, ..., and a padding mask must
+reach attention, as documents.
 """
 
 from __future__ import annotations

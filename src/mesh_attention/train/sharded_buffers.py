@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.sharding import Shards
 
@@ -94,9 +94,7 @@ def check_buffers(
         )
     for number, x in enumerate(buffers):
         name = f"buffers[{number}]"
-        fault = fault_of_kind(**{name: x})
-        if fault is not None:
-            raise fault
+        raise_fault(fault_of_kind(**{name: x}))
         if x.requires_grad:
             raise MeshAttentionError(
                 f"{name} requires a gradient, which a buffer in place cannot have; use "

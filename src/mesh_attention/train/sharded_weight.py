@@ -1,9 +1,8 @@
 """The weight of a head as FSDP2 has it outside of forward: in parts, on ranks with other tokens.
 
 It is gathered for the call, in the dtype of the hidden states (its own under autocast), and its
-gradient is reduced to the parts as FSDP2 reduces those of other parameters, to which it is added
-where the weight is tied. Ranks compare the call before they gather, and before they reduce: those
-of the context-parallel group as ever, and those of other replicas, with other batches, by how many
+gradient is reduced to the parts as FSDP2 reduces those of other parameters. Ranks compare the call
+before they gather, and before they reduce: those of other replicas, with other batches, by how many
 such calls they have made and with what.
 """
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.choose.pack import Pack
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.train.batch_documents import Rows, rows_of_documents, rows_of_pack
@@ -104,9 +104,8 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
             raise MeshAttentionError(
                 f"{name} comes from shard_batch already: give the whole batch, which is cut once"
             )
-        fault = fault_of_kind(**{name: x}) if isinstance(x, Tensor) else None
-        if fault is not None:
-            raise fault
+        if isinstance(x, Tensor):
+            raise_fault(fault_of_kind(**{name: x}))
         if name in ("padding", "num_targets"):
             raise MeshAttentionError(f"{name}: shard_batch computes it; leave it out")
     first = next((n for n in ("input_ids", "inputs_embeds", "labels") if n in tensors), None)

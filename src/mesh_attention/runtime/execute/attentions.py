@@ -1,8 +1,7 @@
 """The attentions of a program on real tensors, by kernel calls.
 
-`Attentions.bind` takes an operation and the tensors behind its pieces, and returns the work as a
-function without arguments: what can be known before the tensors hold anything is done once, and an
-operation on workspace buffers keeps its function from call to call. A frame has all else.
+`Attentions.bind` does what can be done before the tensors of an operation hold anything, and
+returns the rest as a function without arguments.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
@@ -17,21 +16,12 @@ from functools import cache
 from math import inf
 from typing import NamedTuple
 
-from torch import Tensor
-
-from mesh_attention.kernels import BackwardInputs, Block, BlockMask, CheckedCall, Kernel, RowKernels
+from mesh_attention.kernels import BackwardInputs, Block, CheckedCall, Kernel
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import (
-    Attend,
-    AttendBackward,
-    Call,
-    Operation,
-    Program,
-)
-from mesh_attention.plan.language.workspace import WorkspaceMap
-from mesh_attention.runtime.device import ComputeStreams
+from mesh_attention.plan.language.program import Attend, AttendBackward, Operation
 from mesh_attention.runtime.execute.binding import Views, cut
 from mesh_attention.runtime.execute.call_masks import Masks
+from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.execute.kernel_calls import (
     KernelCalls,
     MergedRows,
@@ -54,19 +44,20 @@ class Scores(NamedTuple):
 class Attentions:
     def __init__(
         self,
-        program: Program,
-        memory: WorkspaceMap,
+        frame: Frame,
         masks: Masks,
         kernels: Mapping[str, Kernel],
-        rows: RowKernels,
         scores: Scores,
-        turns: ComputeStreams | None,
         *,
-        deterministic: bool = False,
+        deterministic: bool,
     ) -> None:
-        """`turns`: the streams on which kernel calls take turns, if they do."""
+        program = frame.program
         self.operations: Sequence[Operation] = program.operations
-        self._follow = set() if turns is None else must_follow(program.operations, memory)
+        self._rows, self._kernels = frame.rows, kernels
+        self._scores, self._deterministic = scores, deterministic
+        # The streams on which kernel calls take turns, if they do.
+        self._turns = frame.streams if frame.two_streams else None
+        self._follow = must_follow(program.operations, frame.memory) if self._turns else set()
         self.masks = masks
         covered = cache(coverage)  # slices of heads have the same calls
         self._coverage = {
@@ -76,11 +67,6 @@ class Attentions:
             ]
             for at in masks
         }
-        self._kernels = kernels
-        self._rows = rows
-        self._scores = scores
-        self._deterministic = deterministic
-        self._turns = turns
 
     def with_masks(self, masks: Masks, operations: Sequence[Operation]) -> Attentions:
         """The same calls under other masks of the same kinds; they may leave more SMs or fewer."""
@@ -121,24 +107,19 @@ class Attentions:
             preparation = Preparation(self._rows, needs, whole)
         calls = []
         for call, mask, target in zip(op.calls, self.masks[at], targets, strict=True):
-            block = self._block(call, q, k, v, mask, target.into(q.dtype))
+            block = Block(
+                cut(q, 1, call.q_start, call.q_stop),
+                cut(k, 1, call.k_start, call.k_stop),
+                cut(v, 1, call.k_start, call.k_stop),
+                mask,
+                *self._scores,
+                call.leave_sms,
+                target.into(q.dtype),
+                deterministic=self._deterministic,
+            )
             calls.append((CheckedCall(self._kernels[call.kernel], direction, block), target))
         follows = at in self._follow
         return KernelCalls(calls, untouched, preparation, self._turns, follows=follows)
-
-    def _block(
-        self,
-        call: Call,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: BlockMask,
-        into: tuple[Tensor | None, ...],
-    ) -> Block:
-        queries = cut(q, 1, call.q_start, call.q_stop)
-        keys, values = (cut(x, 1, call.k_start, call.k_stop) for x in (k, v))
-        block = Block(queries, keys, values, mask, *self._scores, call.leave_sms, into)
-        return block._replace(deterministic=self._deterministic)
 
 
 def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:

@@ -1,7 +1,7 @@
 """The tensors behind a program's buffers, for the executor.
 
-Workspace buffers lie at planned offsets of a block; views of them are made once and kept with it.
-The caller's tensors come and go with every call: nothing here keeps them.
+Views of workspace buffers are made once and kept with their block; nothing keeps the caller's
+tensors.
 """
 
 from __future__ import annotations

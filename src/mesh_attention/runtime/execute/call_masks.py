@@ -105,11 +105,11 @@ def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
 def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
     """From values of segments to those of the queries in them."""
     device = query.device
-    if sum(run.count for run in queries) > (_MANY_BLOCKS if device.type == "cpu" else len(queries)):
+    if device.type != "cpu" or sum(run.count for run in queries) > _MANY_BLOCKS:
         starts = _on(device, torch.from_numpy(rows.edges[0].astype(np.int32)))
         index = (torch.searchsorted(starts, query, right=True) - 1).clamp_(min=0)
         return lambda column: _on(device, torch.from_numpy(column)).index_select(-1, index)
-    # Consecutive queries: as many of each segment as the block has.
+    # Consecutive queries need not be looked up: as many of each segment as the block has.
     at: list[int] = []
     counts: list[int] = []
     for start, stop in (block for run in queries for block in run.blocks()):
@@ -117,12 +117,7 @@ def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
         cuts = [start, *rows.edges[0, between.start + 1 : between.stop].tolist(), stop]
         at += between or (0,)
         counts += [b - a for a, b in pairwise(cuts)]
-    if device.type == "cpu":
-        return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
-    index = torch.repeat_interleave(
-        _on(device, torch.tensor(counts, device="cpu")), output_size=len(query)
-    )
-    return lambda column: _on(device, torch.from_numpy(column[..., at])).index_select(-1, index)
+    return lambda column: torch.from_numpy(np.repeat(column[..., at], counts, axis=-1))
 
 
 _MANY_BLOCKS = 256  # of consecutive queries; then the processor looks every query up

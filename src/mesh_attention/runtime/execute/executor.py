@@ -1,11 +1,9 @@
 """The executor: interprets one rank's program, and nothing else.
 
-`run` is a generator that yields while it has to wait for ranks of the same process, so the same
-loop serves all ranks in one process and one rank of many processes. Communication is started in
-program order and waited for only by the operations that need it.
-
-A warm call decides nothing: operations on workspace buffers were bound to their tensors when the
-workspace was taken, and only those that touch the caller's tensors are bound again.
+`run` is a generator that yields while it has to wait for ranks of the same process, so one loop
+serves all ranks in one process and one rank of many. Communication is started in program order and
+waited for only by the operations that need it. Operations on workspace buffers are bound to their
+tensors once; only those that touch the caller's tensors are bound again in a warm call.
 """
 
 from __future__ import annotations
@@ -19,15 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import (
-    BlockMask,
-    BlockSize,
-    Choice,
-    Kernel,
-    MaskKind,
-    RowChoice,
-)
-from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowChoice
+from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attention, Operation, Program
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
 from mesh_attention.runtime.execute.attentions import Attentions, Scores
@@ -54,8 +45,6 @@ class Executor:
     def __init__(
         self,
         plan: Plan,
-        direction: Direction,
-        program: Program,
         frame: Frame,
         kernels: Mapping[str, Kernel],
         scores: Scores,
@@ -69,24 +58,14 @@ class Executor:
         """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
         that came before. `leaving`: the program with calls that leave SMs to transfers as the mask
         of a plan wants. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
-        self.call_shape = frame.call_shape
-        self.program = program
+        self.call_shape, self.program = frame.call_shape, frame.program
         self._frame, self._trace = frame, trace
-        self._problem, self._direction, self._kernels = plan.problem, direction, kernels
-        self._masks_for = partial(masks_of, program=program, device=mask_device)
+        self._problem, self._kernels = plan.problem, kernels
+        self._masks_for = partial(masks_of, program=self.program, device=mask_device)
         self._leaving = leaving
-        two_streams = frame.two_streams
-        self._attentions = Attentions(
-            program,
-            frame.memory,
-            self._masks_for(plan, known=known_ranges),
-            kernels,
-            frame.rows,
-            scores,
-            frame.streams if two_streams else None,
-            deterministic=deterministic,
-        )
-        scratch = scratch_bytes(program, plan.problem, kernels, two_streams=two_streams)
+        masks = self._masks_for(plan, known=known_ranges)
+        self._attentions = Attentions(frame, masks, kernels, scores, deterministic=deterministic)
+        scratch = scratch_bytes(self.program, plan.problem, kernels, two_streams=frame.two_streams)
         self.workspace_bytes = frame.workspace_bytes
         self.scratch_bytes = scratch * self.call_shape.batch
         self.counters = Counters()
@@ -126,7 +105,7 @@ class Executor:
                 size = call_size(self._problem, table, op, call)
                 if (mask, size) not in done:
                     done.add((mask, size))
-                    prepare(self._direction, stand_in_block(self.call_shape, size, mask))
+                    prepare(self._frame.direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
@@ -151,7 +130,7 @@ class Executor:
                 if work is None:
                     work = self._work(step, views)
                 if step.communicates:
-                    self.counters.starts[frame.starts[step.at]] += 1
+                    self.counters.starts[frame.starts[step.at]] += self.call_shape.batch
                     in_flight[step.at] = work(step.after)
                 else:
                     work()

@@ -1,7 +1,7 @@
 """What the executors of a program for several masks share: all but their attentions.
 
-Batches of a training differ in their masks. Where buffers lie, what waits for what, transfers and
-merges do not depend on them: they are worked out, and bound to memory, once.
+Where buffers lie, what waits for what, transfers and merges depend on no mask: they are worked out,
+and bound to memory, once.
 """
 
 from __future__ import annotations
@@ -17,22 +17,17 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import RowKernels
-from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Pass
-from mesh_attention.plan.language.program import (
-    Attention,
-    Communication,
-    Merge,
-    MergeRule,
-    Program,
-)
+from mesh_attention.plan.language.program import Attention, Communication, Merge, MergeRule, Program
+from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify.order import order_fault
 from mesh_attention.runtime.device import ComputeStreams, Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.binding import GRAD_LSE, Bindings, CallShape, Views
 from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
-from mesh_attention.runtime.transport.interface import Transport, started
+from mesh_attention.runtime.transport.interface import Started, Transport
 
 Work = Callable[..., Any]  # computations take nothing, communications their marks
 
@@ -56,6 +51,7 @@ class Frame:
                 f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
                 "`mesh-attention verify` and verify(plan) look at all ranks"
             )
+        self.program, self.direction = program, pass_.direction
         self.call_shape, self.workspace, self.rows = call_shape, workspace, rows
         self.memory = memory = workspace_map(program, problem)
         on_cuda = call_shape.device.type == "cuda"
@@ -75,21 +71,16 @@ class Frame:
             poisoned,
             in_order=transport.in_order,
         )
-        table, batch = program.buffer_table(), call_shape.batch
-        self.workspace_bytes = memory.total_bytes * batch
+        self.workspace_bytes = memory.total_bytes * call_shape.batch
         kept = [b.num_bytes(problem) for b in program.buffers if b.role is Role.KEPT]
-        self.kept_bytes = sum(kept) * batch
-
-        def num_bytes(piece: Piece) -> int:
-            buffer = table[piece.buffer]
-            heads, row_bytes = piece.num_heads(buffer), buffer.row_bytes(problem)
-            return piece.num_rows * batch * heads * row_bytes
-
-        self.starts = {
-            at: started(op, pass_.groups[op.group], program.rank, table, num_bytes)
-            for at, op in enumerate(program.operations)
-            if isinstance(op, Communication)
-        }
+        self.kept_bytes = sum(kept) * call_shape.batch
+        self.starts: dict[int, Started] = {}  # by the place of a communication
+        meter = TrafficMeter(problem, program.buffer_table())
+        for at, op in enumerate(program.operations):
+            if isinstance(op, Communication):
+                members = pass_.groups[op.group]
+                traffic = meter.traffic(op, members.index(program.rank), len(members))
+                self.starts[at] = type(op).__name__, traffic
 
     def work(self, step: ProgramStep, views: Views) -> Work:
         """A transfer or a merge on its tensors."""

@@ -5,8 +5,8 @@ the first call to touch a row stores there (`fresh`), the others add. A kernel m
 to the accumulator itself, where nothing is that it must be added to.
 
 A backward kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or
-`delta`. The missing one is made for all rows of the operation at once. A finite log-sum-exp is made
-for every run of rows that a call takes, since it must be contiguous.
+`delta`. The missing one is made for all calls at once, a finite log-sum-exp for every run of rows
+that a call takes, since it must be contiguous.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _hull(intervals: Sequence[Interval]) -> Interval | None:
 
 
 class Preparation:
-    """The inputs of each call, from the tensors of the operation that they are rows of."""
+    """The inputs of each call, from the `whole` of the operation that they are rows of."""
 
     def __init__(
         self,
@@ -72,44 +72,28 @@ class Preparation:
         calls: Sequence[tuple[BackwardNeeds, Interval]],
         whole: BackwardInputs,
     ) -> None:
-        grad_out_BSHE, out_BSHE, lse_BHS, delta_BHS = whole
-        if out_BSHE is None and delta_BHS is None:
+        has_out, has_delta = whole.out is not None, whole.delta is not None
+        if not has_out and not has_delta:
             raise MeshAttentionError("backward needs `out` or `delta`, and was given neither")
         self._kernels = kernels
-        self._calls = [
-            (
-                needs,
-                rows,
-                BackwardInputs(
-                    cut(grad_out_BSHE, 1, *rows),
-                    None if out_BSHE is None else cut(out_BSHE, 1, *rows),
-                    cut(lse_BHS, 2, *rows),
-                    None if delta_BHS is None else cut(delta_BHS, 2, *rows),
-                ),
-            )
-            for needs, rows in calls
-        ]
-        missing = Missing.of(calls, has_out=out_BSHE is not None, has_delta=delta_BHS is not None)
-        self._lse = {rows: cut(lse_BHS, 2, *rows) for rows in missing.lse}
+        self._calls = [(needs, rows, _rows(whole, rows)) for needs, rows in calls]
+        missing = Missing.of(calls, has_out=has_out, has_delta=has_delta)
+        self._lse = {rows: cut(whole.lse, 2, *rows) for rows in missing.lse}
         # Where the rows that are made begin, and what they are made of.
-        self._for_out: tuple[int, Tensor, Tensor] | None = None
-        self._for_delta: tuple[int, Tensor, Tensor] | None = None
-        if (rows := missing.out) is not None and delta_BHS is not None:
-            self._for_out = rows[0], cut(grad_out_BSHE, 1, *rows), cut(delta_BHS, 2, *rows)
-        if (rows := missing.delta) is not None and out_BSHE is not None:
-            self._for_delta = rows[0], cut(out_BSHE, 1, *rows), cut(grad_out_BSHE, 1, *rows)
+        self._for_out = missing.out and (missing.out[0], _rows(whole, missing.out))
+        self._for_delta = missing.delta and (missing.delta[0], _rows(whole, missing.delta))
 
     def make(self) -> list[BackwardInputs]:
         first_out = first_delta = 0
         made_out = made_delta = None
         if self._for_out is not None:
-            first_out, grad_out, delta = self._for_out
+            first_out, (grad_out, _, _, delta) = self._for_out
+            assert delta is not None
             made_out = self._kernels.stand_in(grad_out, delta)
         if self._for_delta is not None:
-            first_delta, out, grad_out = self._for_delta
-            B, S, H, _ = out.shape
-            dtype = self._calls[0][2].lse.dtype
-            made_delta = torch.empty(B, H, S, dtype=dtype, device=out.device)
+            first_delta, (grad_out, out, lse, _) = self._for_delta
+            assert out is not None
+            made_delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
             self._kernels.delta(out, grad_out, made_delta)
         finite = {rows: self._kernels.finite_lse(lse) for rows, lse in self._lse.items()}
         prepared = []
@@ -124,6 +108,16 @@ class Preparation:
                 inputs = inputs._replace(lse=finite[rows])
             prepared.append(inputs)
         return prepared
+
+
+def _rows(whole: BackwardInputs, rows: Interval) -> BackwardInputs:
+    grad_out, out, lse, delta = whole
+    return BackwardInputs(
+        cut(grad_out, 1, *rows),
+        None if out is None else cut(out, 1, *rows),
+        cut(lse, 2, *rows),
+        None if delta is None else cut(delta, 2, *rows),
+    )
 
 
 def needs_of_calls(

@@ -1,9 +1,8 @@
 """What a pass holds on the device besides its buffers: kernels' own memory, and tables of masks.
 
-The executor asks. Kernels return new tensors, which are merged into the buffers and dropped, and
-may take memory for themselves meanwhile; backward calls share what is prepared for them. The
-largest operation decides, so the number is known before anything runs: for one batch element, and
-as far as kernels say what they take. The bytes of masks are counted once masks are made.
+Kernels return new tensors, which are merged into the buffers and dropped, and may take memory for
+themselves meanwhile; backward calls share what is prepared for them. The largest operation decides,
+so the number is known before anything runs. The bytes of masks are counted once masks are made.
 """
 
 from __future__ import annotations
@@ -29,28 +28,20 @@ def scratch_bytes(
 ) -> int:
     """With two streams what one operation prepared is held during the first call of the next."""
     table = program.buffer_table()
-    known: dict[tuple[object, ...], tuple[int, list[int]]] = {}  # slices of heads are alike
     largest = held = 0
     for op in program.operations:
         if not isinstance(op, Attend | AttendBackward) or not op.calls:
             continue
-        heads = [piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k)]
-        absent = isinstance(op, AttendBackward) and (op.out is None, op.delta is None)
-        key = (op.calls, *heads, absent)
-        if key not in known:
-            direction = Direction.FORWARD if isinstance(op, Attend) else Direction.BACKWARD
-            calls = [
-                kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
-                for call in op.calls
-            ]
-            shared = 0  # what is made once for all calls
-            if isinstance(op, AttendBackward):
-                needs = needs_of_calls(op, kernels)
-                has_out, has_delta = op.out is not None, op.delta is not None
-                missing = Missing.of(needs, has_out=has_out, has_delta=has_delta)
-                shared = heads[0] * missing.head_bytes(problem)
-            known[key] = shared, calls
-        prepared, (first, *others) = known[key]
+        direction, prepared = Direction.FORWARD, 0
+        if isinstance(op, AttendBackward):  # what is made once for all calls
+            direction, needs = Direction.BACKWARD, needs_of_calls(op, kernels)
+            has_out, has_delta = op.out is not None, op.delta is not None
+            missing = Missing.of(needs, has_out=has_out, has_delta=has_delta)
+            prepared = op.q.num_heads(table[op.q.buffer]) * missing.head_bytes(problem)
+        first, *others = (
+            kernels[call.kernel].scratch_bytes(direction, call_size(problem, table, op, call))
+            for call in op.calls
+        )
         largest = max(largest, held + prepared + first, *(prepared + call for call in others))
         held = prepared if two_streams else 0
     return largest

@@ -21,8 +21,6 @@ from torch import Tensor
 from mesh_attention.kernels import choose_rows
 from mesh_attention.plan.language.buffers import Buffer, Kind
 
-__all__ = ["add_sinks", "add_sinks_to_kept", "gradient_of_sinks"]
-
 
 def add_sinks(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> None:
     """In place, in the precision of `lse`. A row that sees nothing has all its weight on the sink:

@@ -1,14 +1,14 @@
 """What is known of a program before any tensor is there, worked out once for the executor.
 
-`program_steps`: what each operation waits for, and what it marks for others. `coverage`: which call
-is the first to touch a row of an accumulator. `must_follow`: which attentions may not run beside
-the kernel call before them.
+`program_steps`: what each operation waits for and marks. `coverage`: which call is the first to
+touch a row. `must_follow`: which attentions may not run beside the kernel call before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Piece
@@ -117,8 +117,11 @@ def coverage(intervals: Sequence[tuple[int, int]], length: int, *, fresh: bool) 
     untouched = [(0, length)]
     stretches = []
     for start, stop in intervals:
-        new = [(max(a, start), min(b, stop)) for a, b in untouched if a < stop and start < b]
-        stretches.append(_alternating(start, stop, new))
+        inside = (x for part in untouched for x in part if start < x < stop)
+        cuts = pairwise(sorted({start, stop, *inside}))
+        stretches.append(
+            tuple(Stretch(a, b, any(c <= a < d for c, d in untouched)) for a, b in cuts)
+        )
         untouched = [
             part
             for a, b in untouched
@@ -126,20 +129,6 @@ def coverage(intervals: Sequence[tuple[int, int]], length: int, *, fresh: bool) 
             if part[0] < part[1]
         ]
     return Coverage(tuple(stretches), tuple(untouched))
-
-
-def _alternating(start: int, stop: int, new: list[tuple[int, int]]) -> tuple[Stretch, ...]:
-    """`start..stop` cut into what is new and what is not."""
-    result = []
-    at = start
-    for a, b in new:
-        if at < a:
-            result.append(Stretch(at, a, False))
-        result.append(Stretch(a, b, True))
-        at = b
-    if at < stop:
-        result.append(Stretch(at, stop, False))
-    return tuple(result)
 
 
 def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[int]:

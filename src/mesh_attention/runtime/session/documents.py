@@ -9,10 +9,9 @@ documents is named then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import chain
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.modes import outside_inference_mode
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.runtime.transport.job_store import in_thread
 
 Batch = TypeVar("Batch")
 
@@ -173,26 +173,11 @@ def prefetch(
         return batch, documents  # type: ignore[return-value]
 
     used: Documents | None = None
-    coming = _begin(take, None)
+    # Whoever leaves the loop need not wait for a loader.
+    coming, _ = in_thread("prefetch", partial(take, None))
     while (ready := coming.result()) is not None:
         # Nobody knows yet what this batch will be used for; the one before was used.
-        coming = _begin(take, used)
+        coming, _ = in_thread("prefetch", partial(take, used))
         ready[1].plans.session.batches.add()
         yield ready
         used = ready[1]
-
-
-def _begin(
-    take: Callable[[Documents | None], tuple[Batch, Documents] | None], like: Documents | None
-) -> Future[tuple[Batch, Documents] | None]:
-    """In a thread that nobody waits for: whoever leaves the loop need not wait for a loader."""
-    coming: Future[tuple[Batch, Documents] | None] = Future()
-
-    def work() -> None:
-        try:
-            coming.set_result(take(like))
-        except BaseException as error:
-            coming.set_exception(error)
-
-    Thread(target=work, name="mesh_attention prefetch", daemon=True).start()
-    return coming

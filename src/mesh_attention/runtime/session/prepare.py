@@ -178,7 +178,6 @@ def make_executor(
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
     row_choice = choose_rows(device.type, call_shape.dtype)
-    row_kernels = row_choice.rows
     beside = target.takes_turns and runs_beside(program)
     frame = Frame(
         program,
@@ -187,7 +186,7 @@ def make_executor(
         transport,
         workspace,
         call_shape,
-        row_kernels,
+        row_choice.rows,
         two_streams=beside,
     )
     # Kernels in plain PyTorch skip what is hidden without asking the device.
@@ -195,8 +194,6 @@ def make_executor(
     on_device = by_range is not None and by_range[1].ranges
     executor = Executor(
         plan,
-        pass_.direction,
-        program,
         frame,
         by_name,
         Scores(softmax_scale, softcap),

@@ -24,6 +24,7 @@ from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
 from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import User
 from mesh_attention.runtime.transport.distributed import communicating
 from mesh_attention.runtime.transport.torch_operations import all_gather
@@ -149,6 +150,14 @@ class Shards:
     num_rows: int = 1
     of_batch: bool = False
     batch: BatchIdentity | None = None
+
+    @staticmethod
+    def of(rank_plan: RankPlan) -> Shards:
+        plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
+        starts = mask.documents or (0, plan.problem.q_tokens)
+        kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
+        place = plan.devices[rank_plan.rank]
+        return Shards(*plan.shards, place, rank_plan.words, (starts, kv_starts))
 
     def layout(self, side: Side) -> Layout:
         if not isinstance(side, str) or side not in ("q", "kv"):

@@ -1,14 +1,12 @@
 """A communication over shared memory: where each rank's data lies, and the copies that move it.
 
-Every member shows its data and fetches what it needs from the others' blocks, so all that is left
-of an operation is a list of copies; a reduce-scatter adds up what the copies bring. Rows in one
-stretch are copied as they are, which copy engines can do; what must be spread over heads or added
-up lands in memory of ours first, so that no kernel reads across the link.
+Every member shows its data and fetches what it needs from the others' blocks. Rows in one stretch
+are copied as they are, which copy engines can do; what must be spread over heads or added up lands
+in memory of ours first, so that no kernel reads across the link.
 
-A block holds the workspace and, behind it, a place for what is not in the workspace: the caller's
-tensors, and pieces of some heads only, which do not lie in one stretch. Those are copied there
-before others read them ("staged"). Everything follows from the plan, so no rank has to be told
-where another keeps its data.
+Behind the workspace a block has a place for the caller's tensors and for pieces of some heads only,
+which are copied there before others read them ("staged"). Everything follows from the plan, so no
+rank has to be told where another keeps its data.
 """
 
 from __future__ import annotations

@@ -31,12 +31,7 @@ from mesh_attention.runtime.transport.exchange import (
     runs_of,
 )
 from mesh_attention.runtime.transport.groups import Groups
-from mesh_attention.runtime.transport.interface import (
-    Handle,
-    Start,
-    View,
-    transfers,
-)
+from mesh_attention.runtime.transport.interface import Handle, Start, View, transfers
 from mesh_attention.runtime.transport.torch_operations import (
     CollectiveRows,
     gather,
@@ -87,27 +82,21 @@ class _InFlight(Handle):
         self.copies.clear()
 
 
-class _OnStream(Handle):
-    """The same on a communication stream; what waits is the compute stream, through an event."""
+@dataclass(frozen=True, slots=True)
+class OnStream(Handle):
+    """What is on a communication stream up to an event, for which the compute stream waits.
+    `driven`: what the host has to put there before, over gloo."""
 
-    def __init__(
-        self, in_flight: _InFlight, stream: torch.cuda.Stream, event: torch.cuda.Event
-    ) -> None:
-        self._in_flight: _InFlight | None = in_flight
-        self._stream, self._event = stream, event
-
-    def finish(self) -> None:
-        """On the communication stream, which must be the current one."""
-        assert self._in_flight is not None
-        self._in_flight.wait()
-        self._in_flight = None
-        self._event.record(self._stream)
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    driven: _InFlight | None = None
 
     def wait(self) -> None:
-        if self._in_flight is not None:  # gloo: the host has to drive it
-            with torch.cuda.stream(self._stream):
-                self.finish()
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if self.driven is not None:
+            with torch.cuda.stream(self.stream):
+                self.driven.wait()
+                self.event.record(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
 
 
 class _Known(NamedTuple):
@@ -141,7 +130,11 @@ class DistributedTransport:
         self.in_order = self.own_stream and not self._host_driven
 
     def prepare(self, op: Communication, view: View) -> Start:
-        known = self._known.get(id(op)) or self._work_out(op)
+        known = self._known.get(id(op))
+        if known is None:
+            what = f"{op.name} among ranks {self._global[op.group]}"
+            event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
         return partial(self._start, known, known.bind(view))
 
     def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
@@ -150,10 +143,12 @@ class DistributedTransport:
         with torch.cuda.stream(self._stream):
             for mark in after:
                 self._stream.wait_event(mark)
-            handle = _OnStream(self._begin(known.what, ready), self._stream, known.event)
-            if not self._host_driven:
-                handle.finish()
-        return handle
+            in_flight = self._begin(known.what, ready)
+            if self._host_driven:
+                return OnStream(self._stream, known.event, in_flight)
+            in_flight.wait()
+            known.event.record(self._stream)
+        return OnStream(self._stream, known.event)
 
     def _begin(self, what: str, ready: Ready) -> _InFlight:
         works: Works = []
@@ -164,13 +159,6 @@ class DistributedTransport:
         except (RuntimeError, dist.DistBackendError) as error:
             raise CommunicationError(f"{what} could not begin: {error}") from error
         return _InFlight(what, self._limit, works, copies)
-
-    def _work_out(self, op: Communication) -> _Known:
-        ranks = self._global[op.group]
-        what = f"{op.name} among ranks {ranks}"
-        event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
-        return known
 
     def _bind(self, op: Communication) -> Callable[[View], Ready]:
         ranks = self._global[op.group]

@@ -1,9 +1,8 @@
 """Process groups for the groups of plans: as few as they need, made once, released by `close`.
 
-The caller's group carries none of our data: what the caller sends on it cannot be mixed up with
-ours, and ours can be broken off alone. One group of the same ranks carries point-to-point,
-all-to-all and collectives over all of them, and compares calls. Only members make a group, in the
-plan's order, so ranks outside the caller's group are never asked.
+The caller's group carries none of our data, so nothing is mixed up with what the caller sends, and
+ours can be broken off alone. One group of the same ranks carries point-to-point, all-to-all and
+collectives over all of them, and compares calls. Only members make a group, in the plan's order.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._stores: dict[tuple[int, ...], PatientStore] = {}  # of those over gloo
         # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
-        # groups of the same ranks have two numbers, so threads may use them in any order; but for
-        # those that were split off: PyTorch gives them names that may differ between ranks.
+        # groups of the same ranks have two numbers, but for those that were split off: PyTorch
+        # gives them names that may differ between ranks.
         base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
         number = str(c10d._world.pg_names.get(parent, ""))
         base += f"/{number}" if number.isdigit() else ""
@@ -137,8 +136,8 @@ class Groups:
                     self._connections += connections_since(before, len(ranks) - 1)
                 else:
                     options = nccl_options(limit) if backend == dist.Backend.NCCL else None
-                    make = partial(make_group, ranks, name, backend, limit, default_store())
-                    self._made[ranks] = make(options)
+                    how = (backend, limit, default_store(), options)
+                    self._made[ranks] = make_group(ranks, name, *how)
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:

@@ -1,15 +1,13 @@
 """What the executor asks of a transport, and what all transports share.
 
-Transports read every communication in one form, `Transfers`: which pieces a member sends to, and
-receives from, which member. `verify` keeps its own reading on purpose: what proves a plan must not
-share the mistakes of what runs it. The executor counts the bytes that
-transports are handed.
+Transports read every communication in one form, `Transfers`. `verify` keeps its own reading on
+purpose: what proves a plan must not share the mistakes of what runs it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -17,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
@@ -110,12 +108,13 @@ def _rows(piece: Piece, start: int, num_rows: int) -> Piece:
     return Piece(piece.buffer, first, first + num_rows, piece.heads)
 
 
-Started = tuple[str, Traffic]  # kind of an operation, and the bytes of one start of it
+Started = tuple[str, Traffic]  # kind of an operation, and the bytes of a batch of one
 
 
 @dataclass(frozen=True, eq=False)
 class Counters:
-    """Bytes handed to a transport, by kind of operation, as `plan.count` counts them."""
+    """Bytes handed to a transport, by kind of operation, as `plan.count` counts them. `starts`: how
+    often, in elements of batches."""
 
     starts: dict[Started, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -133,22 +132,3 @@ class Counters:
     @property
     def total(self) -> Traffic:
         return sum(self.by_operation.values(), Traffic())
-
-
-def started(
-    op: Communication,
-    members: tuple[int, ...],
-    rank: int,
-    table: Mapping[str, Buffer],
-    num_bytes: Callable[[Piece], int],
-) -> Started:
-    """What a rank sends to other members of a group and receives from them; statistics are no
-    tokens."""
-    moved, me = transfers(op, len(members)), members.index(rank)
-    sent, received = (
-        [piece for member, pieces in enumerate(by_member) if member != me for piece in pieces]
-        for by_member in (moved.sends, moved.receives)
-    )
-    tokens = [p for p in received if not table[p.buffer].kind.is_statistic]
-    sizes = [sum(map(num_bytes, pieces)) for pieces in (sent, received, tokens)]
-    return type(op).__name__, Traffic(*sizes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -38,29 +39,32 @@ def asking_the_store() -> Iterator[None]:
         raise _lost("has probably ended", str(error).splitlines()[0]) from error
 
 
+def in_thread(name: str, work: Callable[[], Answer]) -> tuple[Future[Answer], threading.Thread]:
+    """The result of `work`, in a thread that can be left behind."""
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"mesh_attention {name}", daemon=True)
+    thread.start()
+    return answer, thread
+
+
 def in_time(
     work: Callable[[], Answer], seconds: float, left: list[threading.Thread] | None = None
 ) -> Answer:
     """The result of `work`, which asks the store; `left` gets the thread if it does not return."""
-    answers: list[Answer] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(work())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="mesh_attention store", daemon=True)
-    thread.start()
+    answer, thread = in_thread("store", work)
     thread.join(seconds)
-    for error in raised:
-        raise error
-    if not answers:
-        if left is not None:
-            left.append(thread)
-        raise _lost("has probably been stopped", f"no answer within {seconds:.0f} s")
-    return answers[0]
+    if answer.done():
+        return answer.result()
+    if left is not None:
+        left.append(thread)
+    raise _lost("has probably been stopped", f"no answer within {seconds:.0f} s")
 
 
 def _lost(what: str, seen: str) -> LostStoreError:

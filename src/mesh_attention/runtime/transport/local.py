@@ -13,13 +13,7 @@ from itertools import chain
 
 from mesh_attention.plan.language.program import Communication, Program
 from mesh_attention.runtime.device import Marks
-from mesh_attention.runtime.transport.interface import (
-    Handle,
-    Start,
-    Transfers,
-    View,
-    transfers,
-)
+from mesh_attention.runtime.transport.interface import Handle, Start, Transfers, View, transfers
 
 
 @dataclass(slots=True)

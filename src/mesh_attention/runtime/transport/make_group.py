@@ -8,10 +8,9 @@ a name that is ours and never used twice, has neither fault. It is private: this
 user, and says what it found if it has changed.
 
 A rank that breaks off a call drops its groups, and the others learn it from closed connections. But
-processes that it forked, as the workers of a `DataLoader`, hold copies, and a connection is closed
-only with its last copy. Shutting it down ends it for all who hold it, here and at the other end,
-and what is in flight on it fails at once. gloo has no call for that, so `groups.py` compares the
-sockets of the process before and after it makes a group.
+forked processes, as the workers of a `DataLoader`, hold copies, and a connection is closed only
+with its last copy. Shutting it down ends it for all who hold it. gloo has no call for that, so
+`groups.py` compares the sockets of the process before and after it makes a group.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "stor
 
 class _OnOurOwn:
     """Around the making of groups. PyTorch ends the process when it finds an error of NCCL, or a
-    timeout: ours leave that to us, who tell the cause and leave the process alone. And if the
-    caller bound the default group to a device (`init_process_group(device_id=...)`), PyTorch makes
-    later groups by splitting its communicator, and waits for every rank of the job: ours get one of
-    their own. Both are of the process, so the last thread that makes a group puts them back."""
+    timeout: ours leave that to us, who tell the cause. And if the default group is bound to a
+    device (`init_process_group(device_id=...)`), PyTorch splits its communicator for later groups,
+    and waits for every rank of the job: ours get one of their own. Both are of the process, so the
+    last thread that makes a group puts them back."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside = threading.Lock(), 0

@@ -43,9 +43,9 @@ class SharedMemory:
         host = hashlib.sha256(this_host().encode()).hexdigest()[:16]
         self._host = PrefixStore(f"{self._name}/hosts/{host}", default_store())
         self._host.set(str(self._host.add("entries", 1)), str(self._me))
-        self._rounds: _Rounds | None = None
+        self._store: Store | None = None  # of the members, once they have met
         self._node = tuple(node)
-        self._blocks = 0
+        self._blocks = self._rounds = 0
         self.workspace = workspace
         # Global ranks that share, once they have met, by their place in the block.
         self.members: tuple[int, ...] = ()
@@ -63,8 +63,7 @@ class SharedMemory:
             if len(self.members) == 1:
                 self.reason = f"no other rank of its node is on the host of rank {self._me}"
                 return False
-            store = PrefixStore(f"{self._name}/from{self.members[0]}", default_store())
-            self._rounds = _Rounds(store, self.members, self._me, self._timeout)
+            self._store = PrefixStore(f"{self._name}/from{self.members[0]}", default_store())
             self._all_well(obstacle(device) or "")
         return not self.reason
 
@@ -127,8 +126,9 @@ class SharedMemory:
                 block.release()
             return
         assert block is not None
+        assert self._store is not None
         self._blocks += 1
-        store = PrefixStore(f"{self._name}/from{self.members[0]}/{self._blocks}", default_store())
+        store = PrefixStore(f"block {self._blocks}", self._store)
         place = self.members.index(self._me)
         try:
             block.connect(self._groups.parent, store, place, len(self.members), self._timeout)
@@ -142,9 +142,23 @@ class SharedMemory:
         self.staging_offset = workspace_bytes
 
     def _all_well(self, failure: str) -> bool:
-        assert self._rounds is not None
-        failures = self._rounds.exchange(failure).items()
-        self.reason = next((f"rank {rank}: {text}" for rank, text in failures if text), "")
+        """A round in which every member says how it went, and reads what all others say."""
+        assert self._store is not None
+        self._rounds += 1
+        keys = {rank: f"{self._rounds}/{rank}" for rank in self.members}
+        self._store.set(keys[self._me], failure)
+        try:
+            wait_for(self._store, keys.values(), self._timeout)
+        except RuntimeError as late:
+            silent = [rank for rank, key in keys.items() if not self._store.check([key])]
+            raise MeshAttentionError(
+                f"ranks {silent} on this host did not answer within "
+                f"{self._timeout.total_seconds():.0f} s"
+            ) from late
+        if self._rounds > 1:  # all are in this round, so nobody reads the one before
+            forget(self._store, f"{self._rounds - 1}/{self._me}")
+        failures = {rank: self._store.get(key).decode() for rank, key in keys.items()}
+        self.reason = next((f"rank {rank}: {text}" for rank, text in failures.items() if text), "")
         return not self.reason
 
 
@@ -154,33 +168,6 @@ def _in_short(what: str, error: Exception) -> str:
     if "overlapping devices" in message:
         hint = "; ranks that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
     return f"{what} ({message}){hint}"
-
-
-class _Rounds:
-    """Rounds in which every one of `ranks` says something and reads what all others say."""
-
-    def __init__(self, store: Store, ranks: Sequence[int], me: int, timeout: timedelta) -> None:
-        self._store = store
-        self._ranks = tuple(ranks)
-        self._me = me
-        self._timeout = timeout
-        self._number = 0
-
-    def exchange(self, said: str) -> dict[int, str]:
-        self._number += 1
-        keys = {rank: f"{self._number}/{rank}" for rank in self._ranks}
-        self._store.set(keys[self._me], said)
-        try:
-            wait_for(self._store, keys.values(), self._timeout)
-        except RuntimeError as late:
-            silent = [rank for rank, key in keys.items() if not self._store.check([key])]
-            raise MeshAttentionError(
-                f"ranks {silent} on this host did not answer within "
-                f"{self._timeout.total_seconds():.0f} s"
-            ) from late
-        if self._number > 1:  # all are in this round, so nobody reads the one before
-            forget(self._store, f"{self._number - 1}/{self._me}")
-        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
 
 def this_host() -> str:

@@ -1,12 +1,10 @@
 """Communication inside a node by copies between the ranks' blocks of symmetric memory.
 
-A rank shows its data, tells its readers, fetches what it needs and tells the owners that it is
-done. Copies between GPUs are done by copy engines, so attention keeps all its multiprocessors;
-signals are kernels of one warp on the communication stream, and the host waits for nothing.
-
     staged copies | READY -> readers | per owner: wait READY, copy, DONE -> owner | wait DONE
 
-An operation is over when all its readers are: then every memory it used may be used again.
+Copies between GPUs are done by copy engines, so attention keeps all its multiprocessors; signals
+are kernels of one warp on the communication stream, and the host waits for nothing. An operation is
+over when all its readers are: then every memory it used may be used again.
 
 Operations that leave the node go over the network. A ring that does so is cut at the node's edge:
 each of its links goes the way it can.
@@ -24,7 +22,7 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, SendRecv
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes, Owner, Steps, steps_of
-from mesh_attention.runtime.transport.distributed import DistributedTransport
+from mesh_attention.runtime.transport.distributed import DistributedTransport, OnStream
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
@@ -99,7 +97,7 @@ class SymmetricTransport:
             perform_copies(block, copies)
             copies.finish()
             event.record(self._stream)
-        return _Recorded(self._stream.device, event)
+        return OnStream(self._stream, event)
 
     def _worked_out(self, op: Communication) -> tuple[Steps, Perform]:
         members = self._pass.groups[op.group]
@@ -135,17 +133,6 @@ def perform(
         block.put(places[owner], DONE)
     for reader in steps.readers:
         block.wait(places[reader], DONE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded(Handle):
-    """What is on the communication stream up to an event."""
-
-    device: torch.device
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(frozen=True, slots=True)
