@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
+from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_blocks, pairs_of_parts
+from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
