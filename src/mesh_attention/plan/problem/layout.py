@@ -151,7 +151,8 @@ class Layout:
 
     def on_devices(self, devices: Sequence[int]) -> Layout:
         """Of ranks that are numbered in another way: rank r is the device `devices[r]` of these."""
-        return replace(self, order=tuple([self.partition(device) for device in devices]))
+        order = devices if self.order is None else [self.order[device] for device in devices]
+        return replace(self, order=tuple(order))
 
     def by_device(self, devices: Sequence[int]) -> Layout:
         """The other way round: the layout of the devices that these ranks are.
@@ -232,39 +233,35 @@ class Layout:
         layouts that may have many."""
         if self.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
             return None
-        if self.order is not None:
-            spans = self._of_partitions(spans, self.order)
-        if self.kind is LayoutKind.CONTIGUOUS:
+        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
             return list(spans)
-        half, last = self.slots // 2, 2 * self.num_ranks - 1
+        size, firsts = self._blocks
         if len(spans) < _MANY_SPANS:
             cut = [
-                (index, max(start - index * half, 0), min(stop - index * half, half))
+                (firsts[index] - index * size, max(start, index * size), min(stop, (index + 1) * size))
                 for start, stop in spans
-                for index in range(start // half, -(-stop // half))
+                for index in range(start // size, -(-stop // size))
             ]
-            firsts = [(last - x // 2 if x % 2 else x // 2) * half for x, _, _ in cut]
-            return [(at + a, at + b) for at, (_, a, b) in zip(firsts, cut, strict=True)]
+            return [(far + a, far + b) for far, a, b in cut]
         starts, stops = np.array(spans, dtype=np.int64).T
-        first = starts // half
-        count = -(-stops // half) - first
+        first = starts // size
+        count = -(-stops // size) - first
         of = np.repeat(np.arange(len(count)), count)
         index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
-        rank, high = np.divmod(index, 2)
-        shift = (np.where(high, last - rank, rank) - index) * half
-        starts = np.maximum(starts[of], index * half) + shift
-        stops = np.minimum(stops[of], (index + 1) * half) + shift
+        far = np.array(firsts)[index] - index * size
+        starts = np.maximum(starts[of], index * size) + far
+        stops = np.minimum(stops[of], (index + 1) * size) + far
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    def _of_partitions(self, spans: Spans, order: tuple[int, ...]) -> Spans:
-        """Places where each rank has its own partition, of intervals of places."""
-        slots = self.slots
-        cut = [
-            (max(start, rank * slots), min(stop, (rank + 1) * slots), order[rank] - rank)
-            for start, stop in spans
-            for rank in range(start // slots, -(-stop // slots))
-        ]
-        return tuple([(a + far * slots, b + far * slots) for a, b, far in cut])
+    @cached_property
+    def _blocks(self) -> tuple[int, list[int]]:
+        """The size of the blocks that ranks have, in order of their places, and the first position
+        of each."""
+        partitions = np.array(self.order or range(self.num_ranks))
+        if self.kind is LayoutKind.CONTIGUOUS:
+            return self.slots, (partitions * self.slots).tolist()
+        half, last = self.slots // 2, 2 * self.num_ranks - 1
+        return half, (np.stack([partitions, last - partitions], 1) * half).ravel().tolist()
 
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
