@@ -233,35 +233,39 @@ class Layout:
         layouts that may have many."""
         if self.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
             return None
-        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
+        if self.order is not None:
+            spans = self._of_partitions(spans, self.order)
+        if self.kind is LayoutKind.CONTIGUOUS:
             return list(spans)
-        size, firsts = self._blocks
+        half, last = self.slots // 2, 2 * self.num_ranks - 1
         if len(spans) < _MANY_SPANS:
             cut = [
-                (firsts[index] - index * size, max(start, index * size), min(stop, (index + 1) * size))
+                (index, max(start - index * half, 0), min(stop - index * half, half))
                 for start, stop in spans
-                for index in range(start // size, -(-stop // size))
+                for index in range(start // half, -(-stop // half))
             ]
-            return [(far + a, far + b) for far, a, b in cut]
+            firsts = [(last - x // 2 if x % 2 else x // 2) * half for x, _, _ in cut]
+            return [(at + a, at + b) for at, (_, a, b) in zip(firsts, cut, strict=True)]
         starts, stops = np.array(spans, dtype=np.int64).T
-        first = starts // size
-        count = -(-stops // size) - first
+        first = starts // half
+        count = -(-stops // half) - first
         of = np.repeat(np.arange(len(count)), count)
         index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
-        far = np.array(firsts)[index] - index * size
-        starts = np.maximum(starts[of], index * size) + far
-        stops = np.minimum(stops[of], (index + 1) * size) + far
+        rank, high = np.divmod(index, 2)
+        shift = (np.where(high, last - rank, rank) - index) * half
+        starts = np.maximum(starts[of], index * half) + shift
+        stops = np.minimum(stops[of], (index + 1) * half) + shift
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    @cached_property
-    def _blocks(self) -> tuple[int, list[int]]:
-        """The size of the blocks that ranks have, in order of their places, and the first position
-        of each."""
-        partitions = np.array(self.order or range(self.num_ranks))
-        if self.kind is LayoutKind.CONTIGUOUS:
-            return self.slots, (partitions * self.slots).tolist()
-        half, last = self.slots // 2, 2 * self.num_ranks - 1
-        return half, (np.stack([partitions, last - partitions], 1) * half).ravel().tolist()
+    def _of_partitions(self, spans: Spans, order: tuple[int, ...]) -> Spans:
+        """Places where each rank has its own partition, of intervals of places."""
+        slots = self.slots
+        cut = [
+            (max(start, rank * slots), min(stop, (rank + 1) * slots), order[rank] - rank)
+            for start, stop in spans
+            for rank in range(start // slots, -(-stop // slots))
+        ]
+        return tuple([(a + far * slots, b + far * slots) for a, b, far in cut])
 
     def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
         match self.kind:
