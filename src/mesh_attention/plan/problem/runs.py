@@ -105,8 +105,8 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
         return result
     strides = {run.stride for run in (*queries, *keys) if run.count > 1}
     if not strides and len(queries) * len(keys) > _FEW_PAIRS:
-        q, k = (np.array([(run.start, run.stop) for run in side]) for side in (queries, keys))
-        return block_pairs(q, k, rows)
+        blocks = [np.array([(run.start, run.stop) for run in side]) for side in (queries, keys)]
+        return block_pairs(blocks[0], blocks[1], rows)
     stride = strides.pop() if len(strides) == 1 else None
     key_parts = _common_stride(list(enumerate(keys)), queries, stride)
     parts: list[tuple[int, Run]] = []
