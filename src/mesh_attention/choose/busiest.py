@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
+from mesh_attention.plan.language.computed_pairs import pairs_of_many_tiles, pairs_of_tiles
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.methods.parts.assignment import best_tile
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, needed_queries
@@ -25,7 +25,7 @@ from mesh_attention.plan.problem.row_ranges import RowRanges
 Floats = NDArray[np.float64]
 COUNTED = (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG)  # layouts whose tiles are counted quickly
 MOST_COUNTED = 1024  # ranks: counting for more takes longer than an estimate
-_MOST_IN_ORDER = 512  # likewise where a method numbers ranks in an order of its own
+_MOST_IN_ORDER = 512  # likewise by partitions, as where a method has an order of ranks of its own
 
 
 def shows_little(problem: Problem) -> bool:
@@ -121,7 +121,8 @@ def busiest_unit(
 ) -> tuple[int, int]:
     """The unit whose tile shows most, and how many pairs; units follow each other along rows of
     the grid."""
-    pairs = pairs_of_tiles(q_layout, kv_layout, rows, tile, degree)
+    count = pairs_of_many_tiles if q_layout.num_ranks <= _MOST_IN_ORDER else pairs_of_tiles
+    pairs = count(q_layout, kv_layout, rows, tile, degree)
     return int(pairs.argmax()), int(pairs.max())
 
 

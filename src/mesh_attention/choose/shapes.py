@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -166,23 +167,15 @@ class _Bounds:
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
         if kind in COUNTED and self._counts_ranks and not balanced:
-            devices = self._devices(degree, tile, setting)
-            q_layout, kv_layout = (layout.on_devices(devices) for layout in layouts)
+            places = tuple(setting.get(name) for name in PLACES)
+            per_node = self._cluster.node.ranks
+            q_layout, kv_layout = _on_devices(*layouts, tile, degree, per_node, places)
             if is_counted(q_layout):
                 most = busiest_unit(q_layout, kv_layout, problem.rows, tile, degree)[1]
                 pairs = max(pairs, most)
         share = -(-problem.num_heads // degree) / problem.num_heads
         flops = problem.flops(1, backward=self._backward) * pairs * share
         return flops / self._flops_per_second
-
-    def _devices(
-        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
-    ) -> tuple[int, ...]:
-        places = {name: setting.get(name) for name in PLACES}
-        try:
-            return devices_of(Tile(*tile), degree, self._cluster.node.ranks, **places)
-        except PlanError:  # the method says why
-            return tuple(range(self._ranks))
 
     def _layouts(
         self, setting: Mapping[str, Any], layout: LayoutKind
@@ -300,3 +293,22 @@ class _Bounds:
             hops += (size - nodes) * node.collective.hop_microseconds
             latency += (size > 1) * each * (ring.base_microseconds + hops) * 1e-6
         return seconds, latency
+
+
+@lru_cache(maxsize=256)  # both passes ask for the same
+def _on_devices(
+    q_layout: Layout,
+    kv_layout: Layout,
+    tile: tuple[int, int],
+    degree: int,
+    per_node: int,
+    places: tuple[int | None, ...],
+) -> tuple[Layout, Layout]:
+    """The layouts in the order in which a method numbers ranks."""
+    how = dict(zip(PLACES, places, strict=True))
+    try:
+        devices = devices_of(Tile(*tile), degree, per_node, **how)
+    except PlanError:  # the method says why
+        return q_layout, kv_layout
+    q_layout, other = q_layout.on_devices(devices), q_layout
+    return q_layout, q_layout if kv_layout == other else kv_layout.on_devices(devices)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
+from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_blocks, pairs_of_parts
+from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
 from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
@@ -226,19 +227,27 @@ def pairs_of_tiles(
 ) -> Array:
     """Visible pairs of each tile of an a x b mesh of units of `degree` ranks, as an array (b, a).
     Layouts are contiguous or zigzag."""
-    a, b = tile
     if q_layout.order is not None and kv_layout.order is not None:
-        units = q_layout.num_ranks // degree
-        in_order = _pairs_of_partitions(
-            *(replace(x, order=None) for x in (q_layout, kv_layout)), rows
-        )
-        of_ranks = in_order[np.ix_(q_layout.order, kv_layout.order)]
-        of_units = of_ranks.reshape(units, degree, units, degree).sum((1, 3))
-        of_tiles: Array = of_units.reshape(b, a, b, a).sum((1, 2))
-        return of_tiles
+        return pairs_of_many_tiles(q_layout, kv_layout, rows, tile, degree)
+    a, b = tile
     q_parts = [_runs(q_layout, row * a, 1, a, degree) for row in range(b)]
     k_parts = [_runs(kv_layout, column, a, b, degree) for column in range(a)]
     return pairs_of_parts(q_parts, k_parts, rows)
+
+
+def pairs_of_many_tiles(
+    q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int = 1
+) -> Array:
+    """The same, faster where many tiles are asked for: pairs of all partitions are added up."""
+    a, b = tile
+    in_order = (replace(layout, order=None) for layout in (q_layout, kv_layout))
+    pairs = _pairs_of_partitions(*in_order, rows)
+    ranks = range(q_layout.num_ranks)
+    q_order, k_order = (np.array(x.order or ranks) for x in (q_layout, kv_layout))
+    by_row = np.add.reduceat(pairs[q_order], ranks[:: a * degree])
+    columns = k_order.reshape(b, a, degree).swapaxes(0, 1).ravel()
+    of_tiles: Array = np.add.reduceat(by_row[:, columns], ranks[:: b * degree], axis=1)
+    return of_tiles
 
 
 @lru_cache(maxsize=8)  # for all tiles, degrees and orders

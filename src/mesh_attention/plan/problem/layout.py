@@ -151,7 +151,8 @@ class Layout:
 
     def on_devices(self, devices: Sequence[int]) -> Layout:
         """Of ranks that are numbered in another way: rank r is the device `devices[r]` of these."""
-        return replace(self, order=tuple([self.partition(device) for device in devices]))
+        order = devices if self.order is None else [self.order[device] for device in devices]
+        return replace(self, order=tuple(order))
 
     def by_device(self, devices: Sequence[int]) -> Layout:
         """The other way round: the layout of the devices that these ranks are.

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.problem.block_pairs import block_pairs, pairs_of_blocks
 from mesh_attention.plan.problem.row_ranges import RowRanges
 
 Array = NDArray[np.int64]
@@ -103,6 +104,9 @@ def visible_pairs(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) 
     if not queries or not keys:
         return result
     strides = {run.stride for run in (*queries, *keys) if run.count > 1}
+    if not strides and len(queries) * len(keys) > _FEW_PAIRS:
+        blocks = [np.array([(run.start, run.stop) for run in side]) for side in (queries, keys)]
+        return block_pairs(blocks[0], blocks[1], rows)
     stride = strides.pop() if len(strides) == 1 else None
     key_parts = _common_stride(list(enumerate(keys)), queries, stride)
     parts: list[tuple[int, Run]] = []
@@ -160,59 +164,6 @@ def num_visible(queries: Sequence[Run], keys: Sequence[Run], rows: RowRanges) ->
         return 0
     q, k = (sorted(x for run in side for x in run.blocks()) for side in (queries, keys))
     return pairs_of_blocks(np.array(q, dtype=np.int64), np.array(k, dtype=np.int64), rows)
-
-
-def pairs_of_blocks(q: Array, k: Array, rows: RowRanges) -> int:
-    """All visible pairs of blocks of queries and of keys: arrays of starts and stops, those of keys
-    in order."""
-    below = _KeysBelow(k)
-    starts, stops = rows.edges
-    first = np.maximum(np.searchsorted(starts, q[:, 0], side="right") - 1, 0)
-    last = np.searchsorted(starts, q[:, 1], side="left")
-    count = last - first
-    of = np.repeat(np.arange(len(q)), count)  # the block of each part of one segment
-    at = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
-    low, high = np.maximum(q[of, 0], starts[at]), np.minimum(q[of, 1], stops[at])
-    inside = high > low
-    at, low, high = at[inside], low[inside], high[inside]
-    total = 0
-    for lo, lo_slope, hi, hi_slope in rows.lines(at):
-        total += below.sum(low, high, hi, hi_slope) - below.sum(low, high, lo, lo_slope)
-    return total
-
-
-class _KeysBelow:
-    """How many keys of disjoint blocks, in order, lie below a position; and sums of that."""
-
-    def __init__(self, blocks: Array) -> None:
-        self._starts, size = blocks[:, 0], blocks[:, 1] - blocks[:, 0]
-        self._size = size
-        self._before = np.concatenate([[0], np.cumsum(size)])  # keys before each block
-        # The same summed over all positions up to the start of each block.
-        gaps = np.diff(self._starts)
-        rising = size[:-1] * (size[:-1] - 1) // 2 + (gaps - size[:-1]) * size[:-1]
-        steps = self._before[:-2] * gaps + rising
-        self._summed = np.concatenate([[0], np.cumsum(steps)])
-
-    def sum(self, low: Array, high: Array, base: Array, slope: Array) -> int:
-        """Over queries `low <= q < high`: keys below `base + slope * q`."""
-        level = slope == 0
-        total = int(((high - low) * self._number(base))[level].sum())
-        up, down = (self._sum_to(edge + base)[~level] for edge in (high, low))
-        return total + int((up - down).sum())
-
-    def _number(self, position: Array) -> Array:
-        at = np.searchsorted(self._starts, position, side="right") - 1
-        inside = np.minimum(position - self._starts[at], self._size[at])
-        return np.where(at < 0, 0, self._before[at] + inside)
-
-    def _sum_to(self, position: Array) -> Array:
-        """The numbers at all positions before this."""
-        at = np.searchsorted(self._starts, position, side="right") - 1
-        into, size = position - self._starts[at], self._size[at]
-        rising = np.minimum(into, size + 1)
-        inside = rising * (rising - 1) // 2 + np.maximum(into - rising, 0) * size
-        return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
 
 
 def _common_stride(

@@ -30,6 +30,7 @@ from mesh_attention.plan.methods.parts.blocks import (
     grid_calls,
     row_list,
 )
+from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
 from mesh_attention.plan.problem.runs import num_visible
@@ -80,10 +81,17 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     if q.pieces is not None and k.blocks and len(q.list.blocks) * len(k.blocks) <= MAX_PAIRS:
         calls = _calls(q.pieces, k, q.rows)
     if calls is None:
-        pairs = num_visible(q.list.runs, k.runs, q.rows)
+        pairs = _num_visible(q.list, k, q.rows)
         kind = CallKind.FULL if pairs == q.list.num_rows * k.num_rows else CallKind.RANGE
         return (Call(kind, *rows),) if pairs else ()
     return (Call(CallKind.RANGE, *rows),) if len(calls) > MAX_CALLS else calls
+
+
+def _num_visible(q: RowList, k: RowList, rows: RowRanges) -> int:
+    if not q.blocks or not k.blocks:
+        return num_visible(q.runs, k.runs, rows)
+    queries, keys = (np.array(sorted(side.blocks), dtype=np.int64) for side in (q, k))
+    return pairs_of_blocks(queries, keys, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.methods.parts.intervals import cut, expanded, joined
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 
@@ -71,7 +72,7 @@ def blocks_of(layout: Layout) -> tuple[Array, Array, Array]:
     """Blocks of consecutive positions of one rank, with padding, in order of place: their first
     positions, sizes and places."""
     table = _runs_of(layout)
-    run, turn = _expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
+    run, turn = expanded(np.zeros(len(table), dtype=np.int64), table[:, 3])
     sizes = table[run, 1]
     return table[run, 0] + turn * table[run, 2], sizes, np.cumsum(sizes) - sizes
 
@@ -102,7 +103,7 @@ class QueryParts(NamedTuple):
 
 
 def query_parts(starts: Array, stops: Array, rows: RowRanges) -> QueryParts:
-    index, at, low, high = _cut(starts, stops, *rows.edges)
+    index, at, low, high = cut(starts, stops, *rows.edges)
     parts = [QueryParts(index, low, high - 1, *lines) for lines in rows.lines(at)]
     if len(parts) == 1:
         return parts[0]
@@ -126,13 +127,25 @@ def visible_keys(p: QueryParts) -> tuple[Array, Array, Array]:
     return p.range, p.lo + p.lo_slope * p.low, p.hi + p.hi_slope * p.high
 
 
-def _queries_seeing(p: QueryParts, keys: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """Intervals of queries that see keys of some ranges, which are disjoint and in order; each with
-    the index of its range of keys. Intervals may be empty, and may overlap."""
-    first = np.searchsorted(keys[1], p.lo + p.lo_slope * p.low, side="right")
-    last = np.searchsorted(keys[0], p.hi + p.hi_slope * p.high, side="left")
-    at, index = _expanded(first, last)
-    _, low, high, lo, lo_slope, hi, hi_slope = (column[at] for column in p)
+def _queries_seeing(
+    p: QueryParts, keys: tuple[Array, Array], columns: Array
+) -> tuple[Array, Array, Array]:
+    """Intervals of queries that see keys of some ranges, which are disjoint and in order, each in a
+    column; with each interval its column. Intervals may be empty, and may overlap."""
+    starts, stops = keys
+    first = np.searchsorted(stops, p.lo + p.lo_slope * p.low, side="right")
+    last = np.searchsorted(starts, p.hi + p.hi_slope * p.high, side="left")
+    # Most ranges are seen whole by all queries of a part: what matters is their columns.
+    whole = np.minimum(np.searchsorted(starts, p.lo + p.lo_slope * p.high), last)
+    after = np.searchsorted(stops, p.hi + p.hi_slope * p.low, side="right")
+    after = np.maximum(after, whole)
+    before = np.zeros((len(starts) + 1, columns.max() + 1), dtype=np.int32)
+    before[np.arange(1, len(starts) + 1), columns] = 1
+    before = np.cumsum(before, axis=0, dtype=np.int32)
+    of_all, column = np.nonzero(before[after] > before[whole])
+    parts = [expanded(first, whole), expanded(after, last)]
+    at, index = (np.concatenate(several) for several in zip(*parts, strict=True))
+    _, low, high, lo, lo_slope, hi, hi_slope = (side[at] for side in p)
     begin, end = keys[0][index], keys[1][index]
     # A line of slope 0 bounds no query here: where it would, all of the part sees nothing.
     none = ((lo_slope == 0) & (lo >= end)) | ((hi_slope == 0) & (hi <= begin))
@@ -142,7 +155,12 @@ def _queries_seeing(p: QueryParts, keys: tuple[Array, Array]) -> tuple[Array, Ar
     low = np.where(hi_slope > lo_slope, np.maximum(low, lo - hi + 1), low)
     high = np.where(lo_slope > hi_slope, np.minimum(high, hi - lo - 1), high)
     none |= (lo_slope == hi_slope) & (lo >= hi)
-    return index, low, np.where(none, low, high + 1)
+    high = np.where(none, low, high + 1)
+    return (
+        np.append(columns[index], column),
+        np.append(low, p.low[of_all]),
+        np.append(high, p.high[of_all] + 1),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +193,7 @@ class NeededRows:
         line, lo, hi = intervals
         some = lo < hi
         base = line[some] * self._stride
-        self._lo, self._hi = _joined(base + lo[some], base + hi[some])
+        self._lo, self._hi = joined(base + lo[some], base + hi[some])
         owned = ranges_of(layout)
         self._owned = owned[np.argsort(owned.starts, kind="stable")]
         self._owners = self._owned.places // layout.slots
@@ -187,14 +205,14 @@ class NeededRows:
         line = self._lines[self._owners] * self._stride
         order = np.argsort(line + self._owned.starts)
         starts, stops = ((line + edge)[order] for edge in (self._owned.starts, self._owned.stops))
-        _, _, low, high = _cut(self._lo, self._hi, starts, stops)
+        _, _, low, high = cut(self._lo, self._hi, starts, stops)
         return bool((high - low).sum() < (self._hi - self._lo).sum())
 
     def tokens_between(self) -> Array:
         """How many rows of each owner each rank needs, [user, owner], its own rows too."""
         ranks, owned = self._layout.num_ranks, self._owned
         line, lo = np.divmod(self._lo, self._stride)
-        index, at, low, high = _cut(lo, lo + self._hi - self._lo, owned.starts, owned.stops)
+        index, at, low, high = cut(lo, lo + self._hi - self._lo, owned.starts, owned.stops)
         owners = self._owners[at]
         pairs = self._ranks[line[index], self._places[owners]] * ranks + owners
         counts = np.bincount(pairs, weights=high - low, minlength=ranks * ranks)
@@ -207,14 +225,14 @@ class NeededRows:
         lo, hi = self._lo[first:last] - base, self._hi[first:last] - base
         near = np.flatnonzero(self._places[self._owners] == self._places[rank])
         owned = self._owned[near]
-        index, at, low, high = _cut(lo, hi, owned.starts, owned.stops)
+        index, at, low, high = cut(lo, hi, owned.starts, owned.stops)
         return self._rows(self._owners[near[at]], owned[at], first + index, low, high)
 
     def sent(self, rank: int) -> Rows:
         """What ranks work on of this rank's rows, by user, itself too."""
         own = self._owned[np.flatnonzero(self._owners == rank)]
         line, lo = np.divmod(self._lo, self._stride)
-        index, at, low, high = _cut(lo, lo + self._hi - self._lo, own.starts, own.stops)
+        index, at, low, high = cut(lo, lo + self._hi - self._lo, own.starts, own.stops)
         return self._rows(self._ranks[line[index], self._places[rank]], own[at], index, low, high)
 
     def _rows(
@@ -255,41 +273,14 @@ def needed_queries(
         keys = keys[np.argsort(keys.starts, kind="stable")]
         key_columns = column[keys.places // kv_layout.slots]
         edges = (keys.starts, keys.stops)
-    index, lo, hi = _queries_seeing(_parts_of(q_layout, rows), edges)
-    return NeededRows(q_layout, (column, row), (key_columns[index], lo, hi))
+    intervals = _queries_seeing(_parts_of(q_layout, rows), edges, key_columns)
+    return NeededRows(q_layout, (column, row), intervals)
 
 
 def _grid(layout: Layout, columns: int) -> tuple[Array, Array]:
     """Row and column of each rank."""
     row, column = np.divmod(np.arange(layout.num_ranks), columns)
     return row, column
-
-
-def _expanded(first: Array, last: Array) -> tuple[Array, Array]:
-    """All pairs (i, j) with `first[i] <= j < last[i]`."""
-    counts = np.maximum(last - first, 0)
-    index = np.repeat(np.arange(len(counts)), counts)
-    begun = np.cumsum(counts) - counts
-    return index, np.arange(len(index)) - begun[index] + first[index]
-
-
-def _joined(lo: Array, hi: Array) -> tuple[Array, Array]:
-    """The union of intervals, in order."""
-    order = np.argsort(lo, kind="stable")
-    lo, reach = lo[order], np.maximum.accumulate(hi[order])
-    new = np.ones(len(lo), dtype=np.bool_)
-    new[1:] = lo[1:] > reach[:-1]
-    first = np.flatnonzero(new)
-    last = np.append(first[1:], len(lo)) - 1
-    return lo[first], reach[last] if len(first) else reach
-
-
-def _cut(lo: Array, hi: Array, starts: Array, stops: Array) -> tuple[Array, Array, Array, Array]:
-    """The parts of intervals inside ranges, which are disjoint and in order: the index of the
-    interval and of the range, and the ends of the part."""
-    first = np.searchsorted(stops, lo, side="right")
-    index, at = _expanded(first, np.searchsorted(starts, hi, side="left"))
-    return index, at, np.maximum(lo[index], starts[at]), np.minimum(hi[index], stops[at])
 
 
 def pairs_of_ranks(layout: Layout, rows: RowRanges) -> NDArray[np.float64]:
