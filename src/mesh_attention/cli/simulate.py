@@ -15,7 +15,7 @@ from typing import Any
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.advise import with_memory
+from mesh_attention.cli.asked_of_all import with_memory
 from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
 from mesh_attention.cli.options import (
     add_plan_flags,
