@@ -13,7 +13,7 @@ import pytest
 from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.choose.scored import Scored
-from mesh_attention.cli import advise, output
+from mesh_attention.cli import asked_of_all, output
 from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.options import add_plan_flags, options_of
@@ -197,6 +197,6 @@ def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
 def test_a_file_that_cannot_be_written_is_told_before_the_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advise, "find_best", None)
+    monkeypatch.setattr(asked_of_all, "find_best", None)
     assert main(["advise", *SMALL, "--output", "/no/such/plan.json"]) == 2
     assert "/no/such/plan.json" in capsys.readouterr().err

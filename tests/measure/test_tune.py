@@ -22,8 +22,8 @@ from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import load_cluster
-from mesh_attention.measure.ranks import ranks_of_group
-from mesh_attention.measure.tune import Refusal, attempt, reason_of, tune_ranks
+from mesh_attention.measure.ranks import Refusal, attempt, ranks_of_group, reason_of
+from mesh_attention.measure.tune import tune_ranks
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.text import digest
 from mesh_attention.runtime.agreement.handshake import DisagreementError

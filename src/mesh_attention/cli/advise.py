@@ -1,33 +1,21 @@
-"""`mesh-attention advise`: which method to use, how fast it is, and how much memory it needs.
-
-`report` and `tune` ask the same question of all methods; they read it from the command line with
-`asked_of_all`.
-"""
+"""`mesh-attention advise`: which method to use, how fast it is, and how much memory it needs."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mesh_attention.choose.auto import PlanChoice, find_best, find_default
+from mesh_attention.choose.auto import PlanChoice, find_default
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, run_step, step_of_model
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import (
-    add_plan_flags,
-    directions_of,
-    options_of,
-    problem_of,
-    ranks_of,
-)
+from mesh_attention.cli.asked_of_all import FLAGS, asked_of_all, cluster_of
+from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import (
-    Progress,
     batch_note,
     missing_kernels,
     missing_kernels_note,
@@ -37,94 +25,22 @@ from mesh_attention.cli.output import (
     show,
     table,
 )
-from mesh_attention.cli.values import byte_size, size
-from mesh_attention.cost.detect_cluster import (
-    NEAREST,
-    Machine,
-    find_cluster,
-    gpu_of_driver,
-    nic_gbits,
-)
+from mesh_attention.cli.values import size
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.files import check_writable
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.read.count import least_bytes
-from mesh_attention.step.model_shapes import MODELS, model_shape
-
-_MODEL_HELP = f"a known model, causal: {', '.join(MODELS)}; or a config.json of Hugging Face"
-MODEL_FLAG = Flag("--model", _MODEL_HELP, str, "NAME|FILE")
-
-
-@dataclass(frozen=True)
-class AskedOfAll:
-    """What a command line asks of all methods. `found_by` says how the cluster was chosen."""
-
-    problem: Problem
-    ranks: int
-    cluster: Cluster
-    found_by: str
-    directions: tuple[Direction, ...]
-    options: dict[str, Any]
-    kernel: str | None
-    batch: int = 1  # sequences that share the memory of a GPU
-
-    def search(self, tell: Progress | None) -> PlanChoice:
-        return find_best(
-            self.problem,
-            self.ranks,
-            self.cluster,
-            directions=self.directions,
-            options=self.options,
-            kernel=self.kernel,
-            progress=tell,
-        )
-
-
-def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
-    if args.method is not None:
-        raise UsageError(
-            f"{command} compares all methods; leave --method out, or see simulate --best"
-        )
-    if args.model is not None:
-        for name, value in model_shape(args.model).heads.items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
-        if args.causal is None and args.slices is None:
-            args.causal = True
-    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
-    cluster, found_by = _cluster_of(args)
-    batch = getattr(args, "batch", None) or 1
-    share = with_memory(cluster, gpu_bytes(cluster) / batch)
-    return AskedOfAll(
-        problem, ranks, share, found_by, directions_of(args), options, args.kernel, batch
-    )
-
-
-def _cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
-    """The cluster, with the memory that was asked for, and how it was chosen."""
-    if args.cluster is None:
-        gpu = gpu_of_driver()
-        cluster, found_by = find_cluster(Machine(gpu, nic_gbits=nic_gbits() if gpu else ()))
-    else:
-        cluster = load_cluster(args.cluster)
-        found_by = f"{cluster.name}, as given"
-    memory = getattr(args, "memory", None)
-    return with_memory(cluster, memory) if memory else cluster, found_by
-
-
-def with_memory(cluster: Cluster, num_bytes: float) -> Cluster:
-    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=num_bytes / 2**30))
+from mesh_attention.step.model_shapes import model_shape
 
 
 @collector_paused()
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     if args.step:
-        return run_step(args, *_cluster_of(args))
+        return run_step(args, *cluster_of(args))
     asked = asked_of_all(args, "advise")
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster
     if args.output is not None:
@@ -285,18 +201,6 @@ def _time(seconds: float, is_simulated: bool) -> str:
     return f"{'' if is_simulated else 'about '}{seconds * 1e3:.2f} ms"
 
 
-FLAGS = (
-    MODEL_FLAG,
-    Flag(
-        "--cluster",
-        f"{', '.join(cluster_names())}, or a TOML file (default: by this machine's GPU, or "
-        f"{NEAREST})",
-        str,
-        "NAME|FILE",
-    ),
-    Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--kernel", "use this kernel of the cluster where possible", str, "NAME"),
-)
 COMMAND = Command(
     name="advise",
     summary="which method to use, why, how fast and how much memory: all of them, ranked",

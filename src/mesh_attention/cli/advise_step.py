@@ -9,8 +9,8 @@ from mesh_attention.choose.explain import time_text
 from mesh_attention.choose.plan_file import default_line
 from mesh_attention.choose.ranking import Ranking, name_of
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.command import Flag, UsageError
-from mesh_attention.cli.options import problem_of, question_flags, ranks_of
+from mesh_attention.cli.command import Flag, UsageError, flags_beside
+from mesh_attention.cli.options import problem_of, ranks_of
 from mesh_attention.cli.output import nodes_text, progress, ranks_text, show, table
 from mesh_attention.cli.values import byte_size
 from mesh_attention.machine.cluster import Cluster
@@ -24,7 +24,8 @@ FLAGS = (
     Flag("--host-memory", "of a node, for --step (default: the cluster's)", byte_size, "SIZE"),
     Flag("--largest", "also find the largest context that fits, and what limits it"),
 )
-_TAKEN = {"--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix"}
+_OF_QUESTION = ("--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix")
+_TAKEN = ("--model", "--cluster", "--memory", "--batch", *_OF_QUESTION, *(f.name for f in FLAGS))
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -35,9 +36,7 @@ def check_flags(args: argparse.Namespace) -> None:
         return
     if args.model is None:
         raise UsageError("--step needs --model NAME, or --model path/config.json")
-    others = {"--pass": args.passes, "--kernel": args.kernel, "--output": args.output}
-    flags = [*question_flags(args), *(flag for flag, value in others.items() if value)]
-    for flag in (flag for flag in flags if flag not in _TAKEN):
+    for flag in flags_beside(args, *_TAKEN):
         raise UsageError(f"--step plans the default attention of ContextParallel; leave {flag} out")
 
 

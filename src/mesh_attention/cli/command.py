@@ -142,6 +142,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)  # names of methods have hyphens
 
 
+def flags_beside(args: argparse.Namespace, *flags: str) -> list[str]:
+    """The flags on this command line, as they are written, that are none of these."""
+    words = [word.partition("=")[0] for word in shlex.split(args.command_line)]
+    written = dict.fromkeys(word for word in words if word.startswith("--"))
+    return [flag for flag in written if flag not in ("--json", *flags)]
+
+
 def run_command(prog: str, command: Command, words: list[str]) -> int:
     parser = Parser(prog, command)
     try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.local_ranks import local_ranks
+from mesh_attention.cli.local_ranks import CheckedCase, local_ranks
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cost.gantt import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
@@ -57,29 +57,24 @@ CASES = (
 
 
 class Outcome(NamedTuple):
-    """Units counted at the transport, and the largest error against float64, of one case."""
-
     case: Case
-    counted_units: float
-    planned_units: float
-    output_error: float
-    gradient_error: float
+    checked: CheckedCase
 
     @property
     def ok(self) -> bool:
-        exact = max(self.output_error, self.gradient_error) <= TOLERANCE
-        return exact and self.counted_units == self.planned_units == self.case.paper_units
+        counted, planned, *errors = self.checked
+        return max(errors) <= TOLERANCE and counted == planned == self.case.paper_units
 
     def to_json(self) -> dict[str, Any]:
-        numbers = self._asdict() | {"case": self.case.title}
-        return {"paper_units": self.case.paper_units, "ok": self.ok} | numbers
+        what = {"paper_units": self.case.paper_units, "ok": self.ok, "case": self.case.title}
+        return what | self.checked._asdict()
 
 
 def run(args: argparse.Namespace) -> int:
-    with local_ranks(NUM_RANKS, len(CASES)) as run_on_ranks:
+    with local_ranks(NUM_RANKS, len(CASES)) as check:
         pictures = _draw(args.output)
         outcomes = [
-            _outcome(case, run_on_ranks(case.title, _run_case, case.options)) for case in CASES
+            Outcome(case, check(case.title, Mask(), case.options, **_SIZES)) for case in CASES
         ]
     ok = all(outcome.ok for outcome in outcomes)
     page, line = write_report(args.output)
@@ -99,9 +94,10 @@ def run(args: argparse.Namespace) -> int:
 def _to_lines(outcomes: Sequence[Outcome]) -> list[str]:
     rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for outcome in outcomes:
-        errors = (f"{outcome.output_error:.1e}", f"{outcome.gradient_error:.1e}")
-        units = (f"{outcome.counted_units:g} units", f"{outcome.case.paper_units} units")
-        rows.append((outcome.case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
+        case, checked = outcome.case, outcome.checked
+        errors = (f"{checked.output_error:.1e}", f"{checked.gradient_error:.1e}")
+        units = (f"{checked.counted_units:g} units", f"{case.paper_units} units")
+        rows.append((case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
     return [
         f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
         table(rows),
@@ -157,18 +153,6 @@ def _draw(folder: Path) -> list[str]:
     plan = plan_on(CLUSTER, problem, NUM_RANKS, **how)
     draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     return [str(assignments), str(schedule)]
-
-
-def _run_case(options: dict[str, Any]) -> tuple[float, float, list[float]]:
-    from mesh_attention.measure.exactness import run_method  # imports torch, on ranks only
-
-    done = run_method(Mask(), options, **_SIZES)
-    return done.counted_units, done.planned_units, [*(done.errors or ())]
-
-
-def _outcome(case: Case, parts: Sequence[tuple[float, float, list[float]]]) -> Outcome:
-    (errors,) = (errors for _, _, errors in parts if errors)  # of the first rank
-    return Outcome(case, sum(units for units, _, _ in parts), parts[0][1], *errors)
 
 
 COMMAND = Command(

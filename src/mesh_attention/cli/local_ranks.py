@@ -1,6 +1,6 @@
-"""Ranks on this computer: processes joined by gloo, for commands that run real attention.
+"""Ranks on this computer: processes joined by gloo that hold methods against float64 attention.
 
-The module of a function that they run must import no torch at its top: only the ranks need it.
+Only they import torch, not the process of the command.
 """
 
 from __future__ import annotations
@@ -16,22 +16,31 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh_attention.cli.output import progress
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.plan.problem.mask import Mask
 
 _TIMEOUT = timedelta(seconds=100)
 # Gradients import the last of these, for half a second on each rank.
 _NEEDED = ("mesh_attention.api.context_parallel", "torch.fx.experimental.symbolic_shapes")
 
 
+class CheckedCase(NamedTuple):
+    """Units of all ranks, counted at the transport and by the plan, and the largest errors."""
+
+    counted_units: float
+    planned_units: float
+    output_error: float
+    gradient_error: float
+
+
 @contextmanager
-def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., list[Any]]]:
-    """Yields `run(name, function, *args)`, which calls `function` on every rank and returns what
-    each returns, in no order. The function must communicate: then none of its calls ends before all
-    have begun, and each process takes one of them. `num_cases` calls of `run` fill the bar; without
-    a bar, standard error says what was checked."""
+def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., CheckedCase]]:
+    """Yields `check(name, mask, options, **sizes)`. As ranks communicate in a case, none of its
+    tasks ends before all have begun, and each process takes one of them. `num_cases` cases fill the
+    bar; without a bar, standard error says what was checked."""
     if find_spec("torch") is None:  # the server that forks would fail without a word
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     context, steps = mp.get_context("forkserver"), count(1)
@@ -55,14 +64,16 @@ def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., list[A
                 raise MeshAttentionError(f"a rank on this computer failed:\n{cause}") from error
             return [task.result() for task in tasks]
 
-        def run(name: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-            answers = results([processes.submit(function, *args) for _ in range(num_ranks)])
+        def check(name: str, mask: Mask, options: dict[str, Any], **sizes: int) -> CheckedCase:
+            tasks = [processes.submit(_run_case, mask, options, sizes) for _ in range(num_ranks)]
+            counted, planned, errors = zip(*results(tasks), strict=True)
             if tell is None:
                 print(f"checked: {name}", file=sys.stderr, flush=True)
-            return answers
+            (of_first_rank,) = filter(None, errors)
+            return CheckedCase(sum(counted), planned[0], *of_first_rank)
 
         results([processes.submit(_join, r, num_ranks, folder) for r in range(num_ranks)])
-        yield run
+        yield check
 
 
 def _end_with_parent() -> None:
@@ -85,3 +96,12 @@ def _join(rank: int, num_ranks: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
     sizes: Any = {"rank": rank, "world_size": num_ranks}
     dist.init_process_group("gloo", store=store, timeout=_TIMEOUT, **sizes)
+
+
+def _run_case(
+    mask: Mask, options: dict[str, Any], sizes: dict[str, int]
+) -> tuple[float, float, tuple[float, ...]]:
+    from mesh_attention.measure.exactness import run_method
+
+    ran = run_method(mask, options, **sizes)
+    return ran.counted_units, ran.planned_units, tuple(ran.errors or ())

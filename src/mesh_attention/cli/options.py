@@ -29,6 +29,7 @@ from mesh_attention.cli.values import (
     window,
 )
 from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.parts.setting import Option
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.problem.mask import Mask
@@ -104,20 +105,17 @@ def _option_flag(option: Option) -> Flag:
     return Flag(name, option.help + usual, reader, metavar)
 
 
-def question_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of a question on this command line, as they are written."""
-    probe = argparse.ArgumentParser(add_help=False)
-    add_question_flags(probe)
-    flags = [(action.option_strings, getattr(args, action.dest)) for action in probe._actions]
-    return [names[-1 if value is False else 0] for names, value in flags if value is not None]
-
-
 def plan_of(args: argparse.Namespace) -> Plan:
     method = {} if args.method is None else {"method": args.method}
     directions = directions_of(args)
     plan = ask(
         problem_of(args), ranks_of(args), directions=directions, **method, **options_of(args)
     ).plan()
+    # Not before: where the planner refuses them, it says what fits.
+    for name in PLACES:
+        if getattr(args, name) is not None and args.ranks_per_node is None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} places ranks on nodes: add --ranks-per-node N")
     tell_fewer_chunks(args, plan)
     return plan
 
@@ -143,7 +141,15 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def directions_of(args: argparse.Namespace) -> tuple[Direction, ...]:
-    return tuple(Direction) if args.passes in (None, "both") else (Direction(args.passes),)
+    if args.passes in (None, "both"):
+        return tuple(Direction)
+    direction = Direction(args.passes)
+    for name, value in options_of(args).items():
+        is_of_backward = name == "gather_out" or name.startswith("backward_")
+        if direction is Direction.FORWARD and is_of_backward and value:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is about the backward pass; leave it or --pass forward out")
+    return (direction,)
 
 
 def ranks_of(args: argparse.Namespace) -> int:

@@ -32,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--text - and --json both want standard output; give --text a file")
     if args.rank is not None and args.target is None:
         raise UsageError("--rank selects the program that --target shows; give --target too")
+    if args.rank is not None and (args.json or args.text == "-"):
+        what = "--json" if args.json else "--text -"
+        raise UsageError(f"--rank selects a program for people to read; leave it or {what} out")
     plan = plan_of(args)
     if args.target is not None:
         plan = compile_plan(plan, target_on(cluster_of_target(args.target), plan))

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from mesh_attention.cli.advise import FLAGS, asked_of_all
+from mesh_attention.cli.asked_of_all import FLAGS, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags
 from mesh_attention.cli.output import (

@@ -87,23 +87,17 @@ def run(args: argparse.Namespace) -> int:
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
     """As many as ran: the ranks of one that raised are gone."""
     checks: list[MethodCheck] = []
-    with local_ranks(NUM_RANKS, len(cases)) as run_on_ranks:
+    with local_ranks(NUM_RANKS, len(cases)) as check:
         for name, mask_name, mask in cases:
             try:
-                answers = run_on_ranks(f"{name}, {mask_name}", _method_errors, mask, name)
-                (errors,) = filter(None, answers)
+                checked = check(f"{name}, {mask_name}", mask, {"method": name})
+                errors = (checked.output_error, checked.gradient_error)
                 checks.append(MethodCheck(name, mask_name, *errors))
             except MeshAttentionError as error:
                 lines = str(error).strip().splitlines()
                 checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
                 break
     return checks
-
-
-def _method_errors(mask: Mask, method: str) -> Any:
-    from mesh_attention.measure.exactness import run_method  # imports torch, on ranks only
-
-    return run_method(mask, {"method": method}).errors
 
 
 def _check_kernels() -> tuple[list[KernelCheck], str | None]:

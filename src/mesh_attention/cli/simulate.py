@@ -15,8 +15,8 @@ from typing import Any
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.advise import with_memory
-from mesh_attention.cli.command import Command, Flag, UsageError
+from mesh_attention.cli.asked_of_all import with_memory
+from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
 from mesh_attention.cli.options import (
     add_plan_flags,
     directions_of,
@@ -58,6 +58,8 @@ TRACE_RANKS, GANTT_RANKS = 16, 4
 
 def run(args: argparse.Namespace) -> int:
     if args.clusters:
+        if flags := flags_beside(args, "--clusters"):
+            raise UsageError(f"--clusters lists all clusters; leave out {', '.join(flags)}")
         return _show_clusters(args)
     for ranks, file in (("trace_ranks", "trace"), ("gantt_ranks", "gantt")):
         if getattr(args, ranks) is not None and getattr(args, file) is None:

@@ -7,8 +7,8 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import add_plan_flags, directions_of, plan_of, question_flags
+from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
+from mesh_attention.cli.options import add_plan_flags, directions_of, plan_of
 from mesh_attention.cli.output import progress, show
 from mesh_attention.errors import PlanTextError
 from mesh_attention.files import read_text
@@ -49,8 +49,7 @@ def _to_lines(plan: Plan, findings: Sequence[Finding]) -> list[str]:
 
 def _read(args: argparse.Namespace) -> Plan:
     """The plan of `--text`, with the passes of `--pass`."""
-    flags = question_flags(args)
-    if flags:
+    if flags := flags_beside(args, "--text", "--pass"):
         raise UsageError(f"--text gives the whole plan; leave out {', '.join(flags)}")
     if args.text == "-":
         text = sys.stdin.read(len(HEADER))  # an input that is no plan may have no end

@@ -14,6 +14,7 @@ from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
 from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare
@@ -78,9 +79,13 @@ def _between(kept: KeptBytes, layers: int) -> str:
 
 
 def _show_comparison(args: argparse.Namespace) -> int:
+    if args.passes not in (None, "both"):
+        raise UsageError("--compare counts both passes; leave --pass out")
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
     ranks_per_node = options.pop("ranks_per_node", None)
-    tried = {"method"} | {
+    if args.layers is not None and args.max_memory_bytes is None:
+        raise UsageError("--layers counts under --max-memory-bytes; add that, or leave it out")
+    tried = {"method", *PLACES} | {
         name
         for method in METHODS.values()
         for setting in method.candidates(problem, ranks, ranks_per_node or ranks)

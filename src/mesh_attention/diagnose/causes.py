@@ -260,9 +260,10 @@ def of_gradients(
             wrong[0],
         )
     if way is not None and by_hand:
+        numbers = ", ".join(f"{value:.3g}" for value in by_hand)
         return Cause(
             "clipping",
-            f"reduce_gradients multiplies the gradients of ranks by {_numbers(by_hand)} before it "
+            f"reduce_gradients multiplies the gradients of ranks by {numbers} before it "
             "reduces them, as clip_grad_norm_ does: clip after that, by the norm of one process",
             wrong[0],
         )
@@ -281,7 +282,3 @@ def of_gradients(
         "reduced, reduced twice or not at all on the way back",
         wrong[0],
     )
-
-
-def _numbers(values: list[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)

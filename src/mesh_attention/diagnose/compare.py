@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mesh_attention.diagnose.report import Limits
+from mesh_attention.diagnose.runs import StepRun
 from mesh_attention.request.position_checks import other_ways
 from mesh_attention.runtime.session.sharding import Shards
 
 Positions = NDArray[np.int64]
+_SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,49 @@ class ComparedGradients:
         return ComparedGradients(errors, factors)
 
 
-def factors_of_ranks(group: Any, own: Tensor, reduced: Tensor) -> list[float]:
-    """By what each rank's gradient was multiplied before they were added up, as a part of the most;
-    nothing where it was not only that."""
+def loss_of(group: Any, ours: StepRun, whole: float) -> float:
+    """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
+    if ours.is_of_all:
+        return ours.value
+    values: list[float] = gathered(group, ours.value)
+    return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
+
+
+def loss_error(loss: float, whole: float) -> float:
+    error = abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
+    return error if isfinite(error) else inf
+
+
+def largest_error(x: Tensor, true: Tensor) -> float:
+    return float((x - true).abs().max() / (true.abs().max() + 1e-30))
+
+
+def added_up(
+    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limits: Limits
+) -> dict[str, ComparedGradients]:
+    """Gradients that ranks have apart from each other: their sum and their mean."""
+    if any(isinstance(p, DTensor) for p in own.parameters()):
+        return {}
+    apart = ours.apart or ours.grads
+    summed = {name: None if x is None else x.clone() for name, x in apart.items()}
+    for grad in summed.values():
+        if grad is not None:
+            dist.all_reduce(grad, group=group)
+    ways = {}
+    for way, divisor in ("sum", 1), ("mean", dist.get_world_size(group)):
+        parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
+        ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
+    return ways
+
+
+def factors_of_ranks(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
+    """By what each rank multiplied the largest of the `wrong` gradients before they were reduced by
+    hand, as a part of the most; nothing where it was not only that."""
+    both = [(ours.apart[name], ours.grads[name]) for name in wrong]
+    pairs = [(torch.zeros_like(b) if a is None else a, b) for a, b in both if b is not None]
+    if not pairs:
+        return []
+    own, reduced = max(pairs, key=lambda pair: pair[0].numel())
     parts = gathered(group, own.flatten().double().cpu())
     of_ranks, total = torch.stack(parts, 1), reduced.flatten().double().cpu()
     factors = torch.linalg.lstsq(of_ranks, total[:, None]).solution.flatten()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -34,8 +33,12 @@ from mesh_attention.diagnose.causes import (
 from mesh_attention.diagnose.compare import (
     Activations,
     ComparedGradients,
+    added_up,
     factors_of_ranks,
     gathered,
+    largest_error,
+    loss_error,
+    loss_of,
 )
 from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
@@ -45,7 +48,6 @@ from mesh_attention.errors import MeshAttentionError
 _CLOSE = 1 / 30  # of the tolerance
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _TIMES_ROUNDING = 4  # of one process, by chance
-_SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 
 def doctor(
@@ -140,8 +142,8 @@ def diagnose(
         of_ranks = gathered(group, ours.record.seen)
         seen = Activations(record.seen, of_ranks, ours.shards, real, limits)
         grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limits)
-        loss = _loss(group, ours, whole.value)
-        errors = {"loss": _loss_error(loss, whole.value), **grads.errors}
+        loss = loss_of(group, ours, whole.value)
+        errors = {"loss": loss_error(loss, whole.value), **grads.errors}
         if not any(x is not None and bool(x.any()) for x in whole.grads.values()):
             notes.append("all gradients of one process are 0: this batch says little")
         cause = None
@@ -149,9 +151,11 @@ def diagnose(
         is_off = any(gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
         if is_off:
             where = ours.record.heads_first or record.heads_first
-            apart = {} if own is not model else _added_up(own, group, ours, whole, limits)
+            apart = {} if own is not model else added_up(own, group, ours, whole, limits)
             by_hand = apart and ours.apart
-            factors = _factors(group, ours, limits.exceeded(grads.errors)) if by_hand else None
+            factors = (
+                factors_of_ranks(group, ours, limits.exceeded(grads.errors)) if by_hand else None
+            )
             of_targets = gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
             of_labels = sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
@@ -181,30 +185,20 @@ def _rounding(everyone: Any, whole: StepRun, rough: StepRun | None) -> dict[str,
     """What differs by rounding alone, several times, by name."""
     if rough is None:
         return {}
-    nothing = Limits(0.0, {})
-    errors = ComparedGradients.of(everyone, rough.grads, whole.grads, nothing).errors
-    errors["loss"] = _loss_error(rough.value, whole.value)
+    errors = ComparedGradients.of(everyone, rough.grads, whole.grads, Limits(0.0, {})).errors
+    errors["loss"] = loss_error(rough.value, whole.value)
     for name, x in whole.record.seen.items():
-        errors[name] = _error(rough.record.seen.get(name, x), x)
+        errors[name] = largest_error(rough.record.seen.get(name, x), x)
     return {name: _TIMES_ROUNDING * error for name, error in errors.items()}
-
-
-def _loss_error(loss: float, whole: float) -> float:
-    error = abs(loss - whole) / max(abs(whole), _SMALL_LOSS)
-    return error if isfinite(error) else inf
 
 
 def _of_seeds(everyone: Any, ours: StepRun, again: StepRun, limits: Limits) -> Cause | None:
     """Of two runs on ranks with different seeds."""
     errors = ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors
     seen, other = ours.record.seen, again.record.seen
-    differ = [n for n in seen if n in other and _error(other[n], seen[n]) > limits[n]]
+    differ = [n for n in seen if n in other and largest_error(other[n], seen[n]) > limits[n]]
     where = [name.partition(": ")[0] for name in differ] or ["the step"]
     return of_randomness(where[0]) if differ or limits.exceeded(errors) else None
-
-
-def _error(x: Tensor, true: Tensor) -> float:
-    return float((x - true).abs().max() / (true.abs().max() + 1e-30))
 
 
 def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
@@ -278,38 +272,3 @@ def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
     if not sizes:
         raise MeshAttentionError("whole_batch: give tensors of (batch, tokens), input_ids say")
     return int(sizes[0][0]), int(sizes[0][1])
-
-
-def _loss(group: Any, ours: StepRun, whole: float) -> float:
-    """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
-    if ours.is_of_all:
-        return ours.value
-    values: list[float] = gathered(group, ours.value)
-    return min(sum(values) / len(values), sum(values), key=lambda x: abs(x - whole))
-
-
-def _added_up(
-    own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limits: Limits
-) -> dict[str, ComparedGradients]:
-    """Gradients that ranks have apart from each other: their sum and their mean."""
-    if any(isinstance(p, DTensor) for p in own.parameters()):
-        return {}
-    apart = ours.apart or ours.grads
-    summed = {name: None if x is None else x.clone() for name, x in apart.items()}
-    for grad in summed.values():
-        if grad is not None:
-            dist.all_reduce(grad, group=group)
-    ways = {}
-    for way, divisor in ("sum", 1), ("mean", dist.get_world_size(group)):
-        parts = {name: None if x is None else x.div_(divisor) for name, x in summed.items()}
-        ways[way] = ComparedGradients.of(group, parts, whole.grads, limits)
-    return ways
-
-
-def _factors(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
-    """By what ranks multiplied what they reduce by hand, by the largest of the wrong ones."""
-    both = [(ours.apart[name], ours.grads[name]) for name in wrong]
-    pairs = [(torch.zeros_like(b) if a is None else a, b) for a, b in both if b is not None]
-    if not pairs:
-        return []
-    return factors_of_ranks(group, *max(pairs, key=lambda pair: pair[0].numel()))

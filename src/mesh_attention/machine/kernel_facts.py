@@ -35,22 +35,14 @@ REFERENCE_HEADS = 64  # a call with fewer heads fills the GPU as fewer rows woul
 
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """One pass of a kernel, with curves for the kinds of calls that it takes.
+    """One pass of a kernel, with curves for the kinds of calls that it takes: the fields of a file
+    (docs/clusters.md).
 
-    `ranges`: it does a whole attention in one call, whatever the mask. Its curve `range` counts the
-    columns of a call by what a row sees: as a causal square of so many columns, twice the mean.
-    `lets_transfers_begin`: a communication finds SMs in the middle of a call; otherwise the kernel
-    holds all of them until the call is over, and a communication begins between two calls.
-    `sm_margin`: SMs that its calls leave to a communication in flight beside them.
-    `launch` is the host's time for a call, which a shorter kernel cannot hide. `tile_rows`: rows of
-    a tile of one head, if the time of a call shows rounds: each SM computes tile after tile.
-    `tile_keys`: keys of one head that a program has, if a communication finds enough SMs only
-    when a round of programs ends. `slowdown`: the part of its speed that it loses beside a
-    communication, where it has no margin; left out, what the cluster says for all.
-    `keys_in_runs`: keys that lie one by one are refused, and so are rows that hold nothing.
-    `pair_sms`: full calls are pairs of programs where a head has an even number of tiles, and those
-    of a call that leaves fewer SMs than this do not all find a place beside a communication that
-    began on an idle GPU: some begin when others end, with all of their tiles to do.
+    Without `lets_transfers_begin` the kernel holds all SMs until a call is over, and communications
+    begin between two calls. `tile_rows`: each SM computes tile after tile, so that the time of a
+    call shows rounds. `pair_sms`: full calls are pairs of programs where a head has an even number
+    of tiles, and those of a call that leaves fewer SMs than this do not all find a place beside a
+    communication that began on an idle GPU: some begin when others end, with all tiles to do.
     """
 
     ranges: bool

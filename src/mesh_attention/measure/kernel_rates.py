@@ -53,15 +53,6 @@ class KernelCall(NamedTuple):
     work: Callable[[int], Work]
 
 
-class MeasuredPass(NamedTuple):
-    """The rates of a pass, the points that its curves are fitted to, and how it was found whether a
-    transfer can begin beside a call."""
-
-    rates: PassRates
-    points: dict[CallKind, list[Point]]
-    done_at: str
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the calls and transfers that are measured. `lasting`: seconds of a measurement,
@@ -169,14 +160,17 @@ class KernelMeter:
         where = self._ranks.device if self.ranges else torch.device("cpu")
         return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
 
-    def measured(self, gap: float, transfer: Work) -> MeasuredPass:
-        """`gap` is what a call costs whatever it does, and comes on top of the curves. `transfer`
-        is small."""
+    def measured(
+        self, gap: float, transfer: Work
+    ) -> tuple[PassRates, dict[CallKind, list[Point]], str]:
+        """The rates, the points that the curves are fitted to, and how it was found whether a
+        transfer (`transfer` is small) can begin beside a call. `gap` is what a call costs whatever
+        it does, and comes on top of the curves."""
         points = {kind: self._points(kind, gap) for kind in self.kinds}
         begins, margin, done_at = self._room_for_transfers(transfer)
         launch = round(self._launch_seconds() * 1e6, 1)
         rates = [fit(points[kind]) if kind in points else None for kind in CallKind]
-        return MeasuredPass(PassRates(self.ranges, begins, margin, launch, *rates), points, done_at)
+        return PassRates(self.ranges, begins, margin, launch, *rates), points, done_at
 
     def _points(self, kind: CallKind, gap: float) -> list[Point]:
         points: list[Point] = []

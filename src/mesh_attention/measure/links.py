@@ -93,19 +93,16 @@ class LinkMeter:
         ranks, k = self.ranks, self.ranks.per_node
         hops = ranks.num_nodes - 1.0
         alone = self._collectives([self._columns[0]], "one rank of each node")
-        together: list[Sample] = []
-        if k > 1:
-            together = self._collectives(self._columns, "all ranks of each node, in groups of one")
+        in_columns = "all ranks of each node, in groups of one"
+        together = self._collectives(self._columns, in_columns) if k > 1 else []
         flow = self._counterparts(1, "one rank of each node to the next")
-        flows = flow
-        if k > 1:
-            flows = self._counterparts(k, "all ranks of each node to the next")
+        flows = self._counterparts(k, "all ranks of each node to the next") if k > 1 else flow
         pair = self._flows_of_a_pair(flows[-1].part_bytes)
         # Whatever loses by the others: one flow may be too slow to fill a NIC, or one gather.
         nics = min(nics_of(k, alone, together or alone), nics_of(k, flow, flows))
-        every: list[Sample] = []
-        if k > 1:  # gathers alone: a reduction over gloo is no ring
-            every = self._collectives(self._all, "over all nodes", ("all-gather",))
+        # Gathers alone: a reduction over gloo is no ring.
+        gathers = ("all-gather",)
+        every = self._collectives(self._all, "over all nodes", gathers) if k > 1 else []
         base, local = 0.0, 0.0
         if node is not None:
             base = node.collective.base_microseconds * 1e-6
@@ -144,11 +141,8 @@ class LinkMeter:
         first, second = 0, self.ranks.per_node
         samples = []
         for name, both_ways in (("one way", False), ("both ways", True)):
-            peers: list[tuple[int, bool]] = []
-            if self.ranks.rank == first:
-                peers = [(second, True), *([(second, False)] if both_ways else [])]
-            elif self.ranks.rank == second:
-                peers = [*([(first, True)] if both_ways else []), (first, False)]
+            peers = {first: [(second, True)], second: [(first, False)]}.get(self.ranks.rank, [])
+            peers += [(peer, not sent) for peer, sent in peers if both_ways]
             work = done(self.transfers.messages(peers, part_bytes)) if peers else None
             lasts = self.ranks.seconds(work, lasting=self._lasting, members=2, of_last=True)
             samples.append(Sample(f"{name} between two ranks", 2, part_bytes, lasts))

@@ -1,4 +1,5 @@
-"""The ranks that measure together: who they are, and seconds on which all of them agree.
+"""The ranks that measure together: who they are, and seconds and refusals on which all of them
+agree.
 
 Measurements begin on all ranks at once and are averaged over them, so every rank sees the same
 numbers and decides alike: how often to repeat, and what to measure next. Everything in `measure/`
@@ -16,18 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from mesh_attention.errors import MeshAttentionError
+from mesh_attention.errors import MeshAttentionError, PlanError
+from mesh_attention.kernels.registry import KernelRefusedError
+from mesh_attention.runtime.transport.groups import default_store
+from mesh_attention.runtime.transport.job_store import asking_the_store
 from mesh_attention.version import __version__
 
 Work = Callable[[], object]
+Result = TypeVar("Result")
 MOST_REPEATS = 50
 LEAST_REPEATS = 3
 TIMEOUT = timedelta(minutes=5)
+_MOST_CHARACTERS = 240  # of a refusal
+_PAUSE_SECONDS = 0.01
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -145,6 +154,52 @@ class Ranks:
             event.record()
         torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events)]
+
+
+class Refusal(NamedTuple):
+    """Why all ranks refuse a setting."""
+
+    reason: str
+
+
+def attempt(
+    ranks: Ranks, work: Callable[[], Result], *, patience: float = 30.0
+) -> Result | Refusal:
+    """All ranks make the same attempts, and wait `patience` seconds for others to refuse the same.
+    They agree by the store: a rank that is out of memory cannot know at which collective the others
+    are. An error that is no refusal (a rank that ended, a lost store, a broken context), or that
+    only some ranks see, says nothing about the setting, and is raised."""
+    name: str = ranks.of_first(lambda: uuid4().hex)
+    try:
+        return work()
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        kind = type(error).__name__
+    # Not while the error is held, and with it the memory of what has failed.
+    store = PrefixStore(f"mesh_attention/attempts/{name}", default_store())
+    keys = [str(rank) for rank in range(ranks.size)]
+    with asking_the_store():
+        store.set(keys[ranks.rank], f"{kind}\n{reason}")
+        end = time.monotonic() + patience
+        while not (complete := store.check(keys)) and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
+        answers = [store.get(key).decode() for key in keys] if complete else []
+    if len({answer.split("\n")[0] for answer in answers}) != 1:
+        raise MeshAttentionError(
+            f"rank {ranks.rank} could not run a setting, and not all ranks say the same: {reason}"
+        )
+    return Refusal(answers[0].partition("\n")[2])  # as the first rank says
+
+
+def reason_of(error: BaseException) -> str | None:
+    """The refusal in one line; None where the error may be about something else."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text}"
+    return text if isinstance(error, PlanError | KernelRefusedError) else None
 
 
 def cuda_event() -> torch.cuda.Event:

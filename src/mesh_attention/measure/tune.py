@@ -3,10 +3,6 @@
 `mesh-attention tune` and benchmarks use it. The first rank searches, reads and writes. All ranks
 measure what it chooses, and times are those of the last rank that is done, so all of them agree on
 every number.
-
-A setting is refused where the planner or the kernels refuse it, or where memory ends, on every rank
-by itself. Any other error (a rank that ended, a lost store, a broken context, or an error that only
-some ranks see) says nothing about the setting, and is raised.
 """
 
 from __future__ import annotations
@@ -20,11 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.choose.auto import question_of
@@ -39,27 +33,16 @@ from mesh_attention.choose.tuned import (
     write_entries,
 )
 from mesh_attention.choose.tuning import Pair, Tuning, contenders
-from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.files import check_writable
-from mesh_attention.kernels.registry import KernelRefusedError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.rates import costs_of
-from mesh_attention.measure.ranks import MeasureError, Ranks
+from mesh_attention.measure.ranks import MeasureError, Ranks, Refusal, attempt
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.transport.groups import default_store
-from mesh_attention.runtime.transport.job_store import asking_the_store
 from mesh_attention.version import __version__
 
-MEASUREMENTS = 10
-LASTING = 2.0  # seconds of one measurement, about
 LEAST_RUNS, MOST_RUNS = 5, 30
-PATIENCE_SECONDS = 30.0  # for others to refuse the same
-_MOST_CHARACTERS = 240
-_PAUSE_SECONDS = 0.01
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -86,19 +69,22 @@ def tune_ranks(
     options: Mapping[str, Any] | None = None,
     *,
     output: Path | str,
-    measurements: int = MEASUREMENTS,
-    lasting: float = LASTING,
+    measurements: int = 10,
+    lasting: float = 2.0,
     again: bool = False,
     progress: Callable[[int, int], None] | None = None,
     tell_line: Callable[[str], None] | None = None,
 ) -> TuningOutcome:
-    """All ranks call it with the same arguments. At most so many `measurements` are made; those of
-    a tuning that was ended count, unless all is to be measured `again`. The answer goes to the file
-    `output`, unless the file has one that was measured faster and `again` is not set. `tell_line`
-    is called after every measurement."""
+    """All ranks call it with the same arguments. At most so many `measurements` are made, of about
+    `lasting` seconds each; those of a tuning that was ended count, unless all is to be measured
+    `again`. The answer goes to the file `output`, unless the file has one that was measured faster
+    and `again` is not set. `tell_line` is called after every measurement."""
     options = dict(options or {})
-    file: _Output = ranks.of_first(lambda: _output(ranks, problem, cluster, options, output))
-    known: Known = ranks.of_first(lambda: {} if again else file.known())
+    file: _Output = ranks.of_first(
+        lambda: _Output.of(ranks, wanted(problem, ranks.size, options), cluster, output)
+    )
+    earlier: Known = ranks.of_first(file.known)
+    known = {} if again else earlier
     settings: dict[Direction, list[Scored]] = ranks.of_first(
         lambda: contenders(problem, ranks.size, cluster, options)
     )
@@ -142,6 +128,21 @@ class _Output:
     asked: Wanted
     by: dict[str, Any]
 
+    @staticmethod
+    def of(ranks: Ranks, asked: Wanted, cluster: Cluster, output: Path | str) -> _Output:
+        """Refuses now what could not be written later."""
+        # Predictions and plans depend on all of the cluster.
+        text = json.dumps(asdict(cluster), sort_keys=True)
+        by = {
+            "device": torch.cuda.get_device_name() if ranks.is_cuda else ranks.device.type,
+            "backend": ranks.backend,
+            "torch": torch.__version__,
+            "cluster": hashlib.sha256(text.encode()).hexdigest()[:32],
+            "version": __version__,
+        }
+        check_writable(output)
+        return _Output(Path(output), asked, by)
+
     @property
     def measured_on(self) -> str:
         return f"{self.by['device']}, {self.by['backend']}, torch {self.by['torch']}"
@@ -171,26 +172,6 @@ class _Output:
         write_entries(self.file, entries)
 
 
-def _output(
-    ranks: Ranks, problem: Problem, cluster: Cluster, options: Mapping[str, Any], output: Path | str
-) -> _Output:
-    """Refuses now what could not be written later."""
-    asked = wanted(problem, ranks.size, options)
-    # Predictions and plans depend on all of the cluster.
-    text = json.dumps(asdict(cluster), sort_keys=True)
-    by = {
-        "device": torch.cuda.get_device_name() if ranks.is_cuda else ranks.device.type,
-        "backend": ranks.backend,
-        "torch": torch.__version__,
-        "cluster": hashlib.sha256(text.encode()).hexdigest()[:32],
-        "version": __version__,
-    }
-    check_writable(output)
-    file = _Output(Path(output), asked, by)
-    file.known()
-    return file
-
-
 def _measure(
     ranks: Ranks, problem: Problem, cluster: Cluster, pair: Pair, lasting: float
 ) -> dict[Direction, float]:
@@ -214,50 +195,6 @@ def _runs(tuning: Tuning) -> int:
         sum(tuning.measured.get(scored.key, inf) < inf for scored in every)
         for every in tuning.contenders.values()
     )
-
-
-class Refusal(NamedTuple):
-    """Why all ranks refuse a setting."""
-
-    reason: str
-
-
-def attempt(
-    ranks: Ranks, work: Callable[[], Result], *, patience: float = PATIENCE_SECONDS
-) -> Result | Refusal:
-    """All ranks make the same attempts. They agree by the store: a rank that is out of memory
-    cannot know at which collective the others are."""
-    name: str = ranks.of_first(lambda: uuid4().hex)
-    try:
-        return work()
-    except Exception as error:
-        reason = reason_of(error)
-        if reason is None:
-            raise
-        kind = type(error).__name__
-    # Not while the error is held, and with it the memory of what has failed.
-    store = PrefixStore(f"mesh_attention/attempts/{name}", default_store())
-    keys = [str(rank) for rank in range(ranks.size)]
-    with asking_the_store():
-        store.set(keys[ranks.rank], f"{kind}\n{reason}")
-        end = time.monotonic() + patience
-        while not (complete := store.check(keys)) and time.monotonic() < end:
-            time.sleep(_PAUSE_SECONDS)
-        answers = [store.get(key).decode() for key in keys] if complete else []
-    if len({answer.split("\n")[0] for answer in answers}) != 1:
-        raise MeshAttentionError(
-            f"rank {ranks.rank} could not run a setting, and not all ranks say the same: {reason}"
-        )
-    return Refusal(answers[0].partition("\n")[2])  # as the first rank says
-
-
-def reason_of(error: BaseException) -> str | None:
-    """The refusal in one line; None where the error may be about something else."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text}"
-    return text if isinstance(error, PlanError | KernelRefusedError) else None
 
 
 def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction, float]:

@@ -1,7 +1,7 @@
 """The page of `mesh-attention report`: one HTML file with everything in it, made of the facts.
 
 plotly.js draws the pictures; it comes with the Python package `plotly` (the extra `report`) and is
-put into the page whole. A policy in the page tells browsers to load nothing from the network.
+put into the page whole. A policy in `page.html` tells browsers to load nothing from the network.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from mesh_attention.errors import MissingPackageError
@@ -27,10 +28,6 @@ from mesh_attention.report.picture import Control, Picture
 from mesh_attention.report.plan_pictures import assignment_picture, gantt_picture
 from mesh_attention.version import __version__
 
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; base-uri 'none'; form-action 'none'"
-)
 _MOST_BUTTONS = 4  # choices of a control that stand side by side; more are a list
 _TITLES = {
     "assignment": "Who computes which tile",
@@ -79,48 +76,25 @@ def page_of(facts: ReportFacts, library: str) -> str:
         name: {key: variant._asdict() for key, variant in picture.variants.items()}
         for name, picture in pictures.items()
     }
-    here = files(__package__)
-    sections = [
-        _choice(facts),
-        methods_table(facts),
-        *map(_section, pictures.values()),
-        _notes(facts),
-    ]
     methods = " and ".join(dict.fromkeys(facts.chosen.values()))
-    title = f"{methods} on {facts.ranks} ranks of {facts.cluster}"
     links = {"choice": "The choice", "methods": TABLE_TITLE}
     links |= {name: _TITLES[name] for name in pictures} | {"notes": "How it was found"}
-    menu = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items())
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="mesh_attention {escape(__version__)}">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>
-{(here / "page.css").read_text(encoding="utf-8")}</style>
-</head>
-<body>
-<header>
-<h1>{escape(title)}</h1>
-<button type="button" id="theme" aria-pressed="false">dark colours</button>
-<p>{escape(facts.problem)}. Modelled, not measured.{_batch(facts)}</p>
-<nav aria-label="Parts of this page">{menu}</nav>
-</header>
-<main>
-{"".join(sections)}</main>
-<noscript><p>Pictures and sorting need JavaScript; the numbers of the table do not.</p></noscript>
-<script type="application/json" id="variants">{_json(variants)}</script>
-<script>{library}</script>
-<script>
-{(here / "page.js").read_text(encoding="utf-8")}</script>
-</body>
-</html>
-"""
+    sections = [_choice(facts), methods_table(facts), *map(_section, pictures.values())]
+
+    def file(name: str) -> str:
+        return (files(__package__) / name).read_text(encoding="utf-8")
+
+    return Template(file("page.html")).substitute(
+        version=escape(__version__),
+        title=escape(f"{methods} on {facts.ranks} ranks of {facts.cluster}"),
+        css=file("page.css"),
+        about=f"{escape(facts.problem)}. Modelled, not measured.{_batch(facts)}",
+        menu="".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items()),
+        sections="".join([*sections, _notes(facts)]),
+        variants=_json(variants),
+        library=library,
+        script=file("page.js"),
+    )
 
 
 def _json(value: Any) -> str:
