@@ -63,8 +63,8 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
     settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
     settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
     for name, options in settings:
-        one = Scored(way, name, options, 1.0, 1, True, "", True, 1, False)
-        row = RankedMethod({way: one}, known.asked)
+        scored = Scored(way, name, options, 1.0, 1, True, "", True, 1, False)
+        row = RankedMethod({way: scored}, known.asked)
         words = [word.split("=") for word in row.setting(way).split() if word != "-"]
         flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
         asked: dict[str, Any] = {"method": name, "directions": (way,)}
@@ -75,38 +75,40 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
 
 def test_json_ranks_methods_and_has_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *SMALL, "--heads", "8", "--kv-heads", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = found["methods"]
-    assert [one["seconds"] for one in rows] == sorted(one["seconds"] for one in rows)
-    assert found["chosen"] == {name: x for name, x in rows[0].items() if name != "tie"}
-    assert {one["method"] for one in rows} | {*found["refused"]} >= {*METHODS}
-    for one in rows:
-        for direction, bound in found["least_received_bytes"].items():
-            assert one["passes"][direction]["received_bytes"] >= 0.999 * bound
-        assert 0 < one["mfu_percent"] < 100
-        assert one["peak_bytes"] > 0
-        assert one["fits_gpu"]
-        assert one["tie"] == (one["seconds"] < rows[0]["seconds"] / 0.97)
+    answer = json.loads(capsys.readouterr().out)
+    rows = answer["methods"]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert answer["chosen"] == {name: x for name, x in rows[0].items() if name != "tie"}
+    assert {row["method"] for row in rows} | {*answer["refused"]} >= {*METHODS}
+    for row in rows:
+        for direction, bound in answer["least_received_bytes"].items():
+            assert row["passes"][direction]["received_bytes"] >= 0.999 * bound
+        assert 0 < row["mfu_percent"] < 100
+        assert row["peak_bytes"] > 0
+        assert row["fits_gpu"]
+        assert row["tie"] == (row["seconds"] < rows[0]["seconds"] / 0.97)
     default = find_default(Problem(8192, 8, 128, num_kv_heads=2), 4, "hgx-h100")
-    assert found["default"]["method"] == default.plan().method
-    assert found["default"]["simulated"]
-    assert found["default"]["seconds"] >= rows[0]["seconds"]
+    assert answer["default"]["method"] == default.plan().method
+    assert answer["default"]["simulated"]
+    assert answer["default"]["seconds"] >= rows[0]["seconds"]
 
 
 def test_where_the_default_differs_is_told() -> None:
     default = find_default(Problem(8192, 8, 64, mask=Mask(causal=True)), 4, "hgx-h100")
     begin = 'The default, method="auto",'
-    for factor, told in ((1.0, "makes the same plan"), (0.99, "as fast (within"), (0.5, "2 times")):
+    for factor, text in ((1.0, "makes the same plan"), (0.99, "as fast (within"), (0.5, "2 times")):
         passes = {
-            d: replace(one, seconds=factor * one.seconds, options=one.options | {"x": factor})
+            d: replace(
+                scored, seconds=factor * scored.seconds, options=scored.options | {"x": factor}
+            )
             if factor < 1
-            else one
-            for d, one in default.chosen.items()
+            else scored
+            for d, scored in default.chosen.items()
         }
         usual = RankedMethod(default.chosen, default.asked)
         line = _default_note(RankedMethod(passes, default.asked), usual)
         assert line.startswith(begin)
-        assert told in line
+        assert text in line
 
 
 def test_the_verdict_has_tokens_per_second_of_the_model_as_the_step_has_them(
@@ -140,10 +142,10 @@ def test_what_does_not_fit_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> 
     (ulysses,) = (line for line in out.splitlines() if line.startswith("ulysses  "))
     assert " !" in ulysses
     assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert not found["chosen"]["fits_gpu"]
-    assert found["chosen"]["peak_bytes"] > found["gpu_bytes"] == 107374
-    assert not any(one["fits_gpu"] for one in found["methods"])
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["chosen"]["fits_gpu"]
+    assert answer["chosen"]["peak_bytes"] > answer["gpu_bytes"] == 107374
+    assert not any(row["fits_gpu"] for row in answer["methods"])
 
 
 def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,13 +187,13 @@ def test_auto_is_a_method_of_every_command(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
-    one = SimpleNamespace(name="ring", seconds=0.002, is_simulated=True)
-    found: Any = SimpleNamespace(
-        place={"layout": "contiguous"}, unmoved={Direction.FORWARD: one}, seconds=0.001
+    ring = SimpleNamespace(name="ring", seconds=0.002, is_simulated=True)
+    choice: Any = SimpleNamespace(
+        place={"layout": "contiguous"}, unmoved={Direction.FORWARD: ring}, seconds=0.001
     )
-    told, _ = _moved_note(found)
-    assert "layout='contiguous'" in told
-    assert "ring: 2 ms, 2 times as long" in told
+    note, _ = _moved_note(choice)
+    assert "layout='contiguous'" in note
+    assert "ring: 2 ms, 2 times as long" in note
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_search(

@@ -65,16 +65,18 @@ def drawn(seed: int) -> tuple[Problem, int, Cluster]:
 def is_not_slower(seed: int) -> None:
     problem, ranks, cluster = drawn(seed)
     for direction in Direction:
-        found = find_best(problem, ranks, cluster, directions=(direction,))
+        auto_choice = find_best(problem, ranks, cluster, directions=(direction,))
         for method in METHODS:
             try:
-                one = find_best(problem, ranks, cluster, method=method, directions=(direction,))
+                method_choice = find_best(
+                    problem, ranks, cluster, method=method, directions=(direction,)
+                )
             except PlanError:
-                assert method in found.refused
+                assert method in auto_choice.refused
                 continue
-            best = one.chosen[direction]
+            best = method_choice.chosen[direction]
             if best.fits and best.is_simulated:
-                assert found.seconds <= (1 + TIE) * best.seconds, (seed, method)
+                assert auto_choice.seconds <= (1 + TIE) * best.seconds, (seed, method)
 
 
 def test_it_is_not_slower_than_any_method_at_its_best() -> None:
@@ -106,25 +108,27 @@ def test_the_best_of_a_method_is_at_least_as_fast_as_its_own_choice(method: str)
 
 def test_layouts_are_searched_and_the_best_that_leaves_tokens_is_known_too() -> None:
     problem = Problem(16384, 2, 128, mask=Mask(causal=True, window=(512, 0)))
-    found = find_best(problem, 4, "paper")
-    assert found.place == {"layout": "contiguous"}
-    assert found.plan().q_layout.kind == "contiguous"
-    for one in found.unmoved.values():
-        plan = found.asked.plan(one.direction, one.name, one.options)
+    choice = find_best(problem, 4, "paper")
+    assert choice.place == {"layout": "contiguous"}
+    assert choice.plan().q_layout.kind == "contiguous"
+    for setting in choice.unmoved.values():
+        plan = choice.asked.plan(setting.direction, setting.name, setting.options)
         assert plan.q_layout.kind == "zigzag"
         assert plan.devices == tuple(range(4))
-    assert found.seconds < sum(one.seconds for one in found.unmoved.values())
-    given = find_best(problem, 4, "paper", options={"layout": "zigzag"})
-    assert given.place == {}
-    assert given.plan().q_layout.kind == "zigzag"
+    assert choice.seconds < sum(setting.seconds for setting in choice.unmoved.values())
+    zigzag_choice = find_best(problem, 4, "paper", options={"layout": "zigzag"})
+    assert zigzag_choice.place == {}
+    assert zigzag_choice.plan().q_layout.kind == "zigzag"
 
 
 def test_both_passes_of_a_method_are_told_of_one_place() -> None:
     problem = Problem(8192, 4, 64, num_kv_heads=1, element_bytes=4, mask=Mask(causal=True))
-    found = find_best(problem, 5, "a100-roce")
-    assert {*found.methods} | {*found.refused} <= {*METHODS}
-    for row in found.methods.values():
-        plans = [found.asked.plan(at, one.name, one.options) for at, one in row.items()]
+    choice = find_best(problem, 5, "a100-roce")
+    assert {*choice.methods} | {*choice.refused} <= {*METHODS}
+    for row in choice.methods.values():
+        plans = [
+            choice.asked.plan(at, setting.name, setting.options) for at, setting in row.items()
+        ]
         assert len({(plan.q_layout, plan.devices) for plan in plans}) == 1
 
 
@@ -133,48 +137,50 @@ def test_both_passes_of_a_method_are_told_of_one_place() -> None:
 )
 def test_there_is_always_an_answer_whose_plan_holds(ranks: int, tokens: int) -> None:
     problem = replace(problem_of(tokens), mask=Mask(causal=True))
-    found = find_best(problem, ranks, "hgx-h100")
-    plan = found.plan()
+    choice = find_best(problem, ranks, "hgx-h100")
+    plan = choice.plan()
     assert verify(plan) == []
-    assert [one.direction for one in plan.passes] == list(Direction)
-    for direction, one in found.chosen.items():
-        assert one.timeline is not None
-        assert one.seconds == one.timeline.runtime_seconds
-        simulated = one.timeline.plan.direction(direction)
+    assert [pass_.direction for pass_ in plan.passes] == list(Direction)
+    for direction, setting in choice.chosen.items():
+        assert setting.timeline is not None
+        assert setting.seconds == setting.timeline.runtime_seconds
+        simulated = setting.timeline.plan.direction(direction)
         assert plan.direction(direction).programs == simulated.programs
 
 
 def test_the_default_is_what_every_door_makes_and_leaves_tokens_where_they_are() -> None:
     problem = Problem(16384, 4, 128, mask=Mask(causal=True, window=(512, 0)))
-    found = find_default(problem, 4, "paper")
-    assert found.place == {}
-    assert found.plan().q_layout.kind == "zigzag"
-    assert digest(make_plan(problem, 4, cluster="paper")) == digest(found.plan())
+    default = find_default(problem, 4, "paper")
+    assert default.place == {}
+    assert default.plan().q_layout.kind == "zigzag"
+    assert digest(make_plan(problem, 4, cluster="paper")) == digest(default.plan())
 
 
 def test_what_is_given_stays_and_narrows_the_methods() -> None:
     how: dict[str, Any] = {"directions": (Direction.FORWARD,), "options": {"tile": (2, 2)}}
-    found = find_best(problem_of(4096), 4, PAPER, **how)
-    assert found.chosen[Direction.FORWARD].options["tile"] == (2, 2)
-    assert all("tile" in METHODS[name].options() for name in found.methods)
+    choice = find_best(problem_of(4096), 4, PAPER, **how)
+    assert choice.chosen[Direction.FORWARD].options["tile"] == (2, 2)
+    assert all("tile" in METHODS[name].options() for name in choice.methods)
     cut: dict[str, Any] = {"chunks": (1, 1), "head_slices": (2, 8)}
-    (one, _) = find_best(problem_of(65536), 8, PAPER, method="mesh", options=cut).chosen.values()
-    assert one.options.items() >= cut.items()
+    (setting, _) = find_best(
+        problem_of(65536), 8, PAPER, method="mesh", options=cut
+    ).chosen.values()
+    assert setting.options.items() >= cut.items()
 
 
 def test_refusals_are_the_methods_own() -> None:
-    for options, told in (
+    for options, message in (
         ({"team": 1, "inner": 2}, "no method has all of the options inner, team"),
         ({"tyle": (2, 2)}, "no method has an option 'tyle'"),
     ):
-        with pytest.raises(PlanError, match=told):
+        with pytest.raises(PlanError, match=message):
             find_best(problem_of(4096), 4, PAPER, options=options)
-    for method, shape, told in (
+    for method, shape, message in (
         ("mesh", (3, 3), "tiles that fit"),
         ("ring", (4, 4), "has no option 'tile'"),
         ("rng", (4, 4), "known methods"),
     ):
-        with pytest.raises(PlanError, match=told):
+        with pytest.raises(PlanError, match=message):
             find_best(problem_of(), 16, PAPER, method=method, options={"tile": shape})
 
 
@@ -182,8 +188,8 @@ def test_what_fits_into_memory_wins() -> None:
     problem, how = problem_of(65536), {"method": "mesh", "directions": (Direction.FORWARD,)}
 
     def peak(cluster: Cluster) -> tuple[int, float]:
-        found = find_best(problem, 4, cluster, **how)  # type: ignore[arg-type]
-        return found.chosen[Direction.FORWARD].peak_bytes, found.seconds
+        choice = find_best(problem, 4, cluster, **how)  # type: ignore[arg-type]
+        return choice.chosen[Direction.FORWARD].peak_bytes, choice.seconds
 
     def with_memory(num_bytes: float) -> Cluster:
         return replace(SMALL, gpu=replace(SMALL.gpu, memory_gib=num_bytes / 2**30))
@@ -203,10 +209,10 @@ def test_rings_of_one_unit_are_not_called_a_double_ring() -> None:
 
 
 def test_progress_grows_to_the_end() -> None:
-    told: list[tuple[int, int]] = []
-    find_best(problem_of(4096), 2, PAPER, progress=lambda *now: told.append(now))
-    assert [done for done, _ in told] == list(range(1, len(told) + 1))
-    assert all(done <= total for done, total in told)
+    steps: list[tuple[int, int]] = []
+    find_best(problem_of(4096), 2, PAPER, progress=lambda *now: steps.append(now))
+    assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
+    assert all(done <= total for done, total in steps)
 
 
 def test_a_row_of_the_table_is_all_that_a_search_needs_to_know_a_method(

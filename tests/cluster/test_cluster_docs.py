@@ -54,12 +54,12 @@ def test_the_pages_name_every_cluster() -> None:
 
 def test_the_generator_of_scaling_writes_every_cell() -> None:
     generator = runpy.run_path(str(DOCS / "make_scaling.py"))
-    point, found = generator["Point"], generator["Found"]
+    point, result_type = generator["Point"], generator["Found"]
     scaling = {4: 65536, 16: 131072}
     rows = generator["rows_of"]("paper", scaling)
     points = [point for row in rows for cell in generator["cells"](row) for point in cell]
     assert len(points) == len(scaling) * 4 * len(generator["METHODS"])
-    times = {point: found(1.0 + (point.method != "mesh"), 50.0) for point in points}
+    times = {point: result_type(1.0 + (point.method != "mesh"), 50.0) for point in points}
     text = generator["table"]("paper", scaling, times)
     assert text.count("**50.0/50.0**") == len(rows)
     small = point("paper", True, "backward", 4, 4096, "usp")

@@ -27,9 +27,9 @@ def text_of(name: str) -> str:
 
 def changed(line: str, instead: str) -> str:
     """The good file with one line (given by its beginning) replaced, or left out."""
-    found = re.subn(rf"(?m)^{re.escape(line)}.*$", instead, GOOD, count=1)
-    assert found[1] == 1, line
-    return found[0]
+    text_and_count = re.subn(rf"(?m)^{re.escape(line)}.*$", instead, GOOD, count=1)
+    assert text_and_count[1] == 1, line
+    return text_and_count[0]
 
 
 def test_the_promised_clusters_ship() -> None:
@@ -62,7 +62,11 @@ def test_every_shipped_cluster_is_read_and_named_as_its_file(name: str) -> None:
     assert cluster.description
     assert cluster.num_ranks >= 256
     for direction in Direction:
-        curves = [r for one in cluster.passes(direction).values() for r in one.rates.values()]
+        curves = [
+            r
+            for pass_rates in cluster.passes(direction).values()
+            for r in pass_rates.rates.values()
+        ]
         assert len(curves) >= 3
         assert all(0 < rate.tflops < cluster.gpu.peak_tflops for rate in curves)
     inside, between = costs_of(cluster, 8), costs_of(cluster, 256)

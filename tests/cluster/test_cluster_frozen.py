@@ -11,15 +11,15 @@ from mesh_attention import choose, cost, machine
 
 
 def test_every_dataclass_of_clusters_is_frozen() -> None:
-    found = {
-        name: one.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    frozen_by_name = {
+        name: member.__dataclass_params__.frozen  # type: ignore[attr-defined]
         for package in (machine, cost, choose)
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        for name, one in inspect.getmembers(importlib.import_module(info.name), inspect.isclass)
-        if one.__module__ == info.name and dataclasses.is_dataclass(one)
+        for name, member in inspect.getmembers(importlib.import_module(info.name), inspect.isclass)
+        if member.__module__ == info.name and dataclasses.is_dataclass(member)
     }
-    assert [name for name, frozen in found.items() if not frozen] == [
+    assert [name for name, frozen in frozen_by_name.items() if not frozen] == [
         "RankTimes",
         "Tuning",
     ]  # fill up
-    assert len(found) > 20
+    assert len(frozen_by_name) > 20

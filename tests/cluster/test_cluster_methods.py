@@ -33,7 +33,7 @@ def test_every_method_simulates_on_every_cluster(
 ) -> None:
     for ranks in (8, 16) if cluster == "paper" else (16,):
         timeline = timeline_of(method, ranks, cluster=cluster, direction=direction)
-        found = timeline.to_json()
+        summary = timeline.to_json()
         counted = count(timeline.plan)[direction]
         expected = tuple(rank.total.received_bytes for rank in counted.ranks)
         assert timeline.received_bytes == expected
@@ -41,12 +41,12 @@ def test_every_method_simulates_on_every_cluster(
             timeline.plan, passes=(timeline.pass_,)
         )  # in no more memory than planned
         least = count(compiled)[direction].peak_buffer_bytes
-        assert found["runtime_seconds"] > 0
-        assert 0 < found["mfu_percent"] < 100
-        assert 0 <= found["exposed_communication_seconds"] < found["runtime_seconds"]
-        assert found["workspace_bytes"] >= least
+        assert summary["runtime_seconds"] > 0
+        assert 0 < summary["mfu_percent"] < 100
+        assert 0 <= summary["exposed_communication_seconds"] < summary["runtime_seconds"]
+        assert summary["workspace_bytes"] >= least
         assert least <= counted.peak_buffer_bytes
-        assert found["peak_bytes"] > found["workspace_bytes"]
+        assert summary["peak_bytes"] > summary["workspace_bytes"]
 
 
 @pytest.mark.parametrize("method", METHODS)

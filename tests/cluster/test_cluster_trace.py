@@ -20,11 +20,11 @@ LANES = {0: "compute", 1: "communication"}
 
 def slices(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """By process and thread, as in the file."""
-    found = defaultdict(list)
+    events_by_lane = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
-    return found
+            events_by_lane[event["pid"], event["tid"]].append(event)
+    return events_by_lane
 
 
 def both(method: str, ranks: int = 8) -> list[Timeline]:

@@ -57,16 +57,16 @@ def test_one_rank_of_each_unit_has_the_timeline_of_all(
     ranks: int, method: str, options: dict[str, Any], mask: Mask, direction: Direction
 ) -> None:
     plan = plan_of(ranks, method, mask, **options)
-    one = plan.direction(direction)
-    assert simulated(plan, direction) == ranks // one.copies < ranks
+    pass_ = plan.direction(direction)
+    assert simulated(plan, direction) == ranks // pass_.copies < ranks
     quick = simulate(plan, HGX, direction)
     every = replace(plan, passes=tuple(replace(x, copies=1) for x in plan.passes))
     assert simulated(every, direction) == ranks
     slow = simulate(every, HGX, direction)
     assert quick.runtime_seconds == pytest.approx(slow.runtime_seconds, rel=1e-12)
-    for mine, other in zip(quick.ranks, slow.ranks, strict=True):
-        assert mine.start == pytest.approx(other.start, rel=1e-12, abs=1e-15)
-        assert mine.end == pytest.approx(other.end, rel=1e-12, abs=1e-15)
+    for quick_rank, slow_rank in zip(quick.ranks, slow.ranks, strict=True):
+        assert quick_rank.start == pytest.approx(slow_rank.start, rel=1e-12, abs=1e-15)
+        assert quick_rank.end == pytest.approx(slow_rank.end, rel=1e-12, abs=1e-15)
     assert quick.received_bytes == slow.received_bytes
     assert quick.far_bytes == slow.far_bytes
     assert quick.workspace_bytes == slow.workspace_bytes

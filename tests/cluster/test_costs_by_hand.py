@@ -75,22 +75,24 @@ SLOWER = 1.0 + 8.0 + 0.25
 def test_a_full_call_takes_its_pairs_at_the_rate_of_its_size_and_a_pass_over_its_result() -> None:
     flops = 2 * 64 * 64 * 4 * (8 + 4)
     stored = 64 * 4 * 4 * (2 + 4)
-    found = seconds(ring(), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 1e-9 + stored * 1e-9,), rel=1e-12, abs=0)
+    call_seconds = seconds(ring(), Direction.FORWARD, cluster())
+    assert call_seconds == pytest.approx((flops * SLOWER * 1e-9 + stored * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_backward_takes_two_and_a_half_times_the_work_and_a_pass_over_three_gradients() -> None:
     flops = 2.5 * 2 * 64 * 64 * 4 * (8 + 4)
     stored = (64 * 4 * 8 + 64 * 2 * (8 + 4)) * (2 + 4)
-    found = seconds(ring(), Direction.BACKWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 2e-9 + stored * 1e-9,), rel=1e-12, abs=0)
+    call_seconds = seconds(ring(), Direction.BACKWARD, cluster())
+    assert call_seconds == pytest.approx((flops * SLOWER * 2e-9 + stored * 1e-9,), rel=1e-12, abs=0)
 
 
 def test_a_causal_call_takes_the_pairs_on_and_below_the_diagonal_at_its_own_rate() -> None:
     flops = 2 * (64 * 65 // 2) * 4 * (8 + 4)
     stored = 64 * 4 * 4 * (2 + 4)
-    found = seconds(ring(causal=True), Direction.FORWARD, cluster())
-    assert found == pytest.approx((flops * SLOWER * 0.5e-9 + stored * 1e-9,), rel=1e-12, abs=0)
+    call_seconds = seconds(ring(causal=True), Direction.FORWARD, cluster())
+    assert call_seconds == pytest.approx(
+        (flops * SLOWER * 0.5e-9 + stored * 1e-9,), rel=1e-12, abs=0
+    )
 
 
 def test_a_call_lasts_no_less_than_its_launch_and_gaps_come_before_the_call_and_its_merge() -> None:
@@ -122,12 +124,12 @@ def test_parts_of_a_call_that_was_split_are_calls_of_their_own() -> None:
     plan = make_plan(Problem(4 * 1024, 64, 8), 4, method="mesh", tile=(2, 2), chunks=(1, 1))
     base = cluster()
     quick = replace(base, gpu=replace(base.gpu, memory_gb_per_second=1e9))  # merges take no time
-    found = seconds(plan, Direction.FORWARD, quick)
+    call_seconds = seconds(plan, Direction.FORWARD, quick)
     expected = [
         2 * rows * 2048 * 64 * (8 + 8) * (1 + 32 / rows + 16 / 2048) * 1e-9
         for rows in (640, 640, 768)
     ]
-    assert found == pytest.approx(expected, rel=1e-6, abs=0)
+    assert call_seconds == pytest.approx(expected, rel=1e-6, abs=0)
 
 
 def test_both_parts_of_a_call_whose_end_leaves_sms_last_a_whole_number_of_rounds() -> None:
@@ -194,8 +196,8 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
     base = cluster()
     network = replace(base.network, collective=CollectiveLink(100.0, 20.0, 5.0))
     expected = (20 + 2 * 2 + 5) * MICRO + 3 * 1000 / 4e9
-    found = gather((0, 2, 4, 6), replace(base, network=network))
-    assert found == pytest.approx(expected, rel=1e-12, abs=0)
+    gather_seconds = gather((0, 2, 4, 6), replace(base, network=network))
+    assert gather_seconds == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +221,8 @@ def test_where_the_network_is_fast_a_gather_takes_the_handing_on_inside_the_node
 def test_an_all_to_all_takes_the_slowest_of_what_leaves_and_comes_inside_and_outside(
     ranks: tuple[int, ...], sent: dict[int, int], received: dict[int, int], expected: float
 ) -> None:
-    found = exchange(ranks, cluster(), sent, received)
-    assert found == pytest.approx(expected, rel=1e-12, abs=0)
+    exchange_seconds = exchange(ranks, cluster(), sent, received)
+    assert exchange_seconds == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def exchange_of_two(**network: Any) -> float:
@@ -231,21 +233,22 @@ def exchange_of_two(**network: Any) -> float:
 
 
 def test_no_flow_of_an_all_to_all_is_faster_than_point_to_point() -> None:
-    found = exchange_of_two(collective=CollectiveLink(100.0, 20.0, 5.0))
-    assert found == pytest.approx(20 * MICRO + 200_000 / 1e9, rel=1e-12, abs=0)
+    exchange_seconds = exchange_of_two(collective=CollectiveLink(100.0, 20.0, 5.0))
+    assert exchange_seconds == pytest.approx(20 * MICRO + 200_000 / 1e9, rel=1e-12, abs=0)
 
 
 def test_all_to_alls_between_nodes_have_a_rate_and_a_cost_for_each_message_of_their_own() -> None:
-    found = exchange_of_two
     own = ManyPeersLink(0.25, 3.0)
-    assert found(all_to_all=own) == pytest.approx(26 * MICRO + 300_000 / 0.25e9, rel=1e-12, abs=0)
+    assert exchange_of_two(all_to_all=own) == pytest.approx(
+        26 * MICRO + 300_000 / 0.25e9, rel=1e-12, abs=0
+    )
     # Left out: what point-to-point flows of a node carry together, through each of its two NICs,
     # but not less than one of them alone, nor more than collectives do.
     fast = CollectiveLink(100.0, 20.0, 5.0)
     for node_gb, rate in ((3.0, 1.5), (1.0, 1.0), (999.0, 100.0)):
         expected = (20 + 2 * 7 / 16) * MICRO + 300_000 / (rate * 1e9)
         expected = max(expected, 20 * MICRO + 200_000 / 1e9)  # the longest message alone
-        assert found(collective=fast, peer_node_gb_per_second=node_gb) == pytest.approx(
+        assert exchange_of_two(collective=fast, peer_node_gb_per_second=node_gb) == pytest.approx(
             expected, rel=1e-12, abs=0
         )
 
@@ -255,8 +258,8 @@ def test_a_message_takes_the_link_inside_a_node_or_the_one_between_nodes() -> No
         (0, 3, 3 * MICRO + 800 / 8e9),
         (3, 4, 7 * MICRO + 800 / 1e9),
     ):
-        found = flow_seconds(cluster().links, source, target, 800)
-        assert found == pytest.approx(expected, rel=1e-12, abs=0)
+        message_seconds = flow_seconds(cluster().links, source, target, 800)
+        assert message_seconds == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_ranks_share_the_nics_of_their_node_in_equal_blocks() -> None:

@@ -63,13 +63,15 @@ SLOW = (
 
 def seconds(plan: Plan, cluster: str) -> float:
     machine = load_cluster(cluster)
-    return sum(simulate(plan, machine, one).runtime_seconds for one in Direction)
+    return sum(simulate(plan, machine, direction).runtime_seconds for direction in Direction)
 
 
 def least_seconds(plan: Plan, cluster: str) -> float:
     """A bound that no simulation is below."""
     machine = load_cluster(cluster)
-    return sum(estimate(plan, machine, one, ranks=(0,)).least_seconds for one in Direction)
+    return sum(
+        estimate(plan, machine, direction, ranks=(0,)).least_seconds for direction in Direction
+    )
 
 
 @pytest.mark.parametrize(

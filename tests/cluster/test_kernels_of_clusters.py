@@ -34,18 +34,20 @@ PACKED = replace(CAUSAL, mask=Mask(causal=True, documents=(0, 9000, 30000, 1 << 
 RATE = KernelRate(1e-3, 0.0, 0.0)  # a FLOP a nanosecond
 DENSE = PassRates(False, True, 0, 0.0, RATE, RATE, RATE)
 KEYS_IN_RUNS = {
-    name for name, one in library_kernels().items() if one.backward and one.backward.keys_in_runs
+    name
+    for name, rates in library_kernels().items()
+    if rates.backward and rates.backward.keys_in_runs
 }
 RANGES = PassRates(True, True, 0, 0.0, RATE, None, RATE)
 
 
 def having(cluster: Cluster, **kernels: PassRates) -> Cluster:
-    both = {name: KernelRates(one, one) for name, one in kernels.items()}
+    both = {name: KernelRates(rates, rates) for name, rates in kernels.items()}
     return replace(cluster, kernels=both)
 
 
 def without(cluster: Cluster, *names: str) -> Cluster:
-    kept = {name: one for name, one in cluster.kernels.items() if name not in names}
+    kept = {name: rates for name, rates in cluster.kernels.items() if name not in names}
     return replace(cluster, kernels=kept)
 
 
@@ -124,7 +126,7 @@ def test_a_kernel_that_lets_transfers_begin_hides_what_another_exposes() -> None
     rate = KernelRate(700.0, 60.0, 400.0)
     lets = PassRates(False, True, 0, 40.0, rate, rate, rate)
     holds = replace(lets, lets_transfers_begin=False)
-    hidden, exposed = (simulate(plan, having(hgx, only=one)) for one in (lets, holds))
+    hidden, exposed = (simulate(plan, having(hgx, only=rates)) for rates in (lets, holds))
     assert hidden.exposed_communication_seconds < 0.8 * exposed.exposed_communication_seconds
     assert hidden.runtime_seconds < exposed.runtime_seconds
 
@@ -163,9 +165,9 @@ def test_beside_a_transfer_a_call_loses_the_sms_that_it_leaves_and_no_call_does_
 
     alone = replace(slow, disturbance=replace(slow.disturbance, compute_slowdown=0.0))
     assert first(slow, 16) == pytest.approx(first(alone, 0) * 132 / 116)
-    one = make_plan(Problem(4096, 4, 8), 1, method="mesh")
+    single_rank_plan = make_plan(Problem(4096, 4, 8), 1, method="mesh")
     margins = [
-        simulate(one, having(hgx, only=replace(kernel, sm_margin=m))).runtime_seconds
+        simulate(single_rank_plan, having(hgx, only=replace(kernel, sm_margin=m))).runtime_seconds
         for m in (0, 16)
     ]
     assert margins[0] == margins[1]
@@ -179,9 +181,9 @@ def test_a_kernel_can_be_asked_for_and_others_do_what_it_cannot() -> None:
     assert others
     assert "flash_attn3" not in others
     best = find_best(CAUSAL, 4, hgx, method="mesh", kernel="cudnn", options={"chunks": (1, 1)})
-    for one in best.chosen.values():
-        assert one.timeline is not None
-        assert set(one.timeline.kernels) == {"cudnn"}
+    for setting in best.chosen.values():
+        assert setting.timeline is not None
+        assert set(setting.timeline.kernels) == {"cudnn"}
     with pytest.raises(ClusterError, match="kernel=fast: hgx-h100 has curves of cuda_flash, cudnn"):
         simulate(plan, hgx, kernel="fast")
 
@@ -199,14 +201,14 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
         assert used
         assert all(name in line for name in used)
     assert main([*command, "--kernel", "cudnn", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["forward"]["kernels"] == found["backward"]["kernels"] == {"cudnn": 1.0}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["forward"]["kernels"] == answer["backward"]["kernels"] == {"cudnn": 1.0}
     assert main([*command, "--kernel", "fast"]) == 2
     assert "--kernel fast: hgx-h100 has curves of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("kernels", "told"),
+    ("kernels", "message"),
     [
         ('[more_kernels.mine]\n', "kernels.mine has neither forward nor backward"),
         (
@@ -218,9 +220,9 @@ def test_the_summary_and_json_name_the_kernels(capsys: pytest.CaptureFixture[str
         ('[more_kernels."a\\nb"]\n', "is not the name of a kernel"),
     ],
 )  # fmt: skip
-def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, told: str) -> None:
+def test_a_kernel_that_can_do_nothing_is_refused(kernels: str, message: str) -> None:
     text = files("mesh_attention.machine").joinpath("clusters/hgx-h100.toml").read_text()
-    with pytest.raises(ClusterError, match=told):
+    with pytest.raises(ClusterError, match=message):
         parse_cluster(f"{text}\n{kernels}", "mine")
 
 
@@ -249,8 +251,8 @@ def test_keys_one_by_one_and_padded_rows_go_to_the_kernels_that_the_runtime_woul
         for name in KEYS_IN_RUNS:
             with pytest.raises(KernelRefusedError) as refused:  # there is no GPU, or no package
                 choose(request, force=name)
-            told = str(refused.value)
-            refusing[tokens, layout] = "in runs" in told or "reads padded rows" in told
+            message = str(refused.value)
+            refusing[tokens, layout] = "in runs" in message or "reads padded rows" in message
             assert not refusing[tokens, layout] or name not in used
     assert [*refusing.values()] == [False, True, True]
     alone = without(cluster, *(name for name in cluster.kernels if name not in KEYS_IN_RUNS))
@@ -280,19 +282,19 @@ def test_full_calls_last_rounds_of_tiles_and_short_ones_another_beside_a_transfe
     """A tile takes a second on an SM of four, of which one is left to transfers."""
     rates = PassRates(False, True, 1, 0.0, RATE, RATE, RATE, tile_rows=128)
     size = CallSize("full", 128 * tiles, 128, 128 * 128 * tiles, 1, 1)
-    for one, seconds, part in (
+    for pass_rates, seconds, part in (
         (rates, rounds, lost),
         (replace(rates, tile_rows=None), tiles / 4, 1 / 4),
     ):
-        found = kernel_seconds(one, few_sms(4).gpu, size, tiles / 4 * 1e9)
-        assert found == pytest.approx(seconds)
-        assert lost_by_leaving(one, 4, size, 1) == pytest.approx(part)
+        call_seconds = kernel_seconds(pass_rates, few_sms(4).gpu, size, tiles / 4 * 1e9)
+        assert call_seconds == pytest.approx(seconds)
+        assert lost_by_leaving(pass_rates, 4, size, 1) == pytest.approx(part)
 
 
 @pytest.mark.parametrize("rows", [16 * 128, 17 * 128, 60 * 128])
 def test_a_call_in_two_parts_of_which_one_leaves_sms_takes_no_longer_than_in_one(rows: int) -> None:
-    mine = PassRates(False, True, 16, 0.0, RATE, RATE, RATE, tile_rows=128)
-    where = having(few_sms(20), mine=mine)
+    rates = PassRates(False, True, 16, 0.0, RATE, RATE, RATE, tile_rows=128)
+    where = having(few_sms(20), only=rates)
     plan = make_plan(Problem(rows, 1, 128), 1, method="mesh", chunks=(1, 1))
     program, costs = compiled_rank(plan, where, Direction.FORWARD)
     op = next(op for op in program.operations if isinstance(op, Attend))
@@ -313,7 +315,7 @@ def test_no_causal_square_takes_less_time_than_its_last_tile(rows: int, longer: 
     problem = Problem(rows, 1, 128, mask=Mask(causal=True))
     plan = make_plan(problem, 1, method="mesh", chunks=(1, 1), directions=(Direction.FORWARD,))
     tiled, untiled = (
-        timed_calls(plan, having(few_sms(4), mine=one), Direction.FORWARD)[0].seconds
-        for one in (rates, replace(rates, tile_rows=None))
+        timed_calls(plan, having(few_sms(4), only=pass_rates), Direction.FORWARD)[0].seconds
+        for pass_rates in (rates, replace(rates, tile_rows=None))
     )
     assert tiled / untiled == pytest.approx(longer, rel=1e-3)

@@ -30,10 +30,10 @@ def calibration() -> ModuleType:
 def test_simulated_mfu_is_near_the_published_one_and_methods_come_in_the_same_order() -> None:
     """A minute and a half of one core, most of it for eight rings."""
     script = calibration()
-    found = script.run_all(load_cluster("paper"))
-    print(script.table(found))
-    summary = script.summary(found)
-    assert len(found) == 28
+    results = script.run_all(load_cluster("paper"))
+    print(script.table(results))
+    summary = script.summary(results)
+    assert len(results) == 28
     assert summary["geometric_mean_ratio_error"] <= 1.08, summary
     assert summary["worst_ratio_error"] <= 1.25, summary
     assert summary["same_order_of_methods_in_every_row"], summary
@@ -43,11 +43,11 @@ def test_simulated_mfu_is_near_the_published_one_and_methods_come_in_the_same_or
 def test_without_the_rings_the_shorter_sequence_is_explained_too() -> None:
     script = calibration()
     cells = [c for c in script.cells() if c.tokens == "256K" and c.method != "ring"]
-    found = script.run_all(load_cluster("paper"), {c: script.METHODS[c.method] for c in cells})
-    assert len(found) == 10
-    for cell, one in found.items():
-        assert abs(one.error) <= math.log(1.25), (cell, one.mfu)
+    results = script.run_all(load_cluster("paper"), {c: script.METHODS[c.method] for c in cells})
+    assert len(results) == 10
+    for cell, result in results.items():
+        assert abs(result.error) <= math.log(1.25), (cell, result.mfu)
     for row in {cell.row for cell in cells}:
         methods = [cell for cell in cells if cell.row == row]
         published = sorted(methods, key=lambda cell: cell.published)
-        assert published == sorted(methods, key=lambda cell: found[cell].mfu)
+        assert published == sorted(methods, key=lambda cell: results[cell].mfu)

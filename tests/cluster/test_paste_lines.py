@@ -40,10 +40,10 @@ def pasted(line: str, ranks: int) -> tuple[Problem | None, Plan]:
         return problem, make_plan(problem, ranks, **said)
 
     names: dict[str, Any] = {"group": group, "torch": torch, "Mask": Mask}
-    found: tuple[Problem | None, Plan] = eval(
+    problem_and_plan: tuple[Problem | None, Plan] = eval(
         line.removeprefix("cp = "), names | {"ContextParallel": plan_of}
     )
-    return found
+    return problem_and_plan
 
 
 SLICES = [[[0, 640], [0, 640], "causal"], [[640, 960], [0, 320], "full"]]
@@ -97,13 +97,13 @@ def test_the_line_makes_the_plan_that_was_promised(
     (tmp_path / "slices.json").write_text(json.dumps(SLICES))
     asked = f"advise --json --cluster {cluster} --ranks {ranks} {words}"
     assert main([*asked.split(), "--output", "a plan.json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     chosen = {
-        Direction(d): (one["method"], one["options"])
-        for d, one in found["chosen"]["passes"].items()
+        Direction(d): (pass_answer["method"], pass_answer["options"])
+        for d, pass_answer in answer["chosen"]["passes"].items()
     }
     promised = digest(question_of(load_cluster(cluster), problem, ranks, chosen).plan())
-    said, plan = pasted(found["python"], ranks)
+    said, plan = pasted(answer["python"], ranks)
     assert said in (None, problem)
     assert digest(plan) == promised
     assert digest(pasted("ContextParallel(group, plan='a plan.json')", ranks)[1]) == promised
@@ -119,6 +119,6 @@ def test_a_line_that_needs_a_file_says_how_it_is_written() -> None:
         Direction.BACKWARD: mesh.chosen[Direction.BACKWARD],
     }
     line = "cp = ContextParallel(group, plan='plan.json')"
-    found = replace(mesh, chosen=mixed, unmoved=mixed)
-    assert python_line(found) == f"{line}  # advise --output plan.json writes it"
-    assert python_line(found, Path("plan.json")) == line
+    mixed_choice = replace(mesh, chosen=mixed, unmoved=mixed)
+    assert python_line(mixed_choice) == f"{line}  # advise --output plan.json writes it"
+    assert python_line(mixed_choice, Path("plan.json")) == line

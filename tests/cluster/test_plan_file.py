@@ -46,15 +46,15 @@ def test_what_is_read_is_what_was_written(
     question = asked(passes, problem)
     write_choice(tmp_path / "plan.json", question)
     assert (tmp_path / "plan.json").stat().st_size < 4096
-    found = read_plan(tmp_path / "plan.json", 4)
-    assert digest(found) == digest(question.plan())
+    loaded_plan = read_plan(tmp_path / "plan.json", 4)
+    assert digest(loaded_plan) == digest(question.plan())
 
 
 def test_the_text_of_a_plan_is_taken_too(tmp_path: Path) -> None:
     plan = asked(PASSES[0], Problem(64, 4, 16)).plan()
     (tmp_path / "plan.txt").write_text(plan_text(plan))
-    found = read_plan(tmp_path / "plan.txt", 4)
-    assert digest(found) == digest(plan)
+    loaded_plan = read_plan(tmp_path / "plan.txt", 4)
+    assert digest(loaded_plan) == digest(plan)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_other_files_are_refused_with_the_line_that_writes_a_new_one(
     write_choice(file, asked(PASSES[0], Problem(64, 4, 16)))
     text = file.read_text()
     file.write_text(text[:-20] if change is None else json.dumps(json.loads(text) | change))
-    with pytest.raises(MeshAttentionError, match=why) as told:
+    with pytest.raises(MeshAttentionError, match=why) as refusal:
         read_plan(file, 4)
-    assert f"mesh-attention advise --ranks N ... --output {file}" in str(told.value)
+    assert f"mesh-attention advise --ranks N ... --output {file}" in str(refusal.value)

@@ -22,7 +22,7 @@ FORWARD = Direction.FORWARD
 
 
 @pytest.fixture(scope="module")
-def found() -> PlanChoice:
+def choice() -> PlanChoice:
     return find_best(Problem(65536, 8, 64, mask=Mask(causal=True)), 8, "paper")
 
 
@@ -32,36 +32,40 @@ def scored(method: str, seconds: float) -> dict[Direction, Scored]:
 
 
 def test_every_method_has_a_row_or_a_refusal_and_none_is_before_the_choice(
-    found: PlanChoice,
+    choice: PlanChoice,
 ) -> None:
-    ranking = ranked(found)
+    ranking = ranked(choice)
     assert {row.name for row in ranking.rows} | {*ranking.refused} >= {*METHODS}
     assert ranking.chosen.passes == ranking.choice.chosen
     seconds = [row.seconds for row in ranking.rows]
     assert seconds == sorted(seconds)
 
 
-def test_what_seems_faster_than_the_choice_is_simulated(found: PlanChoice) -> None:
+def test_what_seems_faster_than_the_choice_is_simulated(choice: PlanChoice) -> None:
     mesh = {
-        d: replace(one, seconds=one.seconds / 100, timeline=None)
-        for d, one in found.methods["mesh"].items()
+        d: replace(setting, seconds=setting.seconds / 100, timeline=None)
+        for d, setting in choice.methods["mesh"].items()
     }
-    ranking = ranked(replace(found, methods=found.methods | {"mesh": mesh}))
+    ranking = ranked(replace(choice, methods=choice.methods | {"mesh": mesh}))
     row = next(row for row in ranking.rows if row.name == "mesh")
     assert row.is_simulated
-    simulated = {d: found.asked.simulated(x) for d, x in found.methods["mesh"].items()}
+    simulated = {d: choice.asked.simulated(x) for d, x in choice.methods["mesh"].items()}
     assert row.seconds == seconds_of(simulated)
     # Where it is faster indeed, it is the choice.
-    slow = {d: replace(one, seconds=10 * one.seconds) for d, one in found.chosen.items()}
-    ranking = ranked(replace(found, chosen=slow, unmoved=slow))
+    slow = {
+        d: replace(setting, seconds=10 * setting.seconds) for d, setting in choice.chosen.items()
+    }
+    ranking = ranked(replace(choice, chosen=slow, unmoved=slow))
     assert ranking.choice.seconds < seconds_of(slow)
     assert ranking.choice.seconds == ranking.rows[0].seconds
 
 
-def test_the_choice_is_never_behind_the_default(found: PlanChoice) -> None:
-    default = find_default(*(found.asked.problem, 8, "paper"))
-    slow = {d: replace(one, seconds=10 * one.seconds) for d, one in found.chosen.items()}
-    ranking = ranked(replace(found, chosen=slow, unmoved=slow, methods={}), default)
+def test_the_choice_is_never_behind_the_default(choice: PlanChoice) -> None:
+    default = find_default(*(choice.asked.problem, 8, "paper"))
+    slow = {
+        d: replace(setting, seconds=10 * setting.seconds) for d, setting in choice.chosen.items()
+    }
+    ranking = ranked(replace(choice, chosen=slow, unmoved=slow, methods={}), default)
     assert ranking.choice.seconds <= default.seconds
 
 
@@ -86,10 +90,10 @@ def test_less_than_3_percent_is_a_tie() -> None:
 def test_waiting_for_slower_ranks_is_no_communication() -> None:
     uneven = Problem(32768, 4, 64, mask=Mask(documents=(0, *range(8192, 32769, 1024))))
     options = {"layout": "contiguous"}
-    found = find_best(uneven, 4, "hgx-h100", method="seen", options=options, directions=(FORWARD,))
-    assert "receives nothing; it waits" in explain(found.chosen, {}, [], 4)
-    found = find_best(Problem(512, 4, 64), 4, "hgx-h100", method="ring", directions=(FORWARD,))
-    assert "ms of communication are exposed" in explain(found.chosen, {}, [], 4)
+    best = find_best(uneven, 4, "hgx-h100", method="seen", options=options, directions=(FORWARD,))
+    assert "receives nothing; it waits" in explain(best.chosen, {}, [], 4)
+    best = find_best(Problem(512, 4, 64), 4, "hgx-h100", method="ring", directions=(FORWARD,))
+    assert "ms of communication are exposed" in explain(best.chosen, {}, [], 4)
 
 
 def test_bytes_of_what_is_not_simulated_are_those_of_a_simulation() -> None:

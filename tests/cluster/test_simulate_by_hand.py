@@ -101,9 +101,9 @@ def test_a_ring_of_many_small_calls_is_predicted_as_it_was_replayed(
     problem = Problem(256 * 1024, 32, 128, num_kv_heads=8, mask=Mask(causal=True))
     cluster, passes = load_cluster("hgx-h200"), (Direction(direction),)
     plan = plan_on(cluster, problem, 64, method="ring", directions=passes)
-    found = estimate(plan, cluster, *passes, ranks=[rank])
-    assert found.seconds * 1e3 == pytest.approx(replayed, rel=0.03)
-    assert found.least_seconds <= found.seconds
+    rank_estimate = estimate(plan, cluster, *passes, ranks=[rank])
+    assert rank_estimate.seconds * 1e3 == pytest.approx(replayed, rel=0.03)
+    assert rank_estimate.least_seconds <= rank_estimate.seconds
 
 
 def test_flows_between_the_same_two_ranks_take_turns_where_a_pair_has_room_for_one() -> None:
@@ -197,15 +197,15 @@ def test_transfers_that_a_host_drives_run_beside_each_other(
     per_node: int, nics: int, streams: float, host: float
 ) -> None:
     for host_driven, seconds in ((False, streams), (True, host)):
-        found = {
+        runtimes = {
             overlap: gathers_at_once(
                 per_node=per_node, nics=nics, overlap=overlap, host_driven=host_driven
             )
             for overlap in Overlap
         }
-        assert found[Overlap.EVENTS] == pytest.approx(seconds)
+        assert runtimes[Overlap.EVENTS] == pytest.approx(seconds)
         # One operation after the other is that for everybody.
-        assert found[Overlap.NONE] == pytest.approx(streams)
+        assert runtimes[Overlap.NONE] == pytest.approx(streams)
 
 
 def test_a_host_begins_nothing_while_it_computes() -> None:
@@ -223,17 +223,17 @@ def test_a_host_begins_nothing_while_it_computes() -> None:
 def test_a_rank_that_only_sends_or_only_receives_is_done_when_the_transfer_is() -> None:
     """A ring of two, of which rank 0 gives its keys away and gets none."""
     plan = ring(2)
-    one = plan.forward
+    forward = plan.forward
     shifts = [
         next(op for op in program.operations if isinstance(op, SendRecv))
-        for program in one.programs
+        for program in forward.programs
     ]
     halves = (replace(shifts[0], receives=()), replace(shifts[1], sends=()))
     programs = tuple(
         replace(program, operations=tuple(half if op is old else op for op in program.operations))
-        for program, old, half in zip(one.programs, shifts, halves, strict=True)
+        for program, old, half in zip(forward.programs, shifts, halves, strict=True)
     )
-    changed = replace(plan, passes=(replace(one, programs=programs),))
+    changed = replace(plan, passes=(replace(forward, programs=programs),))
     timeline = simulate(changed, undisturbed(), costs=FixedCosts(lambda _: 1.0, flow=4.0))
     for rank in range(2):
         (transfer,) = (e for e in timeline.events(rank) if e.stream is Stream.COMMUNICATION)

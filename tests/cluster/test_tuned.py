@@ -45,25 +45,27 @@ CHOSEN: dict[Direction, tuple[str, dict[str, Any]]] = {
 
 def answer_with(**changes: Any) -> Answer:
     seconds = {Direction.FORWARD: 1e-3, Direction.BACKWARD: 2e-3}
-    found = Answer(CHOSEN, seconds, CLUSTER.node.ranks, costs_of(CLUSTER, 4), "a CPU, gloo")
-    return replace(found, **changes)
+    answer = Answer(CHOSEN, seconds, CLUSTER.node.ranks, costs_of(CLUSTER, 4), "a CPU, gloo")
+    return replace(answer, **changes)
 
 
 def file_with(folder: Path, *answers: tuple[Wanted, Answer | None]) -> Path:
     file = folder / "tuned.json"
     known: Known = {"forward a": 1.5, "backward b": "no kernel"}
-    write_entries(file, {one: TunedEntry(x, {"device": "cpu"}, known) for one, x in answers})
+    write_entries(
+        file, {question: TunedEntry(x, {"device": "cpu"}, known) for question, x in answers}
+    )
     return file
 
 
 def test_the_plan_is_the_one_that_was_measured(tmp_path: Path) -> None:
     file = file_with(tmp_path, (wanted(PROBLEM, 4), answer_with()))
-    found = read_tuned(file).answer(PROBLEM, 4)
-    assert found == answer_with()
-    assert found.text == "mesh tile=2x2 chunks=1x1, backward usp ulysses=2"
+    answer = read_tuned(file).answer(PROBLEM, 4)
+    assert answer == answer_with()
+    assert answer.text == "mesh tile=2x2 chunks=1x1, backward usp ulysses=2"
     measured = question_of(CLUSTER, PROBLEM, 4, CHOSEN)
-    assert found.question(PROBLEM, 4) == measured
-    assert digest(found.question(PROBLEM, 4).plan()) == digest(measured.plan())
+    assert answer.question(PROBLEM, 4) == measured
+    assert digest(answer.question(PROBLEM, 4).plan()) == digest(measured.plan())
     ((_, entry),) = read_entries(file).items()
     assert entry.measured == {"forward a": 1.5, "backward b": "no kernel"}
     assert entry.measured_by == {"device": "cpu"}
@@ -102,14 +104,21 @@ def test_a_file_answers_several_questions_by_sizes_ranks_and_options(tmp_path: P
 
 
 def test_the_digest_is_that_of_the_answers(tmp_path: Path) -> None:
-    one, other = (wanted(PROBLEM, 4), answer_with()), (wanted(PROBLEM, 2), answer_with())
+    four_ranks, two_ranks = (wanted(PROBLEM, 4), answer_with()), (wanted(PROBLEM, 2), answer_with())
 
-    def found(*answers: tuple[Wanted, Answer | None]) -> str:
+    def digest_of(*answers: tuple[Wanted, Answer | None]) -> str:
         return read_tuned(file_with(tmp_path, *answers)).digest
 
-    assert found(one, other) == found(other, one, (wanted(OTHER, 2), None))
-    digests = {found(one), found(other), found(one, other), found()}
-    digests.add(found((one[0], answer_with(ranks_per_node=4))))
+    assert digest_of(four_ranks, two_ranks) == digest_of(
+        two_ranks, four_ranks, (wanted(OTHER, 2), None)
+    )
+    digests = {
+        digest_of(four_ranks),
+        digest_of(two_ranks),
+        digest_of(four_ranks, two_ranks),
+        digest_of(),
+    }
+    digests.add(digest_of((four_ranks[0], answer_with(ranks_per_node=4))))
     assert len(digests) == 5
 
 
@@ -150,14 +159,14 @@ def test_no_file_moves_tokens_and_what_makes_no_plan_is_refused(tmp_path: Path) 
 def test_damage_is_refused_with_the_way_out(damage: Any, reason: str, tmp_path: Path) -> None:
     file = file_with(tmp_path, (wanted(PROBLEM, 4), answer_with()))
     if isinstance(damage, dict):
-        told = json.loads(file.read_text())
+        content = json.loads(file.read_text())
         for path, value in damage.items():
             *names, last = path.split(".")
-            at = told if path in told else told["questions"][0]
+            at = content if path in content else content["questions"][0]
             for name in names:
                 at = at[name]
             at[last] = value
-        damage = json.dumps(told)
+        damage = json.dumps(content)
     file.write_text(damage)
     with pytest.raises(PlanError, match="is not a file of mesh-attention tune") as error:
         read_tuned(file)

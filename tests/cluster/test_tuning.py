@@ -41,9 +41,9 @@ def made_up(seed: int) -> tuple[Every, dict[str, float]]:
             base, wrong = math.exp(rng.gauss(0, 0.15)), math.exp(rng.gauss(0, 0.15))
             for number in range(rng.randint(1, 4)):
                 seconds = base * math.exp(abs(rng.gauss(0, 0.05)))
-                one = setting(direction, f"m{method}", seconds, number=number)
-                every[direction].append(one)
-                truth[one.key] = seconds * wrong * math.exp(rng.gauss(0, 0.04))
+                candidate = setting(direction, f"m{method}", seconds, number=number)
+                every[direction].append(candidate)
+                truth[candidate.key] = seconds * wrong * math.exp(rng.gauss(0, 0.04))
     return every, truth
 
 
@@ -51,8 +51,8 @@ def tuned(every: Every, truth: dict[str, float], most: int = 10) -> tuple[Tuning
     tuning, made = Tuning(every), 0
     while made < most and (pair := tuning.next()) is not None:
         assert pair[0].place == pair[1].place
-        assert any(one.key not in tuning.measured for one in pair)
-        tuning.measured |= {one.key: truth[one.key] for one in pair}
+        assert any(candidate.key not in tuning.measured for candidate in pair)
+        tuning.measured |= {candidate.key: truth[candidate.key] for candidate in pair}
         made += 1
     return tuning, made
 
@@ -62,22 +62,27 @@ def test_ten_measurements_come_near_to_the_fastest() -> None:
     for seed in range(30):
         every, truth = made_up(seed)
         tuning, made = tuned(every, truth)
-        found, best = tuning.best(), Tuning(every, truth).best()
-        assert found is not None
+        tuned_pair, best = tuning.best(), Tuning(every, truth).best()
+        assert tuned_pair is not None
         assert best is not None
         assert made <= 10
-        near += tuning.seconds(found) <= 1.05 * Tuning(every, truth).seconds(best)
+        near += tuning.seconds(tuned_pair) <= 1.05 * Tuning(every, truth).seconds(best)
     assert near >= 27
 
 
 def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_was_measured() -> (
     None
 ):
-    def one(direction: Direction, method: str, number: int, seconds: float) -> Scored:
+    def numbered(direction: Direction, method: str, number: int, seconds: float) -> Scored:
         return setting(direction, method, seconds, number=number)
 
     every = {
-        d: [one(d, "a", 0, 1.0), one(d, "a", 1, 1.01), one(d, "b", 0, 1.1), one(d, "c", 0, 9.0)]
+        d: [
+            numbered(d, "a", 0, 1.0),
+            numbered(d, "a", 1, 1.01),
+            numbered(d, "b", 0, 1.1),
+            numbered(d, "c", 0, 9.0),
+        ]
         for d in Direction
     }
     tuning = Tuning(every)
@@ -98,12 +103,16 @@ def test_the_predicted_best_is_measured_first_and_methods_are_corrected_by_what_
 
 def test_what_cannot_run_is_passed_over_and_places_are_not_mixed() -> None:
     every = {d: [setting(d, "a", 1.0), setting(d, "b", 2.0, THERE)] for d in Direction}
-    truth = {one.key: inf if one.name == "a" else 2.0 for x in every.values() for one in x}
+    truth = {
+        candidate.key: inf if candidate.name == "a" else 2.0
+        for x in every.values()
+        for candidate in x
+    }
     tuning, made = tuned(every, truth)
     assert made == 2
     best = tuning.best()
     assert best is not None
-    assert [one.name for one in best] == ["b", "b"]
+    assert [candidate.name for candidate in best] == ["b", "b"]
     nothing, _ = tuned(every, dict.fromkeys(truth, inf))
     assert nothing.best() is None
 
@@ -116,7 +125,7 @@ def refusing(every: Every, cannot: Callable[[Scored, Scored], bool]) -> tuple[Tu
         if cannot(*pair):
             tuning.refuse(pair, "no")
         else:
-            tuning.measured |= {one.key: one.seconds for one in pair}
+            tuning.measured |= {candidate.key: candidate.seconds for candidate in pair}
     return tuning, tried
 
 
@@ -125,10 +134,10 @@ def test_a_refusal_is_noted_of_two_settings_that_only_together_cannot_run() -> N
         d: [setting(d, name, x) for name, x in (("a", 1.0), ("b", 1.2), ("c", 1.3))]
         for d in Direction
     }
-    together, _ = refusing(every, lambda *pair: all(one.name == "a" for one in pair))
+    together, _ = refusing(every, lambda *pair: all(candidate.name == "a" for candidate in pair))
     best = together.best()
     assert best is not None
-    assert sorted(one.name for one in best) == ["a", "b"]
+    assert sorted(candidate.name for candidate in best) == ["a", "b"]
     assert [*together.refused] == [
         key_of((every[Direction.FORWARD][0], every[Direction.BACKWARD][0]))
     ]
@@ -140,7 +149,7 @@ def test_a_refusal_is_noted_of_two_settings_that_only_together_cannot_run() -> N
     ]
     best = alone.best()
     assert best is not None
-    assert [one.name for one in best] == ["b", "a"]
+    assert [candidate.name for candidate in best] == ["b", "a"]
     # Where nothing runs it ends, without a try of all pairs.
     many = {d: [setting(d, f"m{i}", 1.0) for i in range(20)] for d in Direction}
     nothing, tried = refusing(many, lambda *pair: True)
@@ -152,22 +161,27 @@ def test_contenders_hold_what_the_search_finds_and_more() -> None:
     problem = Problem(64, 2, 8, mask=Mask(causal=True))
     every = contenders(problem, 3, "hgx-h100")
     best = find_best(problem, 3, "hgx-h100", moves_tokens=False)
-    for direction, found in every.items():
-        assert len({one.key for one in found}) == len(found) >= 6
-        assert len({one.name for one in found}) >= 4
-        assert found == sorted(found, key=lambda one: one.seconds)
-        assert found[0].seconds <= best.unmoved[direction].seconds * (1 + 1e-9)
-        assert len({one.place for one in found}) == 1  # tokens stay where objects have them
-        assert any(one.text == "allgather-kv chunks=1x1" for one in found)  # not cut
-        assert not any(one.text.startswith("mesh tile=1x3") for one in found)  # the same, longer
-        assert not any(one.is_simulated for one in found)  # timelines are large, and not sent
+    for direction, candidates in every.items():
+        assert len({candidate.key for candidate in candidates}) == len(candidates) >= 6
+        assert len({candidate.name for candidate in candidates}) >= 4
+        assert candidates == sorted(candidates, key=lambda candidate: candidate.seconds)
+        assert candidates[0].seconds <= best.unmoved[direction].seconds * (1 + 1e-9)
+        # Tokens stay where objects have them.
+        assert len({candidate.place for candidate in candidates}) == 1
+        texts = [candidate.text for candidate in candidates]
+        assert "allgather-kv chunks=1x1" in texts  # not cut
+        assert not any(text.startswith("mesh tile=1x3") for text in texts)  # the same, longer
+        # Timelines are large, and not sent.
+        assert not any(candidate.is_simulated for candidate in candidates)
     assert Tuning(every).next() is not None
 
 
 def test_contenders_keep_the_options_and_refuse_what_no_method_takes() -> None:
     problem = Problem(16, 2, 8, mask=Mask(causal=True))
-    for found in contenders(problem, 2, "hgx-h100", {"layout": "striped"}).values():
-        assert all(one.options["layout"] == "striped" and one.stays for one in found)
+    for candidates in contenders(problem, 2, "hgx-h100", {"layout": "striped"}).values():
+        assert all(
+            candidate.options["layout"] == "striped" and candidate.stays for candidate in candidates
+        )
     with pytest.raises(PlanError, match="no method has an option 'x'"):
         contenders(problem, 4, "hgx-h100", {"x": 1})
     with pytest.raises(PlanError, match="no method fits"):

@@ -84,7 +84,7 @@ def test_a_late_communication_is_waited_for() -> None:
 
 def test_strict_steps_begin_together_and_nothing_waits() -> None:
     plan = three_gathers()
-    found = [
+    runtimes = [
         simulate(
             plan,
             undisturbed(),
@@ -93,7 +93,7 @@ def test_strict_steps_begin_together_and_nothing_waits() -> None:
         ).runtime_seconds
         for waits in (False, True)
     ]
-    assert found[0] == pytest.approx(found[1])
+    assert runtimes[0] == pytest.approx(runtimes[1])
 
 
 def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
@@ -102,7 +102,7 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
     problem = Problem(1 << 18, 64, 128, mask=Mask(causal=True))
 
     def ratio(cluster: Cluster) -> float:
-        one, two = (
+        uncut, halved = (
             simulate(
                 plan_on(
                     *(cluster, problem, 64),
@@ -116,7 +116,7 @@ def test_chunks_inside_slices_are_worse_where_communications_wait() -> None:
             ).runtime_seconds
             for chunks in ((1, 1), (1, 2))
         )
-        return two / one
+        return halved / uncut
 
     hgx = load_cluster("hgx-h100")
     assert ratio(only_cudnn(hgx)) > 1.1
@@ -147,7 +147,7 @@ def test_one_rank_expects_of_whole_calls_what_the_simulation_finds() -> None:
     problem = Problem(65536, 64, 128, num_kv_heads=8, mask=Mask(causal=True))
     for chunks in ((1, 1), (2, 1), (4, 1), (8, 1)):
         plan = plan_on(cluster, problem, 8, method="ulysses", directions=FORWARD, chunks=chunks)
-        found = simulate(plan, cluster).runtime_seconds
+        simulated_seconds = simulate(plan, cluster).runtime_seconds
         seen = estimate(plan, cluster, Direction.FORWARD, ranks=(0, 7))
-        assert seen.least_seconds <= found
-        assert seen.seconds == pytest.approx(found, rel=0.01)
+        assert seen.least_seconds <= simulated_seconds
+        assert seen.seconds == pytest.approx(simulated_seconds, rel=0.01)

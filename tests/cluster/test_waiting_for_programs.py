@@ -20,7 +20,9 @@ PAPER = load_cluster("paper")
 K = 1024
 
 
-def told(cluster: Cluster, *, tile_keys: int | None, slowdown: float | None) -> Cluster:
+def single_kernel_cluster(
+    cluster: Cluster, *, tile_keys: int | None, slowdown: float | None
+) -> Cluster:
     """With one kernel, of which this is said of the backward pass."""
     only = cluster.kernels["cudnn_ranges"]
     assert only.backward is not None
@@ -41,11 +43,11 @@ def test_a_transfer_waits_for_the_programs_that_run(left: float, until: float) -
 def test_a_round_is_that_of_all_programs_over_all_sms() -> None:
     """64K keys of 2 heads, 128 keys a program: 1,024 programs, 8 rounds of 132."""
     plan = plan_on(PAPER, Problem(64 * K, 2, 128), 2, method="ring")
-    cluster = told(PAPER, tile_keys=64, slowdown=0.3)
+    cluster = single_kernel_cluster(PAPER, tile_keys=64, slowdown=0.3)
     (call,) = timed_calls(plan, cluster, Direction.BACKWARD)
     assert call.lost == 0.3
     assert call.seconds / call.round == pytest.approx(2 * 8, rel=0.1)  # two ends a round, and sums
-    none = told(PAPER, tile_keys=None, slowdown=None)
+    none = single_kernel_cluster(PAPER, tile_keys=None, slowdown=None)
     (call,) = timed_calls(plan, none, Direction.BACKWARD)
     assert (call.round, call.lost) == (0.0, None)
 
@@ -58,11 +60,11 @@ def test_all_ranks_and_one_wait_for_programs_alike() -> None:
     plan = plan_on(PAPER, problem, 32, method="mesh-usp", **options)
     seconds = []
     for tile_keys in (None, 128):
-        cluster = told(PAPER, tile_keys=tile_keys, slowdown=0.12)
-        found = simulate(plan, cluster, "backward").runtime_seconds
+        cluster = single_kernel_cluster(PAPER, tile_keys=tile_keys, slowdown=0.12)
+        simulated_seconds = simulate(plan, cluster, "backward").runtime_seconds
         seen = estimate(plan, cluster, Direction.BACKWARD, ranks=(0,)).seconds
-        assert seen == pytest.approx(found)
-        seconds.append(found)
+        assert seen == pytest.approx(simulated_seconds)
+        seconds.append(simulated_seconds)
     assert seconds[1] > 1.05 * seconds[0]
 
 
@@ -70,7 +72,9 @@ def test_what_a_kernel_loses_is_said_for_it_or_for_all() -> None:
     problem = Problem(64 * K, 8, 128)
     plan = plan_on(PAPER, problem, 16, method="ring")
     usual, none, most = (
-        simulate(plan, told(PAPER, tile_keys=None, slowdown=one), "backward").runtime_seconds
-        for one in (None, 0.0, 0.9)
+        simulate(
+            plan, single_kernel_cluster(PAPER, tile_keys=None, slowdown=slowdown), "backward"
+        ).runtime_seconds
+        for slowdown in (None, 0.0, 0.9)
     )
     assert none < usual < most

@@ -65,7 +65,7 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     cluster = load_cluster("hgx-h100")
     # The first rank reads and writes; others may see no such folder.
     output = Path(folder, "tuned.json") if rank == 0 else Path(folder, "nowhere", "tuned.json")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def tuned(measurements: int, problem: Problem = PROBLEM, **how: Any) -> Any:
         how = {"output": output, "lasting": 0.0, "measurements": measurements, **how}
@@ -86,48 +86,48 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     try:
         tuned(4)
     except KeyboardInterrupt:
-        found["ended"] = len(made)
+        results["ended"] = len(made)
     finally:
         tune_module.plan_seconds = measure
     ranks.wait_for_all()
     file = Path(folder, "tuned.json")
-    found["no answer yet"] = raised_by(
+    results["no answer yet"] = raised_by(
         lambda: read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
     )
     ranks.wait_for_all()
     steps: list[tuple[int, int]] = []
-    one = tuned(4, progress=lambda *at: steps.append(at))
-    found["went_on"] = one.before, one.taken, [x.key for x in one.best], steps
-    found["measured"] = one.tuning.measured
-    found["known"] = (lambda x: (x.before, x.taken, x.stays))(tuned(4))
+    outcome = tuned(4, progress=lambda *at: steps.append(at))
+    results["went_on"] = outcome.before, outcome.taken, [x.key for x in outcome.best], steps
+    results["measured"] = outcome.tuning.measured
+    results["known"] = (lambda x: (x.before, x.taken, x.stays))(tuned(4))
     answer = read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
     plan = answer.question(PROBLEM, world_size).plan()
-    chosen = {x.direction: (x.name, x.options) for x in one.best}
+    chosen = {x.direction: (x.name, x.options) for x in outcome.best}
     measured = question_of(cluster, PROBLEM, world_size, chosen).plan()
-    found["same plan"] = digest(plan) == digest(measured)
+    results["same plan"] = digest(plan) == digest(measured)
     with ContextParallel(plan=plan) as cp:
         q = torch.randn(1, len(cp.positions()), 2, 8)
         out = cp.attention(q, q, q)
         assert isinstance(out, torch.Tensor)
-        found["finite"] = bool(out.isfinite().all())
+        results["finite"] = bool(out.isfinite().all())
     # Another problem is another question of the file; another cluster measures anew.
     other = Problem(64, 2, 8, mask=Mask(causal=True), element_bytes=4)
-    found["other"] = (lambda x: (x.before, x.taken))(tuned(1, other))
-    found["anew"] = (lambda x: (x.before, x.taken))(tuned(1, cluster=load_cluster("paper")))
+    results["other"] = (lambda x: (x.before, x.taken))(tuned(1, other))
+    results["anew"] = (lambda x: (x.before, x.taken))(tuned(1, cluster=load_cluster("paper")))
     ranks.wait_for_all()
-    found["questions"] = [one.problem.q_tokens for one in read_tuned(file).answers]
-    found |= replaced(rank, folder) | refusals(rank, folder)
+    results["questions"] = [question.problem.q_tokens for question in read_tuned(file).answers]
+    results |= replaced(rank, folder) | refusals(rank, folder)
     tune_module.contenders = contenders
-    found["refused"] = [
+    results["refused"] = [
         raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, {"x": 1}, output=output)),
         raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, output=f"{folder}/no/tuned.json")),
     ]
     if rank == 0:
         Path(folder, "mine.toml").write_text("a = 1")
-    found["refused"].append(
+    results["refused"].append(
         raised_by(lambda: tune_ranks(ranks, PROBLEM, cluster, output=f"{folder}/mine.toml"))
     )
-    return found
+    return results
 
 
 def replaced(rank: int, folder: str) -> dict[str, Any]:
@@ -141,17 +141,17 @@ def replaced(rank: int, folder: str) -> dict[str, Any]:
 
     def tuned(cluster: str, **how: Any) -> tuple[bool, float]:
         how |= {"output": Path(folder, "replaced.json"), "measurements": 1}
-        one = tune_ranks(ranks, PROBLEM, load_cluster(cluster), OPTIONS, **how)
-        return one.stays, one.answer.seconds
+        outcome = tune_ranks(ranks, PROBLEM, load_cluster(cluster), OPTIONS, **how)
+        return outcome.stays, outcome.answer.seconds
 
-    found = [tuned("hgx-h100")]
+    outcomes = [tuned("hgx-h100")]
     for seconds, cluster, again in ((2e-3, "paper", False), (5e-4, "hgx-h200", False)):
         took[0] = seconds
-        found.append(tuned(cluster, again=again))
+        outcomes.append(tuned(cluster, again=again))
     took[0] = 3e-3
-    found.append(tuned("hgx-h200", again=True))
+    outcomes.append(tuned("hgx-h200", again=True))
     tune_module.plan_seconds = measure
-    return {"replaced": found}
+    return {"replaced": outcomes}
 
 
 def refusals(rank: int, folder: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
     ranks = ranks_of_group(None, CPU)
     output = Path(folder, "refusals.json")
     cluster = load_cluster("hgx-h100")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     measure = tune_module.plan_seconds
     lines: list[str] = []
     kinds: list[Exception | None] = []
@@ -180,9 +180,9 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
 
     def entry() -> tuple[bool, dict[str, float | str]]:
         ranks.wait_for_all()
-        found = read_entries(output)[wanted(PROBLEM, ranks.size, OPTIONS)]
+        tuned_entry = read_entries(output)[wanted(PROBLEM, ranks.size, OPTIONS)]
         ranks.wait_for_all()
-        return found.answer is not None, found.measured
+        return tuned_entry.answer is not None, tuned_entry.measured
 
     tune_module.plan_seconds = may_fail
     try:
@@ -190,11 +190,16 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
             kinds[:] = [None, error]
             with pytest.raises(type(error), match=str(error)):
                 tuned()
-            found.setdefault("ended_with", []).append(entry())
+            results.setdefault("ended_with", []).append(entry())
         kinds[:] = [KernelRefusedError("no kernel can do this")]
-        one = tuned()
-        found["noted"] = one.taken, one.before, sorted(set(one.tuning.refused.values())), entry()
-        found["lines"] = lines
+        outcome = tuned()
+        results["noted"] = (
+            outcome.taken,
+            outcome.before,
+            sorted(set(outcome.tuning.refused.values())),
+            entry(),
+        )
+        results["lines"] = lines
     finally:
         tune_module.plan_seconds = measure
 
@@ -206,14 +211,14 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
     def refuse_differently() -> int:
         raise PlanError("this") if rank == 0 else torch.OutOfMemoryError("that")
 
-    found["one_rank"] = raised_by(lambda: attempt(ranks, refuses, patience=0.2)).error
-    found["differ"] = raised_by(lambda: attempt(ranks, refuse_differently)).error
+    results["one_rank"] = raised_by(lambda: attempt(ranks, refuses, patience=0.2)).error
+    results["differ"] = raised_by(lambda: attempt(ranks, refuse_differently)).error
 
     def all_refuse() -> int:
         raise PlanError(f"as rank {rank} says")
 
     assert attempt(ranks, all_refuse) == Refusal("as rank 0 says")
-    return found
+    return results
 
 
 def test_only_a_refusal_of_the_setting_is_one() -> None:
@@ -237,13 +242,15 @@ def test_a_refusal_leaves_what_has_run() -> None:
 
 
 def test_all_ranks_choose_the_same_and_the_file_has_it(pool: WorkerPool, tmp_path: Path) -> None:
-    found = pool.run(tune, 2, str(tmp_path), seconds=300)
-    first = found[0]
+    rank_results = pool.run(tune, 2, str(tmp_path), seconds=300)
+    first = rank_results[0]
     own = dict.fromkeys(("refused", "differ", "one_rank", "no answer yet"))
-    for one in found[1:]:
-        assert {**one, **own} == {**first, **own}
+    for result in rank_results[1:]:
+        assert {**result, **own} == {**first, **own}
     assert first["ended"] == 3
-    assert all("has no answer for 48 tokens" in one["no answer yet"].error for one in found)
+    assert all(
+        "has no answer for 48 tokens" in result["no answer yet"].error for result in rank_results
+    )
     before, taken, best, steps = first["went_on"]
     assert before == 2
     assert taken >= 1
@@ -255,21 +262,21 @@ def test_all_ranks_choose_the_same_and_the_file_has_it(pool: WorkerPool, tmp_pat
     assert first["other"] == first["anew"] == (0, 1)
     assert first["questions"] == [48, 64]
     stays = [(False, 2e-3), (True, 2e-3), (False, 1e-3), (False, 6e-3)]
-    assert first["replaced"] == [(one, pytest.approx(seconds)) for one, seconds in stays]
+    assert first["replaced"] == [(kept, pytest.approx(seconds)) for kept, seconds in stays]
     assert [len(measured) for _, measured in first["ended_with"]] == [2, 4]
     for has_answer, measured in first["ended_with"]:
         assert not has_answer
-        assert not any(isinstance(one, str) for one in measured.values())
+        assert not any(isinstance(measurement, str) for measurement in measured.values())
     taken, before, reasons, (has_answer, measured) = first["noted"]
     assert (taken + before, reasons, has_answer) == (3, ["no kernel can do this"], True)
     assert "no kernel can do this" in measured.values()
     assert sum("cannot run: forward" in line for line in first["lines"]) == 1
     assert sum("of at most 3: forward" in line for line in first["lines"]) == 3
     assert "only here" in first["one_rank"]
-    assert not any(one["one_rank"] for one in found[1:])
-    assert all("not all ranks say the same" in one["differ"] for one in found)
-    for one in found:
-        option, folder, damaged = (each.error for each in one["refused"])
+    assert not any(result["one_rank"] for result in rank_results[1:])
+    assert all("not all ranks say the same" in result["differ"] for result in rank_results)
+    for result in rank_results:
+        option, folder, damaged = (each.error for each in result["refused"])
         assert "no method has an option 'x'" in option
         assert "No such file" in folder
         assert "mine.toml is not a file of mesh-attention tune" in damaged

@@ -55,7 +55,7 @@ def shapes(method: Method, problem: Problem, ranks: int) -> list[Setting]:
         return []
     options = method.options()
     degrees = ulysses_degrees(problem, ranks) if "ulysses" in options else [None]
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for degree in degrees:
         units = ranks // (degree or 1)
         fitting: dict[str, list[Any]] = {
@@ -64,10 +64,10 @@ def shapes(method: Method, problem: Problem, ranks: int) -> list[Setting]:
             "team": team_sizes(units),
         }
         names = [name for name in fitting if name in options]
-        given = {} if degree is None else {"ulysses": degree}
+        degree_setting = {} if degree is None else {"ulysses": degree}
         for values in product(*(fitting[name] for name in names)):
-            found.append(given | dict(zip(names, values, strict=True)))
-    return found
+            settings.append(degree_setting | dict(zip(names, values, strict=True)))
+    return settings
 
 
 @cache

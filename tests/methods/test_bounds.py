@@ -39,8 +39,8 @@ def test_no_plan_moves_less_than_the_bound(method: str, causal: bool, keep: str)
             plan = make_plan(problem, ranks, method=method, keep=keep)
         except PlanError:
             continue  # more ranks than heads
-        for direction, found in count(plan).items():
-            moved = sum(rank.total.token_bytes for rank in found.ranks) / ranks
+        for direction, pass_count in count(plan).items():
+            moved = sum(rank.total.token_bytes for rank in pass_count.ranks) / ranks
             least = least_bytes(problem, ranks, direction, keeps=keep == "gathered")
             assert moved >= least * (1 - 1e-9), (ranks, heads)
             seen += 1

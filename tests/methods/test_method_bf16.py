@@ -50,8 +50,8 @@ def alone(mask: str) -> dict[str, Errors]:
 
 
 def over_one_device(mask: str, ranks: int, **options: Any) -> dict[str, float]:
-    found = errors(mask, ranks, **options)
-    return {name: round(found[name].over(alone(mask)[name]).rows, 2) for name in TENSORS}
+    sharded_errors = errors(mask, ranks, **options)
+    return {name: round(sharded_errors[name].over(alone(mask)[name]).rows, 2) for name in TENSORS}
 
 
 # The worst of their kind, and what was above two before: sums that were rounded at every hop.
@@ -68,9 +68,9 @@ WORST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", sample(WORST, 4))
 def test_the_worst_of_16_ranks_have_at_most_twice_the_error_of_one_device(which: str) -> None:
-    found = over_one_device("causal", 16, **WORST[which])
-    print(which, found)
-    assert max(found.values()) <= 2.0, found
+    ratios = over_one_device("causal", 16, **WORST[which])
+    print(which, ratios)
+    assert max(ratios.values()) <= 2.0, ratios
 
 
 @pytest.mark.slow
@@ -86,9 +86,9 @@ def test_every_method_and_tile_on_up_to_64_ranks_has_at_most_twice_the_error_of_
     # All tiles; of Ulysses degrees with something inside them only some: each takes half a minute.
     for setting in settings[:: 1 + len(settings) // 9]:
         options = setting | {"method": method, "ranks_per_node": ranks_per_node}
-        found = over_one_device(mask, ranks, **options)
-        print(ranks, options, found)
-        assert max(found.values()) <= 2.0, (options, found)
+        ratios = over_one_device(mask, ranks, **options)
+        print(ranks, options, ratios)
+        assert max(ratios.values()) <= 2.0, (options, ratios)
 
 
 @pytest.mark.slow

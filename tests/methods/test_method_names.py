@@ -38,7 +38,7 @@ def documentation(tree: ast.Module) -> set[int]:
 def named_methods(tree: ast.Module) -> list[str]:
     """Method names that stand in the code as whole literals."""
     passed_over = documentation(tree)
-    found = []
+    places = []
     for parent in ast.walk(tree):
         chooses = isinstance(parent, CHOICES) or (
             (isinstance(parent, ast.keyword) and parent.arg == "method")
@@ -48,8 +48,8 @@ def named_methods(tree: ast.Module) -> list[str]:
             if not isinstance(node, ast.Constant) or id(node) in passed_over:
                 continue
             if node.value in METHODS and (chooses or node.value not in ALSO_OPTIONS):
-                found.append(f"line {node.lineno}: {node.value!r}")
-    return found
+                places.append(f"line {node.lineno}: {node.value!r}")
+    return places
 
 
 def methods_read(tree: ast.AST) -> list[int]:

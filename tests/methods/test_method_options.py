@@ -100,14 +100,14 @@ def test_a_new_option_is_a_row_of_the_page_of_methods() -> None:
 def test_a_value_of_another_type_is_refused_by_the_name_of_the_option(
     name: str, value: object
 ) -> None:
-    given: dict[str, Any] = {name: value}
+    options: dict[str, Any] = {name: value}
     with pytest.raises(PlanError, match=f"^{name}="):
-        make_plan(PROBLEM, 4, method="new", **given)
+        make_plan(PROBLEM, 4, method="new", **options)
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    ("flag", "text", "told"),
+    ("flag", "text", "message"),
     [
         ("--laps", "two", "'two' is not a whole number"),
         ("--pace", "crawl", "'crawl' is not a pace; known: walk, run"),
@@ -117,23 +117,23 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_the_option(
     ],
 )
 def test_a_text_that_is_no_value_is_refused_by_the_name_of_the_flag(
-    flag: str, text: str, told: str, capsys: pytest.CaptureFixture[str]
+    flag: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*LINE, flag, text]) == 2
-    assert f"{flag}: {told}" in capsys.readouterr().err
+    assert f"{flag}: {message}" in capsys.readouterr().err
 
 
 def test_a_new_option_reaches_the_builder(
     built: list[NewSetting], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "laps": 3, "pace": "run", "share": 0.25, "grid": "2x3", "eager": True, "limit_bytes": 2048,
     }  # fmt: skip
     wanted = NewSetting(
         laps=3, pace=Pace.RUN, share=0.25, grid=(2, 3), eager=True, limit_bytes=2048
     )
-    make_plan(PROBLEM, 4, method="new", **given)
-    ask(PROBLEM, 4, method="new", **given).plan()
+    make_plan(PROBLEM, 4, method="new", **options)
+    ask(PROBLEM, 4, method="new", **options).plan()
     flags = "--laps 3 --pace run --share 0.25 --grid 2x3 --eager --limit-bytes 2KiB"
     assert main([*LINE, *flags.split(), "--json"]) == 0
     make_plan(PROBLEM, 4, method="new")

@@ -51,10 +51,10 @@ def test_a_causal_ring_over_contiguous_partitions_computes_only_blocks_that_are_
     assert [len(attends(program)) for program in plan.forward.programs] == list(range(1, 9))
 
 
-def half_pairs(one: Pass, rank: int) -> int:
+def half_pairs(pass_: Pass, rank: int) -> int:
     """Twice the work of a rank: rectangles, and causal squares as half of one (section 7)."""
     work = 0
-    for attend in attends(one.programs[rank]):
+    for attend in attends(pass_.programs[rank]):
         for call in attend.calls:
             assert call.kind in ("full", "causal")
             area = (call.q_stop - call.q_start) * (call.k_stop - call.k_start)
@@ -66,8 +66,8 @@ def half_pairs(one: Pass, rank: int) -> int:
 def test_in_the_zigzag_layout_every_rank_of_a_causal_method_has_equally_much_work(
     method: str,
 ) -> None:
-    one = plan_of(method, 16, layout="zigzag").forward
-    assert len({half_pairs(one, rank) for rank in range(16)}) == 1
+    forward = plan_of(method, 16, layout="zigzag").forward
+    assert len({half_pairs(forward, rank) for rank in range(16)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_methods_that_are_the_same_box_have_the_same_programs(
     method: str, options: dict[str, Any], other: str, its_options: dict[str, Any]
 ) -> None:
     for mask in (CAUSAL, Mask()):
-        one = plan_of(method, 4, mask=mask, **options)
+        plan = plan_of(method, 4, mask=mask, **options)
         same = plan_of(other, 4, mask=mask, **its_options)
         for direction in Direction:
-            here, there = one.direction(direction), same.direction(direction)
+            here, there = plan.direction(direction), same.direction(direction)
             assert here.groups == there.groups
             assert here.programs == there.programs
 
@@ -166,9 +166,11 @@ def test_gradients_of_a_ring_enter_a_node_once_from_each_other(ranks: int, per_n
     into, moved = {}, {}
     for gradients in ("direct", "travel"):
         plan = plan_of("ring", ranks, mask=Mask(), ranks_per_node=per_node, gradients=gradients)
-        one = count(plan)[Direction.BACKWARD]
-        into[gradients] = {int(one.units_into_node(node)) for node in range(ranks // per_node)}
-        moved[gradients] = {rank.total.token_bytes for rank in one.ranks}
+        pass_count = count(plan)[Direction.BACKWARD]
+        into[gradients] = {
+            int(pass_count.units_into_node(node)) for node in range(ranks // per_node)
+        }
+        moved[gradients] = {rank.total.token_bytes for rank in pass_count.ranks}
     assert into["direct"] == {2 * (ranks - 1) + 2 * (ranks - per_node)}
     assert into["travel"] == {2 * (ranks - 1) + 2 * (ranks - 1)}
     assert moved["direct"] == moved["travel"]
@@ -220,11 +222,11 @@ def test_degrees_that_leave_one_unit_in_a_node_are_not_tried_with_double_rings()
 @pytest.mark.parametrize("method", METHODS)
 def test_every_communication_stands_in_the_schedule_that_is_drawn(method: str) -> None:
     plan = make_plan(Problem(128, 8, 4, mask=CAUSAL), 8, method=method, ranks_per_node=4)
-    for one in plan.passes:
-        scheduled = set(one.schedule.order())
+    for pass_ in plan.passes:
+        scheduled = set(pass_.schedule.order())
         moved = {
             op.task.whole
-            for program in one.programs
+            for program in pass_.programs
             for op in program.operations
             if isinstance(op, Communication)
         }

@@ -18,8 +18,8 @@ def test_what_is_not_a_transfer_is_alike_for_a_step_and_not_another_for_each_ran
 ) -> None:
     problem = Problem(RANKS * 64, RANKS, 8, mask=Mask(causal=causal))
     plan = make_plan(problem, RANKS, method=method)
-    for one in plan.passes:
-        operations = [op for program in one.programs for op in program.operations]
+    for pass_ in plan.passes:
+        operations = [op for program in pass_.programs for op in program.operations]
         alike = {
             op
             for op in operations

@@ -112,8 +112,8 @@ UNIONS = {
 def check(case: Case, dense: Tensor) -> Plan:
     plan = case.plan()
     assert verify(plan) == []
-    for one in plan.passes:
-        assert sum(pairs for _, _, pairs in pairs_of_tasks(plan, one)) == dense.sum()
+    for pass_ in plan.passes:
+        assert sum(pairs for _, _, pairs in pairs_of_tasks(plan, pass_)) == dense.sum()
     q, k, v, grad_out = case.tensors()
     result = run_local(plan, q, k, v, grad_out)
     truth = attention(q, k, v, grad_out, dense)

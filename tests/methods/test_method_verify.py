@@ -98,12 +98,12 @@ def test_the_whole_product_of_settings_masks_and_heads_is_proven(name: str, rank
 def product_of(name: str, ranks: int) -> list[tuple[Setting, bool, tuple[int, int]]]:
     """Settings with masks; heads take turns where the product would repeat itself."""
     method = METHODS[name]
-    found = []
+    combinations = []
     for heads in (heads_for(ranks)[0], heads_for(ranks)[-1]):
         for causal in (False, True):
             settings = every_setting(method, problem_of(ranks, heads), ranks)
-            found += [(setting, causal, heads) for setting in settings]
-    return found
+            combinations += [(setting, causal, heads) for setting in settings]
+    return combinations
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), NEAR_NODES)

@@ -73,8 +73,8 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
     for ranks in (4, 9):
         for setting in as_counted(name, ranks):
             expected = eval(formula, {"__builtins__": {}}, variables(ranks, setting))
-            found = volumes(name, ranks, setting | {"layout": "striped"}, direction)
-            assert set(found) == {expected}, (ranks, setting)
+            moved_units = volumes(name, ranks, setting | {"layout": "striped"}, direction)
+            assert set(moved_units) == {expected}, (ranks, setting)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "seen"])
@@ -93,7 +93,9 @@ def test_where_only_what_is_seen_travels_causal_ranks_receive_what_lies_before_t
     ranks: int,
 ) -> None:
     """Zigzag rank g has blocks g and 2n-1-g of 2n, and sees those up to the second."""
-    forward, backward = (volumes("seen", ranks, {}, one, causal=True) for one in Direction)
+    forward, backward = (
+        volumes("seen", ranks, {}, direction, causal=True) for direction in Direction
+    )
     seen = [F(2 * (2 * ranks - 2 - g), 2 * ranks) for g in range(ranks)]
     # Backward each receives as well the gradients of its two blocks from all that see them.
     viewers = [(ranks - 1) + g for g in range(ranks)]
@@ -144,9 +146,9 @@ def test_startrail_that_begins_near_saves_one_member_of_each_team_the_placement(
         saved = F(2 * team * (1 + backward), ranks)
         for first_block in ("near", "next") if team**2 == ranks else ("near",):
             setting = {"team": team, "first_block": first_block}
-            found = volumes("startrail", ranks, setting, direction)
-            teams = [found[i : i + team] for i in range(0, ranks, team)]
-            assert all(one == [full - saved] + [full] * (team - 1) for one in teams)
+            moved_units = volumes("startrail", ranks, setting, direction)
+            teams = [moved_units[i : i + team] for i in range(0, ranks, team)]
+            assert all(team_units == [full - saved] + [full] * (team - 1) for team_units in teams)
 
 
 def test_startrail_of_one_is_the_ring() -> None:
@@ -176,12 +178,12 @@ def test_o_in_place_of_delta_adds_one_tensor_wherever_q_moves(name: str) -> None
 def test_statistics_are_in_bytes_but_not_in_units() -> None:
     """Pass-Q forward: one fp32 LSE a row and head comes home beside each partial output."""
     problem = Problem(8 * 16, num_heads=2, head_dim=4)
-    one = count(make_plan(problem, 8, method="ring-q"))[Direction.FORWARD]
+    pass_count = count(make_plan(problem, 8, method="ring-q"))[Direction.FORWARD]
     rows, heads, fp32_bytes = 16, 2, 4
-    for rank in one.ranks:
+    for rank in pass_count.ranks:
         statistics = rank.total.received_bytes - rank.total.token_bytes
         assert statistics == 7 * rows * heads * fp32_bytes
-    assert one.units_total == 8 * 2 * 7
+    assert pass_count.units_total == 8 * 2 * 7
 
 
 # The paper's table, 256 GPUs (algorithm.md, section 8), written here a second time.

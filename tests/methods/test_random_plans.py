@@ -52,8 +52,8 @@ def prove(seed: object, count: int, numbers: tuple[int, ...]) -> None:
     for plan, asked in islice(random_plans(seed, numbers), count):
         findings = verify(plan)
         assert not findings, (asked, [str(finding) for finding in findings[:3]])
-        for one in plan.passes:
-            assert {order_fault(program) for program in one.programs} == {None}, asked
+        for pass_ in plan.passes:
+            assert {order_fault(program) for program in pass_.programs} == {None}, asked
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def check(case: Case) -> Plan:
             assert own == [*range(tokens)][device * slots : (device + 1) * slots], case
     assert parse_plan(plan_text(plan)) == plan
     result = run_local(plan, *tensors)
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(*tensors, case.mask))
+    outputs = {name: getattr(result, name) for name in NAMES}
+    distances = errors(outputs, attention(*tensors, case.mask))
     assert max(distances.values()) <= 1e-10, (distances, case)
     for direction, counted in count(plan).items():
         for of_rank in counted.ranks:
@@ -97,16 +97,16 @@ def test_keys_of_another_length_have_contiguous_shards_of_their_own() -> None:
 # Bytes.
 
 
-def moved_bytes(plan: Plan, one: Pass, rank: int) -> tuple[int, int]:
+def moved_bytes(plan: Plan, pass_: Pass, rank: int) -> tuple[int, int]:
     """Received in the exchange before, and in the one after."""
-    program = one.programs[rank]
+    program = pass_.programs[rank]
     meter = TrafficMeter(plan.problem, program.buffer_table())
-    found = {
+    received = {
         op.task: meter.traffic(op, rank, plan.num_ranks).received_bytes
         for op in program.operations
         if isinstance(op, AllToAll) and op.task in (TO_HEADS, TO_TOKENS)
     }
-    return found[TO_HEADS], found[TO_TOKENS]
+    return received[TO_HEADS], received[TO_TOKENS]
 
 
 def rows_that_change(plan: Plan, rank: int, degree: int, *, keys: bool) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def test_a_row_that_changes_its_rank_travels_once_and_the_others_not(
     assert plan.q_layout == plain.q_layout  # the method works as ever
     width = {kind: kind.width(problem) * kind.precision.num_bytes(problem) for kind in Kind}
     for direction, kinds in ((Direction.FORWARD, FORWARD), (Direction.BACKWARD, BACKWARD)):
-        one, inside = plan.direction(direction), count(plain)[direction]
+        pass_, inside = plan.direction(direction), count(plain)[direction]
         for rank in range(ranks):
             wanted = []
             for at, side in enumerate(kinds):
@@ -151,7 +151,7 @@ def test_a_row_that_changes_its_rank_travels_once_and_the_others_not(
                 heads = {False: problem.num_heads, True: problem.kv_heads}
                 keys = [(kind, kind.is_key_side) for kind in side]
                 wanted.append(sum(rows[key] * heads[key] * width[kind] for kind, key in keys))
-            assert moved_bytes(plan, one, rank) == tuple(wanted)
+            assert moved_bytes(plan, pass_, rank) == tuple(wanted)
             total = count(plan)[direction].ranks[rank].total.received_bytes
             assert total == inside.ranks[rank].total.received_bytes + sum(wanted)
 
@@ -196,11 +196,11 @@ def test_where_the_method_works_on_contiguous_shards_it_is_the_same_plan() -> No
 
 def with_program(plan: Plan, change: Any) -> Plan:
     """The same with one operation of rank 0 forward changed."""
-    one = plan.forward
-    programs = list(one.programs)
+    forward = plan.forward
+    programs = list(forward.programs)
     operations = tuple(change(op) for op in programs[0].operations)
     programs[0] = replace(programs[0], operations=operations)
-    changed = replace(one, programs=tuple(programs))
+    changed = replace(forward, programs=tuple(programs))
     return replace(plan, passes=(changed, plan.backward))
 
 
@@ -284,8 +284,8 @@ def test_documents_of_a_batch_are_cut_into_contiguous_shards() -> None:
         pack = packed((free,), ranks, starts)
         wanted = -(-starts[-1] // ranks)
         assert [layout.slots for layout in pack.shards] == [wanted] * 2
-        given = Layer(problem, question=replace(asked, num_ranks=ranks), relayout=True)
-        assert packed((given,), ranks, starts).layout.kind == "zigzag"
+        ring_layer = Layer(problem, question=replace(asked, num_ranks=ranks), relayout=True)
+        assert packed((ring_layer,), ranks, starts).layout.kind == "zigzag"
         assert pack.words != packed((Layer(problem),), ranks, starts).words
     with pytest.raises(PlanError, match="made with relayout=True, and this attention has relayout"):
         pack.question(Layer(problem))
@@ -294,14 +294,14 @@ def test_documents_of_a_batch_are_cut_into_contiguous_shards() -> None:
 def test_a_way_in_another_layout_must_be_worth_the_exchange() -> None:
     """A long causal document is; short ones, of which a shard has many, are not."""
     problem, tokens = Problem(64, 8, 128, mask=CAUSAL), 1 << 19
-    found = {}
+    layouts = {}
     for size in (tokens, tokens >> 9):
         starts = [*range(0, tokens, size), tokens]
         chosen, plain = (Packer((Layer(problem, relayout=r),), 16)(starts) for r in (True, False))
-        found[size] = (chosen.layout_kind.value, plain.layout_kind.value)
+        layouts[size] = (chosen.layout_kind.value, plain.layout_kind.value)
         assert "inside contiguous shards" in chosen.reason
         assert "inside" not in plain.reason
-    assert found == {tokens: ("zigzag", "zigzag"), tokens >> 9: ("contiguous", "contiguous")}
+    assert layouts == {tokens: ("zigzag", "zigzag"), tokens >> 9: ("contiguous", "contiguous")}
 
 
 def test_documents_with_relayout_equal_the_truth_in_every_layout() -> None:
@@ -319,6 +319,6 @@ def test_documents_with_relayout_equal_the_truth_in_every_layout() -> None:
 def test_bf16_shards_travel_in_bf16() -> None:
     case = Case(3, 29, 29, mask=CAUSAL, dtype=torch.bfloat16, options={"relayout": True})
     result = run_local(case.plan(), *case.tensors())
-    found = {name: getattr(result, name) for name in NAMES}
-    distances = errors(found, attention(*case.tensors(), case.mask))
+    outputs = {name: getattr(result, name) for name in NAMES}
+    distances = errors(outputs, attention(*case.tensors(), case.mask))
     assert max(distances.values()) <= 0.02

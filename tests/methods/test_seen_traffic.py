@@ -59,7 +59,7 @@ def test_at_the_transport_a_window_is_a_halo_on_any_number_of_ranks(
     result = run_local(case.plan(), *case.tensors())
     halo_bytes = 8 * 2 * 8 * 2 * 2  # rows, KV heads, width, K and V, bf16
     for direction, times in (("forward", 1), ("backward", 2)):
-        moved = [one.total.received_bytes for one in result.traffic[direction]]
+        moved = [rank_traffic.total.received_bytes for rank_traffic in result.traffic[direction]]
         assert max(moved) == times * halos * halo_bytes
 
 
@@ -76,12 +76,12 @@ def test_documents_whole_inside_a_rank_move_nothing(documents: str, causal: bool
     case = Case(4, 64, 64, mask=mask, options={"method": "seen", "layout": "contiguous"})
     plan = case.plan()
     assert verify(plan) == []
-    for one in plan.passes:
-        assert one.groups == {}
-        assert one.setting == {"tile": "1x4", "travels": "nothing"}
-        operations = [op for program in one.programs for op in program.operations]
+    for pass_ in plan.passes:
+        assert pass_.groups == {}
+        assert pass_.setting == {"tile": "1x4", "travels": "nothing"}
+        operations = [op for program in pass_.programs for op in program.operations]
         assert not any(isinstance(op, Communication) for op in operations)
-        assert not any(".wire" in buffer.name for p in one.programs for buffer in p.buffers)
+        assert not any(".wire" in buffer.name for p in pass_.programs for buffer in p.buffers)
     result = run_local(plan, *case.tensors())
     for ranks in result.traffic.values():
         assert all(rank.by_operation == {} for rank in ranks)
@@ -95,12 +95,12 @@ def test_all_ranks_take_part_where_one_document_crosses_but_only_its_rows_travel
     row_bytes = 2 * 8 * 2 * 2  # KV heads, width, K and V, bf16
     assert received(plan, Direction.FORWARD) == [0, 0, 2 * row_bytes, 0]
     assert received(plan, Direction.BACKWARD) == [0, 2 * row_bytes, 2 * row_bytes, 0]
-    for one in plan.passes:
+    for pass_ in plan.passes:
         transfers = [
             {op.name for op in program.operations if isinstance(op, AllToAll)}
-            for program in one.programs
+            for program in pass_.programs
         ]
-        assert len(transfers[0]) == (1 if one.direction is Direction.FORWARD else 2)
+        assert len(transfers[0]) == (1 if pass_.direction is Direction.FORWARD else 2)
         assert transfers == [transfers[0]] * 4
     # Ranks that gather nothing attend to their own rows where they lie.
     for rank, gathers in enumerate([False, False, True, False]):
@@ -143,8 +143,8 @@ def test_windows_and_full_masks_lie_contiguous_unless_said_otherwise(
 ) -> None:
     problem = Problem(64, 2, 8, mask=mask)
     assert make_plan(problem, 4, method="seen").kv_layout.kind == layout
-    given = make_plan(problem, 4, method="seen", layout="striped")
-    assert given.kv_layout.kind is LayoutKind.STRIPED
+    striped = make_plan(problem, 4, method="seen", layout="striped")
+    assert striped.kv_layout.kind is LayoutKind.STRIPED
 
 
 def test_stripes_that_would_be_thousands_of_messages_are_refused_with_those_that_are_not() -> None:
@@ -200,8 +200,10 @@ def test_with_a_tile_no_rank_receives_more_than_in_a_mesh_and_most_receive_less(
     )
     for direction in Direction:
         pairs = [
-            (one.total.received_bytes, other.total.received_bytes)
-            for one, other in zip(seen[direction].ranks, mesh[direction].ranks, strict=True)
+            (seen_rank.total.received_bytes, mesh_rank.total.received_bytes)
+            for seen_rank, mesh_rank in zip(
+                seen[direction].ranks, mesh[direction].ranks, strict=True
+            )
         ]
         assert all(less <= all_of_it for less, all_of_it in pairs)
         assert sum(less < all_of_it for less, all_of_it in pairs) > 4
@@ -228,7 +230,7 @@ def test_queries_that_see_none_of_a_column_and_partials_of_nothing_do_not_travel
     # The queries of rank 1 see keys of rank 0, whose own see none of rank 1's.
     q, partial = {"q": 8}, {"out": 8, "lse": 8}
     expected = {(1, 0): q, (0, 1): partial, (3, 2): q, (2, 3): partial}
-    assert {pair: found for pair, found in rows.items() if found} == expected
+    assert {pair: row_counts for pair, row_counts in rows.items() if row_counts} == expected
 
 
 def test_documents_whole_inside_a_rank_move_nothing_with_a_tile_either() -> None:
@@ -236,4 +238,4 @@ def test_documents_whole_inside_a_rank_move_nothing_with_a_tile_either() -> None
     problem = Problem(64, 4, 8, num_kv_heads=2, mask=mask)
     plan = make_plan(problem, 4, method="seen", layout="contiguous", tile=(2, 2))
     assert verify(plan) == []
-    assert all(one.groups == {} for one in plan.passes)
+    assert all(pass_.groups == {} for pass_ in plan.passes)

@@ -33,8 +33,8 @@ FITTING = FITTING[::2]  # heads and ranks meet in turn
 
 def case_of(heads: tuple[int, int], ranks: int, **options: object) -> Case:
     tokens = 3 * ranks + 2
-    given = {**ULYSSES, **options}
-    return Case(ranks, tokens, tokens, heads, batch=2, mask=Mask(causal=True), options=given)
+    all_options = {**ULYSSES, **options}
+    return Case(ranks, tokens, tokens, heads, batch=2, mask=Mask(causal=True), options=all_options)
 
 
 @pytest.mark.parametrize(("heads", "ranks"), FITTING[::2])
@@ -122,10 +122,10 @@ def test_the_plan_states_its_rounding_and_the_work_is_as_stated() -> None:
         problem = Problem(64, heads, 4, num_kv_heads=kv_heads, mask=Mask(causal=True))
         plan = make_plan(problem, ranks, method="ulysses")
         most = -(-heads // ranks)
-        for one in plan.passes:
+        for pass_ in plan.passes:
             said = f"at most {most} a rank, work max/mean {most * ranks / heads:.3f}"
-            assert one.setting["heads"] == said
-            assert balance(plan, one).ratio == pytest.approx(most * ranks / heads)
+            assert pass_.setting["heads"] == said
+            assert balance(plan, pass_).ratio == pytest.approx(most * ranks / heads)
 
 
 def test_a_kv_head_goes_to_the_ranks_that_need_it_and_to_no_other() -> None:
@@ -165,8 +165,8 @@ def test_a_new_mask_makes_no_new_exchange_and_only_the_own_head_group(
         mask = Mask(causal=True, documents=(0, cut, 72))
         problem = Problem(72, 32, 4, num_kv_heads=8, mask=mask)
         plan = make_plan(problem, ranks, method="ulysses")
-        programs = [plan.program(3, one.direction) for one in plan.passes]
+        programs = [plan.program(3, pass_.direction) for pass_ in plan.passes]
         exchanges.append([op for p in programs for op in p.operations if isinstance(op, AllToAll)])
     assert len(exchanges[0]) == 4
-    assert all(one is other for one, other in zip(*exchanges, strict=True))
+    assert all(operation is other for operation, other in zip(*exchanges, strict=True))
     assert set(made) == {0, 3}

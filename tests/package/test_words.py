@@ -1,4 +1,4 @@
-"""Names say what a thing is: words that could mean anything are names of nothing in the library."""
+"""Names say what a thing is: words that could mean anything name nothing here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import mesh_attention
 
 ROOT = Path(mesh_attention.__path__[0])
+AROUND = [ROOT.parents[1] / folder for folder in ("tests", "benchmarks", "examples")]
 EMPTY_WORDS = ("one", "found", "given", "mine", "told")
 
 
@@ -48,6 +49,15 @@ def test_no_name_is_an_empty_word_and_no_call_spreads_a_tuple_to_save_lines() ->
         # Triton compiles its kernels from their source, in which tuples are groups of strides.
         if file.parent.name != "fused":
             assert list(tricks(tree)) == [], file
+
+
+def test_no_name_around_the_library_is_an_empty_word() -> None:
+    files = [file for folder in AROUND for file in folder.rglob("*.py")]
+    assert len(files) > 200
+    for file in files:
+        # The decorator of hypothesis, which `property.py` wraps.
+        words = [x for x in empty_words(ast.parse(file.read_text())) if x != "given"]
+        assert words == [], file
 
 
 @pytest.mark.parametrize(

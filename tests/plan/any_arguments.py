@@ -28,15 +28,15 @@ def starts(draw: Random) -> Any:
     cuts = [some(draw, *range(13)) for _ in range(draw.randint(0, 4))]
     if draw.randint(0, 3) < 3:
         cuts = sorted(cut for cut in cuts if type(cut) is int)
-    found: Any = [0, *cuts, 12] if draw.randint(0, 5) < 5 else cuts
+    offsets: Any = [0, *cuts, 12] if draw.randint(0, 5) < 5 else cuts
     match draw.randint(0, 9):
-        case 0 if all(type(cut) is int for cut in found):
-            return draw.choice((np.array(found), torch.tensor(found), list(np.array(found))))
+        case 0 if all(type(cut) is int for cut in offsets):
+            return draw.choice((np.array(offsets), torch.tensor(offsets), list(np.array(offsets))))
         case 1:
-            return [found, [0, 12]]
+            return [offsets, [0, 12]]
         case 2:
             return draw.choice((None, 12, "0, 12", [], [[]], [None], {0: 12}, [[0, 12], 5]))
-    return found
+    return offsets
 
 
 def stretches(draw: Random, ranks: int) -> Any:
@@ -63,16 +63,16 @@ def any_mask(draw: Random) -> Mask:
         case 3:
             kinds = ("full", "causal", "inverse_causal", "bicausal", "full", 2)
             return Mask(slices=[(pair(), pair(), some(draw, *kinds)) for _ in range(3)])  # type: ignore[arg-type]
-    given: dict[str, Any] = {"causal": some(draw, True, True, False)}
+    mask_options: dict[str, Any] = {"causal": some(draw, True, True, False)}
     if draw.randint(0, 2) == 0:
-        given["window"] = some(draw, (3, 0), (None, 2), (1, None), (some(draw, 1), 2))
+        mask_options["window"] = some(draw, (3, 0), (None, 2), (1, None), (some(draw, 1), 2))
     if draw.randint(0, 4) == 0:
-        given["prefix"] = some(draw, 0, 3)
+        mask_options["prefix"] = some(draw, 0, 3)
     if draw.randint(0, 2) == 0:
-        given["documents"] = starts(draw)
+        mask_options["documents"] = starts(draw)
     if draw.randint(0, 8) == 0:
-        given["kv_documents"] = starts(draw)
-    return Mask(**given)
+        mask_options["kv_documents"] = starts(draw)
+    return Mask(**mask_options)
 
 
 def problem(draw: Random, mask: Mask) -> Problem:

@@ -40,8 +40,8 @@ def program_of(lines: Lines, at: int) -> range:
 
 def buffers_of(lines: Lines, at: int) -> list[list[str]]:
     """The words of the buffers of that program."""
-    found = (lines[i].split() for i in program_of(lines, at))
-    return [words for words in found if words[0] == "buffer"]
+    split_lines = (lines[i].split() for i in program_of(lines, at))
+    return [words for words in split_lines if words[0] == "buffer"]
 
 
 def put(rng: Random, lines: Lines, at: int, new: str) -> Lines:
@@ -71,10 +71,10 @@ def put_for_a_match(
     rng: Random, lines: Lines, pattern: re.Pattern[str], new: Callable[[re.Match[str]], str]
 ) -> Lines | None:
     """What `new` makes of a match, in its place."""
-    found = any_match(rng, lines, pattern)
-    if found is None:
+    place_and_match = any_match(rng, lines, pattern)
+    if place_and_match is None:
         return None
-    at, match = found
+    at, match = place_and_match
     return put(rng, lines, at, replaced(lines[at], match, new(match)))
 
 

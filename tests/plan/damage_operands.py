@@ -25,10 +25,10 @@ __all__ = ["OPERANDS"]
 
 
 def buffer_of_a_piece(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, PIECE)
-    if found is None:
+    place_and_match = any_match(rng, lines, PIECE)
+    if place_and_match is None:
         return None
-    at, piece = found
+    at, piece = place_and_match
     known = buffers_of(lines, at)
     kind = next((words[2] for words in known if words[1] == piece[1]), "")
     alike = [words[1] for words in known if words[2] == kind]
@@ -75,9 +75,9 @@ def two_pieces_swapped(rng: Random, lines: Lines) -> Lines | None:
     if not places:
         return None
     at = rng.choice(places)
-    one, other = sorted(rng.sample(list(PIECE.finditer(lines[at])), 2), key=lambda m: m.start())
-    line = replaced(lines[at], other, one[0])
-    return put(rng, lines, at, replaced(line, one, other[0]))
+    piece, other = sorted(rng.sample(list(PIECE.finditer(lines[at])), 2), key=lambda m: m.start())
+    line = replaced(lines[at], other, piece[0])
+    return put(rng, lines, at, replaced(line, piece, other[0]))
 
 
 def a_piece_for_another(rng: Random, lines: Lines) -> Lines | None:
@@ -85,8 +85,8 @@ def a_piece_for_another(rng: Random, lines: Lines) -> Lines | None:
     if not places:
         return None
     at = rng.choice(places)
-    one, other = rng.sample(list(PIECE.finditer(lines[at])), 2)
-    return put(rng, lines, at, replaced(lines[at], one, other[0]))
+    piece, other = rng.sample(list(PIECE.finditer(lines[at])), 2)
+    return put(rng, lines, at, replaced(lines[at], piece, other[0]))
 
 
 def a_list_of_pieces(rng: Random, lines: Lines) -> Lines | None:
@@ -181,10 +181,10 @@ def kind_of_a_call(rng: Random, lines: Lines) -> Lines | None:
 
 def the_calls(rng: Random, lines: Lines) -> Lines | None:
     """One dropped or doubled, two in another order, or all as one row range."""
-    found = any_match(rng, lines, re.compile(r"calls=(\S+)"))
-    if found is None:
+    place_and_match = any_match(rng, lines, re.compile(r"calls=(\S+)"))
+    if place_and_match is None:
         return None
-    at, match = found
+    at, match = place_and_match
     calls = match[1].split("+")
     i, j = rng.randrange(len(calls)), rng.randrange(len(calls))
     how = rng.randrange(4)
@@ -209,10 +209,10 @@ def a_fresh_flag(rng: Random, lines: Lines) -> Lines | None:
 
 
 def out_or_delta(rng: Random, lines: Lines) -> Lines | None:
-    found = any_match(rng, lines, re.compile(r" (out|delta)=(\S+)"), "attend-backward")
-    if found is None:
+    place_and_match = any_match(rng, lines, re.compile(r" (out|delta)=(\S+)"), "attend-backward")
+    if place_and_match is None:
         return None
-    at, match = found
+    at, match = place_and_match
     rows = re.search(r" q=[^\[]+(\[\d+:\d+\])", lines[at])
     names = [words[1] for words in buffers_of(lines, at) if words[2] == match[1]]
     new = rng.choice(["none", *(name + (rows[1] if rows else "[0:2]") for name in names)])
@@ -221,10 +221,10 @@ def out_or_delta(rng: Random, lines: Lines) -> Lines | None:
 
 def an_operand_through_a_copy(rng: Random, lines: Lines) -> Lines | None:
     """Of any precision, role and rows; freed afterwards, mostly."""
-    found = any_match(rng, lines, PIECE)
-    if found is None:
+    place_and_match = any_match(rng, lines, PIECE)
+    if place_and_match is None:
         return None
-    at, piece = found
+    at, piece = place_and_match
     declared = next(
         i for i in program_of(lines, at) if lines[i].startswith(f"  buffer {piece[1]} ")
     )

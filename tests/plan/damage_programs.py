@@ -30,10 +30,10 @@ def a_member(rng: Random, lines: Lines) -> Lines | None:
 def both_members_swapped(rng: Random, lines: Lines) -> Lines | None:
     """A ring the other way round, sometimes for all."""
     pattern = re.compile(r"to_member=(\d+) (sends=\S+) from_member=(\d+)")
-    found = any_match(rng, lines, pattern)
-    if found is None:
+    place_and_match = any_match(rng, lines, pattern)
+    if place_and_match is None:
         return None
-    at, _ = found
+    at, _ = place_and_match
     new = r"to_member=\3 \2 from_member=\1"
     if rng.random() < 0.5:
         return [pattern.sub(new, line) for line in lines]
@@ -148,8 +148,8 @@ def two_names_of_buffers(rng: Random, lines: Lines) -> Lines | None:
     names = [words[1] for words in buffers_of(lines, at)]
     if len(names) < 2:
         return None
-    one, other = rng.sample(names, 2)
-    swap = {one: other, other: one}
+    buffer_name, other = rng.sample(names, 2)
+    swap = {buffer_name: other, other: buffer_name}
     word = re.compile(r"(?<![\w.-])([\w.-]+)(?=\[|\+|$| )")
 
     def swapped(line: str) -> str:
@@ -159,13 +159,13 @@ def two_names_of_buffers(rng: Random, lines: Lines) -> Lines | None:
             return "  " + " ".join(words)
         head, _, rest = line.partition(": ")
         verb, _, rest = rest.partition(" ")
-        told = []
+        fields = []
         for field in rest.split(" "):
             name, _, text = field.partition("=")
             if name not in ("group", "rule"):
                 text = word.sub(lambda match: swap.get(match[1], match[1]), text)
-            told.append(f"{name}={text}")
-        return f"{head}: {verb} {' '.join(told)}"
+            fields.append(f"{name}={text}")
+        return f"{head}: {verb} {' '.join(fields)}"
 
     return [swapped(line) if i in program else line for i, line in enumerate(lines)]
 
@@ -178,11 +178,11 @@ def a_line_dropped_or_doubled(rng: Random, lines: Lines) -> Lines | None:
 def programs_of_two_ranks(rng: Random, lines: Lines) -> Lines | None:
     """Two ranks do each other's operations, or call themselves each other."""
     heads = [i for i, line in enumerate(lines) if line.startswith("rank ")]
-    one, other = sorted(rng.sample(heads, 2))
+    head, other = sorted(rng.sample(heads, 2))
     if rng.random() < 0.3:
-        lines[one], lines[other] = lines[other], lines[one]
+        lines[head], lines[other] = lines[other], lines[head]
         return lines
-    first, second = program_of(lines, one + 1), program_of(lines, other + 1)
+    first, second = program_of(lines, head + 1), program_of(lines, other + 1)
     a, b = ([lines[i] for i in span if is_operation(lines[i])] for span in (first, second))
     declared_a, declared_b = (
         [lines[i] for i in span if not is_operation(lines[i])] for span in (first, second)
@@ -197,9 +197,9 @@ def programs_of_two_ranks(rng: Random, lines: Lines) -> Lines | None:
 
 def the_schedule(rng: Random, lines: Lines) -> Lines | None:
     places = [i for i, line in enumerate(lines) if line.startswith("step ")]
-    one, other = rng.choice(places), rng.choice(places)
-    bodies = [line.split(" ", 2) for line in (lines[one], lines[other])]
-    lines[one] = f"step {bodies[0][1]} {bodies[1][2]}"
+    place, other = rng.choice(places), rng.choice(places)
+    bodies = [line.split(" ", 2) for line in (lines[place], lines[other])]
+    lines[place] = f"step {bodies[0][1]} {bodies[1][2]}"
     lines[other] = f"step {bodies[1][1]} {bodies[0][2]}"
     return lines
 

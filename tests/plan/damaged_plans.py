@@ -83,9 +83,9 @@ def random_plan(rng: Random) -> Plan:
         }
         known = METHODS[method].options()
         options = {name: value for name, value in wanted.items() if name in known}
-        for given in (options, {name: v for name, v in options.items() if name != "tile"}):
+        for kwargs in (options, {name: v for name, v in options.items() if name != "tile"}):
             try:
-                return make_plan(problem, ranks, method=method, **given)
+                return make_plan(problem, ranks, method=method, **kwargs)
             except PlanError:
                 continue
 
@@ -115,15 +115,15 @@ def verdict(text: str) -> str:
         return "no plan"
     if verify(plan):
         return "refused"
-    directions = {one.direction for one in plan.passes}
+    directions = {pass_.direction for pass_ in plan.passes}
     if Direction.FORWARD not in directions:
         return "accepted without a forward pass"
     tensors, truth = truth_of(plan.problem)
     if Direction.BACKWARD not in directions:
         tensors = tensors[:3]  # type: ignore[assignment]
     result = run_local(plan, *tensors)
-    found = {n: getattr(result, n) for n in NAMES if getattr(result, n) is not None}
-    distances = errors(found, truth)
+    outputs = {n: getattr(result, n) for n in NAMES if getattr(result, n) is not None}
+    distances = errors(outputs, truth)
     allowed = ALLOWED[plan.problem.element_bytes]
     assert max(distances.values()) <= allowed, f"accepted, and wrong: {distances}"
     return "accepted"

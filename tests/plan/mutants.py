@@ -42,22 +42,22 @@ Compute = Attend | AttendBackward
 class Place:
     """One operation of one rank in one pass of a plan, and what a plan without it looks like."""
 
-    def __init__(self, plan: Plan, one: Pass, rank: int, at: int) -> None:
-        self.plan, self.one, self.rank, self.at = plan, one, rank, at
+    def __init__(self, plan: Plan, pass_: Pass, rank: int, at: int) -> None:
+        self.plan, self.pass_, self.rank, self.at = plan, pass_, rank, at
 
     @property
     def program(self) -> Program:
-        return self.one.programs[self.rank]
+        return self.pass_.programs[self.rank]
 
     @property
     def op(self) -> Operation:
         return self.program.operations[self.at]
 
     def with_operations(self, operations: tuple[Operation, ...]) -> Plan:
-        programs = list(self.one.programs)
+        programs = list(self.pass_.programs)
         programs[self.rank] = replace(self.program, operations=operations)
-        changed = replace(self.one, programs=tuple(programs))
-        passes = tuple(changed if one is self.one else one for one in self.plan.passes)
+        changed = replace(self.pass_, programs=tuple(programs))
+        passes = tuple(changed if pass_ is self.pass_ else pass_ for pass_ in self.plan.passes)
         return replace(self.plan, passes=passes)
 
     def put(self, *new: Operation) -> Plan:
@@ -68,9 +68,9 @@ class Place:
 
 def places(plan: Plan, wanted: Callable[[Operation], bool]) -> list[Place]:
     return [
-        Place(plan, one, program.rank, at)
-        for one in plan.passes
-        for program in one.programs
+        Place(plan, pass_, program.rank, at)
+        for pass_ in plan.passes
+        for program in pass_.programs
         for at, op in enumerate(program.operations)
         if wanted(op)
     ]
@@ -79,8 +79,8 @@ def places(plan: Plan, wanted: Callable[[Operation], bool]) -> list[Place]:
 def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tuple[Random, Place]]:
     """Places in many random plans, a few from each."""
     rng = Random(seed)
-    found = 0
-    while found < MUTANTS:
+    num_places = 0
+    while num_places < MUTANTS:
         ranks = rng.randint(1, MOST_RANKS)
         problem = random_problem(rng, ranks)
         setting = random_setting(rng, problem, ranks)
@@ -89,15 +89,15 @@ def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tu
         here = places(plan_mesh(problem, ranks, setting), wanted)
         for place in rng.sample(here, min(8, len(here))):
             yield rng, place
-            found += 1
+            num_places += 1
 
 
 def caught(place: Place, mutant: Plan) -> Finding:
     """The pass that was not changed is proven already, and left out."""
-    changed = [one for one in mutant.passes if one.direction is place.one.direction]
+    changed = [pass_ for pass_ in mutant.passes if pass_.direction is place.pass_.direction]
     findings = verify(replace(mutant, passes=tuple(changed)))
-    assert findings, f"not caught: {place.one.direction}, rank {place.rank}, {place.op}"
-    assert findings[0].direction == place.one.direction
+    assert findings, f"not caught: {place.pass_.direction}, rank {place.rank}, {place.op}"
+    assert findings[0].direction == place.pass_.direction
     return findings[0]
 
 

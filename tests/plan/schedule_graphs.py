@@ -33,22 +33,24 @@ def compute(name: str, cost: float, *needs: str) -> TaskNode:
 
 def forward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
     """AG-KV, AG-Q, C, RS-Q; `cost` is asked by task name, `compute_cost` by (q, kv)."""
-    found = _compute(kq, kkv, compute_cost)
+    compute_tasks = _compute(kq, kkv, compute_cost)
     return TaskGraph(
         (
             *_gathers("AG-KV", kkv, cost),
             *_gathers("AG-Q", kq, cost),
-            *_reductions("RS-Q", [[c for c in found if c.index[0] == i] for i in range(kq)], cost),
+            *_reductions(
+                "RS-Q", [[c for c in compute_tasks if c.index[0] == i] for i in range(kq)], cost
+            ),
         ),
-        found,
+        compute_tasks,
     )
 
 
 def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> TaskGraph:
     """As forward, with RS-dQ a row and RS-dKV a column of compute tasks."""
-    found = _compute(kq, kkv, compute_cost)
-    rows = [[c for c in found if c.index[0] == i] for i in range(kq)]
-    columns = [[c for c in found if c.index[1] == j] for j in range(kkv)]
+    compute_tasks = _compute(kq, kkv, compute_cost)
+    rows = [[c for c in compute_tasks if c.index[0] == i] for i in range(kq)]
+    columns = [[c for c in compute_tasks if c.index[1] == j] for j in range(kkv)]
     return TaskGraph(
         (
             *_gathers("AG-KV", kkv, cost),
@@ -56,7 +58,7 @@ def backward_graph(kq: int, kkv: int, cost: Cost, compute_cost: ComputeCost) -> 
             *_reductions("RS-dQ", rows, cost),
             *_reductions("RS-dKV", columns, cost),
         ),
-        found,
+        compute_tasks,
     )
 
 
@@ -134,13 +136,13 @@ def chunk_memory(graph: TaskGraph, *, q_bytes: int, kv_bytes: int) -> MemoryMode
 
 
 def _compute(kq: int, kkv: int, compute_cost: ComputeCost) -> tuple[TaskNode, ...]:
-    found: list[TaskNode] = []
+    compute_tasks: list[TaskNode] = []
     for q in range(kq):
         for kv in range(kkv):
             cost = compute_cost(q, kv)
             if cost is not None:
-                found.append(compute(f"C-{q}-{kv}", cost, f"AG-Q-{q}", f"AG-KV-{kv}"))
-    return tuple(found)
+                compute_tasks.append(compute(f"C-{q}-{kv}", cost, f"AG-Q-{q}", f"AG-KV-{kv}"))
+    return tuple(compute_tasks)
 
 
 def _gathers(kind: str, count: int, cost: Cost) -> list[TaskNode]:

@@ -15,8 +15,8 @@ def plan(*, head_dim: int = 8) -> Plan:
 
 
 def test_all_ranks_of_a_plan_fit_together() -> None:
-    one = plan()
-    assert disagreements({rank: meetings(one, rank) for rank in range(4)}) == {}
+    mesh_plan = plan()
+    assert disagreements({rank: meetings(mesh_plan, rank) for rank in range(4)}) == {}
 
 
 def test_a_rank_whose_collectives_move_more_is_named_with_its_group() -> None:

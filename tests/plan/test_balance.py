@@ -52,8 +52,8 @@ def pairs_of_ranks(documents: tuple[int, ...], mask: Mask, stretches: Stretches)
     tokens = documents[-1]
     packed = Mask(mask.causal, mask.window, mask.prefix, documents=documents)
     runs = [Run(a, b - a) for own in stretches for a, b in own]
-    found = visible_pairs(runs, [Run(0, tokens)], packed.rows(tokens, tokens))[:, 0].tolist()
-    counts = iter(found)
+    run_pairs = visible_pairs(runs, [Run(0, tokens)], packed.rows(tokens, tokens))[:, 0].tolist()
+    counts = iter(run_pairs)
     return [sum(next(counts) for _ in own) for own in stretches]
 
 

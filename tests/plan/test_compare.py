@@ -15,26 +15,26 @@ def by_name(rows: list[Compared]) -> dict[str, Compared]:
 
 
 def test_progress_is_told_after_each_setting_up_to_the_last() -> None:
-    told: list[tuple[int, int]] = []
-    compare(PROBLEM, 4, None, progress=lambda done, total: told.append((done, total)))
+    progress_calls: list[tuple[int, int]] = []
+    compare(PROBLEM, 4, None, progress=lambda done, total: progress_calls.append((done, total)))
     settings = sum(len(method.candidates(PROBLEM, 4, None)) for method in METHODS.values())
-    assert told == [(done, settings) for done in range(1, settings + 1)]
+    assert progress_calls == [(done, settings) for done in range(1, settings + 1)]
 
 
 def test_collectives_and_messages_are_counted_apart() -> None:
-    found = by_name(compare(PROBLEM, 4, None))
-    assert list(found) == list(METHODS)
-    ring = found["ring"].counts[Direction.FORWARD]
+    methods = by_name(compare(PROBLEM, 4, None))
+    assert list(methods) == list(METHODS)
+    ring = methods["ring"].counts[Direction.FORWARD]
     assert (ring.collectives, ring.point_to_point) == (0, 3)
-    gathered = found["allgather-kv"].counts[Direction.FORWARD]
+    gathered = methods["allgather-kv"].counts[Direction.FORWARD]
     assert gathered.point_to_point == 0
     assert gathered.collectives > 0
 
 
 def test_a_method_that_cannot_run_says_why_and_the_others_are_compared() -> None:
-    found = by_name(compare(Problem(60, 4, 8), 5, None))
-    assert "5 ranks" in str(found["ulysses"].reason)
-    assert "4 heads" in str(found["ulysses"].reason)
-    assert found["ulysses"].counts == {}
-    assert found["ring"].reason is None
-    assert set(found["ring"].to_json()) == {"method", "setting", "reason", "forward", "backward"}
+    methods = by_name(compare(Problem(60, 4, 8), 5, None))
+    assert "5 ranks" in str(methods["ulysses"].reason)
+    assert "4 heads" in str(methods["ulysses"].reason)
+    assert methods["ulysses"].counts == {}
+    assert methods["ring"].reason is None
+    assert set(methods["ring"].to_json()) == {"method", "setting", "reason", "forward", "backward"}

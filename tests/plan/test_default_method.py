@@ -78,10 +78,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_given_without_a_method_are_used(options: dict[str, Any]) -> None:
     asked = ask(Problem(48, 4, 8, mask=CAUSAL), 4, **options)
-    for one in (asked, asked.backward or asked):
-        known = METHODS[one.method].options()
+    for question in (asked, asked.backward or asked):
+        known = METHODS[question.method].options()
         for name, value in options.items():
-            assert getattr(one.setting, name) == known[name].read(value)
+            assert getattr(question.setting, name) == known[name].read(value)
     assert verify(asked.plan()) == []
 
 
@@ -95,8 +95,8 @@ def test_passes_behind_contiguous_shards_have_one_layout(mask: Mask) -> None:
 def test_a_rank_without_tokens_is_not_what_an_estimate_looks_at() -> None:
     problem = Problem(1, 64, 32, num_kv_heads=8, mask=CAUSAL)
     choice = find_default(problem, 24, "paper")
-    told = [choice.timeline(direction).runtime_seconds for direction in Direction]
-    assert choice.seconds == pytest.approx(sum(told), rel=0.05)
+    runtimes = [choice.timeline(direction).runtime_seconds for direction in Direction]
+    assert choice.seconds == pytest.approx(sum(runtimes), rel=0.05)
 
 
 def test_where_the_best_method_refuses_an_option_the_next_that_takes_it_is_used() -> None:
@@ -124,9 +124,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("options", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_no_method_takes_is_refused_by_name(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError, match=told):
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_method_takes_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         make_plan(Problem(48, 4, 8, mask=CAUSAL), 4, **options)
 
 

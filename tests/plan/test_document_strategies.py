@@ -47,45 +47,45 @@ def choose(layers: list[Problem], ranks: int, starts: tuple[int, ...]) -> BatchC
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_windows_choose_a_halo_on_contiguous_shards(ranks: int) -> None:
-    found = choose([layer(FEW_HEADS, WINDOW)], ranks, (0, 16384 * ranks))
-    assert (found.layout, found.strategies[0].method) == (LayoutKind.CONTIGUOUS, "seen")
+    choice = choose([layer(FEW_HEADS, WINDOW)], ranks, (0, 16384 * ranks))
+    assert (choice.layout, choice.strategies[0].method) == (LayoutKind.CONTIGUOUS, "seen")
     halo = 4095 * 8 * 256 * 2 / 2**20
-    assert f"a rank receives up to {halo:.3g} MiB" in found.reason
+    assert f"a rank receives up to {halo:.3g} MiB" in choice.reason
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(256, 8), (128, 64)])
 def test_many_short_documents_stay_at_home_on_balanced_shards(count: int, ranks: int) -> None:
-    found = choose([layer(MANY_HEADS)], ranks, documents(count, 8192 * ranks))
-    assert (found.layout, found.strategies[0].method) == (LayoutKind.LISTED, "seen")
-    assert found.stretches is not None
-    assert found.reason.startswith("seen on balanced shards: ")
+    choice = choose([layer(MANY_HEADS)], ranks, documents(count, 8192 * ranks))
+    assert (choice.layout, choice.strategies[0].method) == (LayoutKind.LISTED, "seen")
+    assert choice.stretches is not None
+    assert choice.reason.startswith("seen on balanced shards: ")
 
 
 def test_one_long_document_with_enough_heads_has_heads_first() -> None:
-    found = choose([layer(FEW_HEADS)], 8, (0, 1 << 19))
-    assert (found.layout, found.strategies[0].method) == (LayoutKind.CONTIGUOUS, "ulysses")
-    assert found.stretches is None
+    choice = choose([layer(FEW_HEADS)], 8, (0, 1 << 19))
+    assert (choice.layout, choice.strategies[0].method) == (LayoutKind.CONTIGUOUS, "ulysses")
+    assert choice.stretches is None
 
 
 def test_one_long_document_on_more_ranks_than_heads_is_a_mesh() -> None:
-    found = choose([layer(FEW_HEADS)], 64, (0, 1 << 17))
-    assert (found.layout, found.strategies[0].method) == (LayoutKind.ZIGZAG, "mesh")
-    assert found.strategies[0].tile == (4, 16)
+    choice = choose([layer(FEW_HEADS)], 64, (0, 1 << 17))
+    assert (choice.layout, choice.strategies[0].method) == (LayoutKind.ZIGZAG, "mesh")
+    assert choice.strategies[0].tile == (4, 16)
 
 
 def test_layers_share_a_layout_and_each_has_its_own_method() -> None:
-    found = choose([layer(FEW_HEADS), layer(FEW_HEADS, WINDOW)], 8, (0, 1 << 17))
-    assert found.layout is LayoutKind.CONTIGUOUS
-    assert [strategy.method for strategy in found.strategies] == ["ulysses", "seen"]
-    assert found.reason.startswith("ulysses and seen on contiguous shards: ")
-    assert "for 2 layers" in found.reason
+    choice = choose([layer(FEW_HEADS), layer(FEW_HEADS, WINDOW)], 8, (0, 1 << 17))
+    assert choice.layout is LayoutKind.CONTIGUOUS
+    assert [strategy.method for strategy in choice.strategies] == ["ulysses", "seen"]
+    assert choice.reason.startswith("ulysses and seen on contiguous shards: ")
+    assert "for 2 layers" in choice.reason
 
 
 def test_a_layout_that_is_given_is_kept() -> None:
     starts = documents(256, 8192 * 8)
     for kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
-        found = choose_strategies([layer(FEW_HEADS)], 8, starts, starts, shards=(kind, None))
-        assert (found.layout, found.stretches) == (kind, None)
+        choice = choose_strategies([layer(FEW_HEADS)], 8, starts, starts, shards=(kind, None))
+        assert (choice.layout, choice.stretches) == (kind, None)
     listed = choose([layer(FEW_HEADS)], 8, starts)
     shards = (listed.layout, listed.stretches)
     again = choose_strategies([layer(FEW_HEADS, WINDOW)], 8, starts, starts, shards=shards)
@@ -93,10 +93,10 @@ def test_a_layout_that_is_given_is_kept() -> None:
 
 
 def test_the_sentence_names_what_every_way_would_take() -> None:
-    found = choose([layer(FEW_HEADS)], 8, documents(64, 8192 * 8))
+    choice = choose([layer(FEW_HEADS)], 8, documents(64, 8192 * 8))
     for words in ("ulysses", "seen on zigzag shards"):
-        assert re.search(rf"{words}:? [0-9.e+]+ ms", found.reason)
-    assert "work max/mean 1.0" in found.reason
+        assert re.search(rf"{words}:? [0-9.e+]+ ms", choice.reason)
+    assert "work max/mean 1.0" in choice.reason
 
 
 def test_a_pack_is_chosen_like_that_pickles_and_makes_its_plans() -> None:
@@ -106,8 +106,8 @@ def test_a_pack_is_chosen_like_that_pickles_and_makes_its_plans() -> None:
         again = pickle.loads(pickle.dumps(pack))
         assert again == pack
         assert again.reason == pack.reason
-        for one in layers:
-            plan = again.question(one).plan()
+        for attention_layer in layers:
+            plan = again.question(attention_layer).plan()
             assert (plan.q_layout, plan.num_ranks) == (pack.layout, ranks)
 
 
@@ -117,14 +117,14 @@ def test_tiny_packs_have_a_choice_too(starts: tuple[int, ...], ranks: int) -> No
     for masks in ([CAUSAL], [Mask()], [WINDOW, CAUSAL]):
         problems = [Problem(8, 4, 16, num_kv_heads=2, mask=mask) for mask in masks]
         pack = Packer(tuple(map(Layer, problems)), ranks)(starts)
-        for one, _ in pack.strategies:
-            assert pack.question(one).plan().num_ranks == ranks
+        for attention_layer, _ in pack.strategies:
+            assert pack.question(attention_layer).plan().num_ranks == ranks
 
 
 def test_queries_and_keys_of_different_numbers_have_no_list() -> None:
-    found = choose_strategies([layer(FEW_HEADS, Mask())], 8, (0, 512, 8192), (0, 64, 1024))
-    assert found.layout is not LayoutKind.LISTED
-    assert found.strategies[0].method in ("ulysses", "seen", "mesh")
+    choice = choose_strategies([layer(FEW_HEADS, Mask())], 8, (0, 512, 8192), (0, 64, 1024))
+    assert choice.layout is not LayoutKind.LISTED
+    assert choice.strategies[0].method in ("ulysses", "seen", "mesh")
 
 
 def test_pairs_of_ranks_are_those_of_the_rows_of_the_mask() -> None:

@@ -44,12 +44,12 @@ def plan_for(ranks: int, *, tokens: int = 576, mask: Mask | None = None, **optio
 
 def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) -> Plan:
     """The same plan with another forward program on one rank."""
-    one = plan.forward
-    old = one.programs[rank]
-    programs = list(one.programs)
+    forward = plan.forward
+    old = forward.programs[rank]
+    programs = list(forward.programs)
     programs[rank] = Program(rank, old.buffers, operations)
     return dataclasses.replace(
-        plan, passes=(dataclasses.replace(one, programs=tuple(programs)), *plan.passes[1:])
+        plan, passes=(dataclasses.replace(forward, programs=tuple(programs)), *plan.passes[1:])
     )
 
 
@@ -57,10 +57,10 @@ def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) ->
 def test_the_matrix_read_from_the_programs_is_the_tiles_own(ranks: int) -> None:
     for tile, rotation in product(factorisations(ranks), (True, False)):
         plan = plan_for(ranks, tile=tile, rotation=rotation, chunks=(2, 3))
-        for one in plan.passes:
-            found = computed_cells(plan, one)
-            assert np.array_equal(found.ranks, Tile(*tile, rotation).assignment())
-            assert found.several == {}
+        for pass_ in plan.passes:
+            cells = computed_cells(plan, pass_)
+            assert np.array_equal(cells.ranks, Tile(*tile, rotation).assignment())
+            assert cells.several == {}
 
 
 @pytest.mark.parametrize("layout", list(LayoutKind))
@@ -71,12 +71,12 @@ def test_under_a_causal_mask_exactly_the_visible_cells_are_computed(layout: Layo
         queries = [plan.q_layout.positions(g) for g in range(9)]
         keys = [plan.kv_layout.positions(g) for g in range(9)]
         tile = Tile(3, 3).assignment()
-        for one in plan.passes:
-            found = computed_cells(plan, one).ranks
+        for pass_ in plan.passes:
+            cell_ranks = computed_cells(plan, pass_).ranks
             for i, j in product(range(9), range(9)):
                 (lo,), (hi,) = plan.problem.rows.intervals(queries[i])
                 seen = (keys[j] >= lo[:, None]) & (keys[j] < hi[:, None])
-                assert found[i, j] == (tile[i, j] if seen.any() else -1)
+                assert cell_ranks[i, j] == (tile[i, j] if seen.any() else -1)
 
 
 def test_whole_tasks_show_the_tiles_that_a_mask_leaves_half_empty() -> None:
@@ -102,11 +102,11 @@ def test_a_cell_that_two_ranks_compute_shows_as_shared() -> None:
     twin = plan.forward.programs[0]
     programs = list(plan.forward.programs)
     programs[1] = Program(1, twin.buffers, twin.operations)
-    one = dataclasses.replace(plan.forward, programs=tuple(programs))
-    found = computed_cells(plan, one)
-    assert found.several[0, 0] == (0, 1)
-    assert found.to_json()[0] == [[0, 1], None, [0, 1], None]
-    assert "* several ranks share this cell" in draw_assignment(plan, one)
+    forward = dataclasses.replace(plan.forward, programs=tuple(programs))
+    cells = computed_cells(plan, forward)
+    assert cells.several[0, 0] == (0, 1)
+    assert cells.to_json()[0] == [[0, 1], None, [0, 1], None]
+    assert "* several ranks share this cell" in draw_assignment(plan, forward)
 
 
 def test_columns_line_up_for_any_number_of_ranks() -> None:
@@ -140,8 +140,8 @@ def test_the_step_table_sets_the_lanes_side_by_side() -> None:
 def test_the_balance_counts_visible_pairs_of_the_calls() -> None:
     for layout in LayoutKind:
         plan = plan_for(9, tokens=540, mask=CAUSAL, layout=layout, chunks=(2, 2))
-        for one in plan.passes:
-            assert balance(plan, one).mean == pytest.approx(540 * 541 / 2 / 9)
+        for pass_ in plan.passes:
+            assert balance(plan, pass_).mean == pytest.approx(540 * 541 / 2 / 9)
     zigzag = plan_for(9, tokens=540, mask=CAUSAL, layout=LayoutKind.ZIGZAG)
     assert balance(zigzag, zigzag.forward).ratio == 1.0
     contiguous = plan_for(9, tokens=540, mask=CAUSAL, layout=LayoutKind.CONTIGUOUS)
@@ -156,8 +156,8 @@ def test_the_task_graph_read_from_a_plan_gives_its_greedy_schedule_again() -> No
         plan = plan_for(
             ranks, mask=CAUSAL, chunks=chunks, layout=layout, rotation=rotation, combine=combine
         )
-        for one in plan.passes:
-            assert greedy(task_graph(plan, one, usual_costs())) == one.schedule
+        for pass_ in plan.passes:
+            assert greedy(task_graph(plan, pass_, usual_costs())) == pass_.schedule
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,18 @@ def test_the_tasks_that_a_mesh_orders_are_those_that_its_programs_show(
 
     monkeypatch.setattr(tile_tasks, "greedy", watched)
     plan = plan_for(6, tile=tile, chunks=(3, 2), rotation=rotation)
-    for one, expected in zip(plan.passes, ordered, strict=True):
-        found = task_graph(plan, one, usual_costs())
-        for mine, theirs in (
-            (found.communication, expected.communication),
-            (found.compute, expected.compute),
+    for pass_, expected in zip(plan.passes, ordered, strict=True):
+        plan_graph = task_graph(plan, pass_, usual_costs())
+        for nodes, expected_nodes in (
+            (plan_graph.communication, expected.communication),
+            (plan_graph.compute, expected.compute),
         ):
-            needs = {node.task: set(node.needs) for node in theirs}
-            seconds = {node.task: pytest.approx(node.cost, rel=1e-9, abs=0) for node in theirs}
-            assert {node.task: set(node.needs) for node in mine} == needs
-            assert {node.task: node.cost for node in mine} == seconds
+            needs = {node.task: set(node.needs) for node in expected_nodes}
+            seconds = {
+                node.task: pytest.approx(node.cost, rel=1e-9, abs=0) for node in expected_nodes
+            }
+            assert {node.task: set(node.needs) for node in nodes} == needs
+            assert {node.task: node.cost for node in nodes} == seconds
 
 
 def test_neighbouring_runs_are_joined_wherever_they_stand() -> None:
@@ -220,8 +222,8 @@ def test_bytes_are_written_with_the_largest_unit_that_keeps_them_above_one() -> 
 
 def test_a_plan_of_one_direction_draws_that_one() -> None:
     plan = plan_for(4, directions=(Direction.BACKWARD,))
-    one: Pass = plan.backward
-    assert draw_assignment(plan, one).splitlines()[1].split() == ["Q", "0", "0", "1", "0", "1"]
+    backward: Pass = plan.backward
+    assert draw_assignment(plan, backward).splitlines()[1].split() == ["Q", "0", "0", "1", "0", "1"]
     assert "forward" not in draw_summary(plan)
 
 

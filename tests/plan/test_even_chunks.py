@@ -34,19 +34,19 @@ def plan_of(*shape: Any, **options: Any) -> Plan:
 @pytest.mark.parametrize("halves", [(0, 8, 16), (0, 7, 14), (0, 3, 6), (0, 1, 2), (0, 9)])
 @pytest.mark.parametrize("count", range(1, 6))
 def test_every_slot_is_in_one_chunk(halves: tuple[int, ...], count: int) -> None:
-    found = chunk_slots(halves, count, even=True)
-    slots = [slot for chunk in found for a, b in chunk for slot in range(a, b)]
+    chunks = chunk_slots(halves, count, even=True)
+    slots = [slot for chunk in chunks for a, b in chunk for slot in range(a, b)]
     assert sorted(slots) == list(range(halves[-1]))
     if len(halves) == 3:
-        assert len(found) == min(count, halves[1])
-        for (a, b), (c, d) in found:
+        assert len(chunks) == min(count, halves[1])
+        for (a, b), (c, d) in chunks:
             assert (a, b) == (halves[-1] - d, halves[-1] - c)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_programs_in_even_chunks_are_proven(shape: tuple[Any, ...]) -> None:
     plan = plan_of(*shape)
-    assert all(one.setting["even_chunks"] == "on" for one in plan.passes)
+    assert all(pass_.setting["even_chunks"] == "on" for pass_ in plan.passes)
     assert verify(plan) == []
 
 
@@ -59,7 +59,7 @@ def test_each_attention_is_as_much_work_on_all_ranks() -> None:
                 if isinstance(op, Attention):
                     work.setdefault(op.name, []).append(_pairs(plan, program.buffer_table(), op))
         assert sum(map(sum, work.values())) == _all_pairs(plan)
-        return max(max(one) / max(1, min(one)) for one in work.values())
+        return max(max(pairs) / max(1, min(pairs)) for pairs in work.values())
 
     assert most_over_least(even=True) < 1.3
     assert most_over_least(even=False) > 3

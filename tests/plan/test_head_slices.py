@@ -32,8 +32,8 @@ def test_sizes_add_up_and_begin_and_end_small() -> None:
                 assert min(sizes) >= 1
                 assert max(sizes) <= most
                 assert max(sizes[0], sizes[-1]) <= first or held < 3 * first
-                for one, other in pairwise(sizes):  # each hides the gather of the next
-                    assert other <= 2 * one + 1
+                for size, other in pairwise(sizes):  # each hides the gather of the next
+                    assert other <= 2 * size + 1
 
 
 def test_slices_follow_each_other() -> None:
@@ -51,16 +51,16 @@ def test_slices_follow_each_other() -> None:
 
 
 def test_what_begins_inside_a_slice_stays_there() -> None:
-    one = Schedule.parse("1 AG-0\n2 AG-1 + C-0\n3 RS-0 + C-1\n4 RS-1")
-    two = Schedule.parse("1 AG-2\n2 AG-3 + C-2\n3 RS-2 + C-3\n4 RS-3")
-    assert [str(task) for task in follow_each_other([one, two]).order()] == [
+    first = Schedule.parse("1 AG-0\n2 AG-1 + C-0\n3 RS-0 + C-1\n4 RS-1")
+    second = Schedule.parse("1 AG-2\n2 AG-3 + C-2\n3 RS-2 + C-3\n4 RS-3")
+    assert [str(task) for task in follow_each_other([first, second]).order()] == [
         *("AG-0", "AG-2", "AG-1", "C-0", "RS-0", "C-1"),
         *("RS-1", "AG-3", "C-2", "RS-2", "C-3", "RS-3"),
     ]
 
 
 def peaks(plan: Plan) -> list[int]:
-    return [one.peak_buffer_bytes for one in count(plan).values()]
+    return [pass_count.peak_buffer_bytes for pass_count in count(plan).values()]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -71,8 +71,8 @@ def test_slices_move_the_same_bytes_in_a_fraction_of_the_memory(causal: bool) ->
         for heads in (None, (1, 1))
     )
     assert verify(sliced) == []
-    for one, other in zip(count(whole).values(), count(sliced).values(), strict=True):
-        assert [r.total for r in one.ranks] == [r.total for r in other.ranks]
+    for pass_count, other in zip(count(whole).values(), count(sliced).values(), strict=True):
+        assert [r.total for r in pass_count.ranks] == [r.total for r in other.ranks]
     for small, large in zip(peaks(sliced), peaks(whole), strict=True):
         assert 4 * small < 3 * large
 
@@ -81,9 +81,9 @@ def test_queries_meet_keys_of_their_own_heads() -> None:
     plan = make_plan(
         Problem(96, 8, 8, num_kv_heads=4), 6, method="mesh", tile=(3, 2), head_slices=(1, 2)
     )
-    for one in plan.passes:
-        assert one.setting["head_slices"] == "1+2+1"
-        for program in one.programs:
+    for pass_ in plan.passes:
+        assert pass_.setting["head_slices"] == "1+2+1"
+        for program in pass_.programs:
             table = program.buffer_table()
             attentions = [
                 op for op in program.operations if isinstance(op, Attend | AttendBackward)
@@ -161,14 +161,14 @@ def test_rows_of_one_head_are_cut_into_chunks_of_4096_or_more_and_no_more_than_f
 
 @pytest.mark.parametrize("name", ["chunks", "backward_chunks"])
 def test_where_a_cut_is_given_nothing_is_chosen(name: str) -> None:
-    given: dict[str, Any] = {name: (2, 2)}
-    plan = make_plan(LONG, 64, method="mesh", **given)
+    options: dict[str, Any] = {name: (2, 2)}
+    plan = make_plan(LONG, 64, method="mesh", **options)
     assert plan.backward.setting["chunks"] == "2x2"
     assert plan.forward.setting["chunks"] == ("2x2" if name == "chunks" else "1x1")
-    for one in plan.passes:
-        assert "head_slices" not in one.setting
+    for pass_ in plan.passes:
+        assert "head_slices" not in pass_.setting
     with_slices = make_plan(LONG, 64, method="mesh", head_slices=(64, 64))
-    assert {one.setting["chunks"] for one in with_slices.passes} == {"1x1"}
+    assert {pass_.setting["chunks"] for pass_ in with_slices.passes} == {"1x1"}
 
 
 def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
@@ -179,10 +179,10 @@ def test_a_chosen_cut_keeps_to_a_cap_by_smaller_slices() -> None:
         plan = make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=largest // share)
         assert max(peaks(plan)) <= largest // share
         assert verify(plan) == []
-        assert {one.setting["scheduler"] for one in plan.passes} == {"greedy"}
+        assert {pass_.setting["scheduler"] for pass_ in plan.passes} == {"greedy"}
     tight = peaks(make_plan(problem, 4, method="mesh", tile=(2, 2), head_slices=(1, 1)))
     under = make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=max(tight) * 9 // 10)
-    assert {one.setting["scheduler"] for one in under.passes} == {"capped"}
+    assert {pass_.setting["scheduler"] for pass_ in under.passes} == {"capped"}
     assert max(peaks(under)) <= max(tight) * 9 // 10
     with pytest.raises(PlanError, match="smallest cap"):
         make_plan(problem, 4, method="mesh", tile=(2, 2), max_memory_bytes=1 << 20)

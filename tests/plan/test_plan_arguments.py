@@ -83,15 +83,15 @@ def test_an_iterator_is_refused_since_the_next_who_reads_it_would_find_nothing(n
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         {"causal": "no"}, {"causal": None}, {"window": 5}, {"window": (5,)}, {"window": ("a", 1)},
         {"prefix": 1.5, "causal": True}, {"documents": 5}, {"documents": ("a", 3)},
     ],
 )  # fmt: skip
-def test_a_mask_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
+def test_a_mask_of_the_wrong_kind_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(MeshAttentionError):
-        Mask(**given)
+        Mask(**arguments)
 
 
 @pytest.mark.parametrize("documents", [[0, 64], (0, 64), np.array([0, 64])])
@@ -99,10 +99,10 @@ def test_documents_may_be_any_sequence_of_numbers(documents: Any) -> None:
     assert Mask(documents=documents) == Mask(documents=(0, 64))
 
 
-@pytest.mark.parametrize("given", [{"mask": None}, {"mask": "causal"}, {"q_tokens": True}])
-def test_a_problem_of_the_wrong_kind_is_refused(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{"mask": None}, {"mask": "causal"}, {"q_tokens": True}])
+def test_a_problem_of_the_wrong_kind_is_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(MeshAttentionError):
-        Problem(**({"q_tokens": 64, "num_heads": 2, "head_dim": 8} | given))
+        Problem(**({"q_tokens": 64, "num_heads": 2, "head_dim": 8} | arguments))
 
 
 def test_more_tokens_than_counts_can_hold_are_refused() -> None:

@@ -76,15 +76,15 @@ def test_nine_ranks_with_3x3_tiles_and_rotation_move_72_units() -> None:
 
 
 def test_rank_3_of_9_has_q_footprint_345_and_kv_012_without_rotation() -> None:
-    found = footprint(Tile(3, 3, rotation=False).assignment(), 3)
-    assert [sorted(x) for x in (found.q, found.kv)] == [[3, 4, 5], [0, 1, 2]]
-    assert [sorted(x) for x in (found.remote_q, found.remote_kv)] == [[4, 5], [0, 1, 2]]
+    partitions = footprint(Tile(3, 3, rotation=False).assignment(), 3)
+    assert [sorted(x) for x in (partitions.q, partitions.kv)] == [[3, 4, 5], [0, 1, 2]]
+    assert [sorted(x) for x in (partitions.remote_q, partitions.remote_kv)] == [[4, 5], [0, 1, 2]]
 
 
 def test_rank_3_of_9_has_q_footprint_345_and_kv_036_with_rotation() -> None:
-    found = footprint(Tile(3, 3).assignment(), 3)
-    assert [sorted(x) for x in (found.q, found.kv)] == [[3, 4, 5], [0, 3, 6]]
-    assert [sorted(x) for x in (found.remote_q, found.remote_kv)] == [[4, 5], [0, 6]]
+    partitions = footprint(Tile(3, 3).assignment(), 3)
+    assert [sorted(x) for x in (partitions.q, partitions.kv)] == [[3, 4, 5], [0, 3, 6]]
+    assert [sorted(x) for x in (partitions.remote_q, partitions.remote_kv)] == [[4, 5], [0, 6]]
 
 
 def test_rank_0_of_15_with_3x5_tiles_has_q_group_012_and_kv_group_0_3_6_9_12() -> None:
@@ -104,24 +104,24 @@ def test_every_cell_belongs_to_one_rank_and_every_rank_has_a_rows_by_b_columns(
         matrix = Tile(a, b, rotation).assignment()
         assert Counter(matrix.ravel().tolist()) == dict.fromkeys(range(n), n)
         for rank in range(n):
-            found = footprint(matrix, rank)
-            assert (len(found.q), len(found.kv)) == (a, b)
-            assert rank in found.q
+            partitions = footprint(matrix, rank)
+            assert (len(partitions.q), len(partitions.kv)) == (a, b)
+            assert rank in partitions.q
 
 
 def test_with_rotation_every_rank_fetches_exactly_b_minus_1_kv_partitions() -> None:
     for n, a, b in TILES:
         tile = Tile(a, b)
         for rank in range(n):
-            found = footprint(tile.assignment(), rank)
-            assert len(found.remote_kv) == b - 1
-            assert found.kv == set(tile.kv_group(tile.column(rank)))
+            partitions = footprint(tile.assignment(), rank)
+            assert len(partitions.remote_kv) == b - 1
+            assert partitions.kv == set(tile.kv_group(tile.column(rank)))
 
 
 def test_the_ring_has_a_remote_footprint_of_n_minus_1() -> None:
     for n in (1, 2, 9):
-        found = footprint(ring_assignment(n), n - 1)
-        assert (len(found.remote_q), len(found.remote_kv)) == (0, n - 1)
+        partitions = footprint(ring_assignment(n), n - 1)
+        assert (len(partitions.remote_q), len(partitions.remote_kv)) == (0, n - 1)
 
 
 @pytest.mark.parametrize("rotation", [True, False])
@@ -129,7 +129,7 @@ def test_a_remote_q_and_a_remote_kv_partition_cost_two_units_each(rotation: bool
     for n, a, b in TILES:
         matrix = Tile(a, b, rotation).assignment()
         prints = [footprint(matrix, rank) for rank in range(n)]
-        remote = sum(len(one.remote_q) + len(one.remote_kv) for one in prints)
+        remote = sum(len(partitions.remote_q) + len(partitions.remote_kv) for partitions in prints)
         assert forward_units(n, (a, b), rotation=rotation) == 2 * remote
 
 

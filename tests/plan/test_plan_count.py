@@ -24,8 +24,8 @@ def report(
     problem = Problem(16 * n, 2 * group, 8, num_kv_heads=2, mask=Mask(causal=causal))
     setting = RingSetting(layout=LayoutKind.CONTIGUOUS, ranks_per_node=ranks_per_node)
     return {
-        d: one.to_json()
-        for d, one in count(plan_ring(problem, n, setting, tuple(Direction))).items()
+        d: pass_count.to_json()
+        for d, pass_count in count(plan_ring(problem, n, setting, tuple(Direction))).items()
     }
 
 
@@ -41,16 +41,16 @@ def test_under_a_causal_mask_a_contiguous_ring_calls_for_the_blocks_up_to_its_ow
 ) -> None:
     """1 + 2 + ... + n calls over n ranks."""
     for n in (1, 2, 3, 4):
-        found = report(n, causal=True)[direction]["kernel_calls_per_rank"]
-        assert found == {"mean": (n + 1) / 2, "max": n}
+        calls_per_rank = report(n, causal=True)[direction]["kernel_calls_per_rank"]
+        assert calls_per_rank == {"mean": (n + 1) / 2, "max": n}
 
 
 def test_kernel_calls_of_a_rank_are_those_in_its_program() -> None:
     problem = Problem(96, 2, 8, mask=Mask(causal=True))
     plan = plan_ring(problem, 4, RingSetting(), tuple(Direction))
-    for direction, one in count(plan).items():
+    for direction, pass_count in count(plan).items():
         programs = next(each for each in plan.passes if each.direction is direction).programs
-        for rank, program in zip(one.ranks, programs, strict=True):
+        for rank, program in zip(pass_count.ranks, programs, strict=True):
             attends = [op for op in program.operations if isinstance(op, Attend | AttendBackward)]
             assert rank.num_kernel_calls == sum(len(op.calls) for op in attends) > 0
 

@@ -32,8 +32,8 @@ def test_a_buffer_is_freed_right_after_its_last_use_or_so_many_attentions_later(
 def test_a_rank_that_is_alone_frees_each_buffer_right_after_its_last_use() -> None:
     """No transfer runs beside its attentions, so nothing is gained by holding memory."""
     plan = make_plan(Problem(96, 2, 8), 1, method="mesh", chunks=(2, 2))
-    for one in plan.passes:
-        operations = one.programs[0].operations
+    for pass_ in plan.passes:
+        operations = pass_.programs[0].operations
         assert sum(isinstance(op, Attention) for op in operations) > 1
         frees = [at for at, op in enumerate(operations) if isinstance(op, Free)]
         assert frees

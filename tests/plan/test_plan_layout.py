@@ -241,15 +241,17 @@ def test_visible_pairs_agree_with_the_dense_mask_for_pieces_of_any_layout(seed: 
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         pairs = padded_to(
-            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+            dense_mask(mask, q_tokens, kv_tokens), *(layout.padded_tokens for layout in layouts)
         )
         queries, keys = (
             [
                 run
                 for _ in range(3)
-                for run in one.runs(*sorted(rng.randint(0, one.padded_tokens) for _ in range(2)))
+                for run in layout.runs(
+                    *sorted(rng.randint(0, layout.padded_tokens) for _ in range(2))
+                )
             ]
-            for one in layouts
+            for layout in layouts
         )
         counted = visible_pairs(queries, keys, mask.rows(q_tokens, kv_tokens))
         for i, q in enumerate(queries):
@@ -269,12 +271,12 @@ def test_visible_pairs_of_all_ranks_slots_are_right_when_queries_and_keys_differ
         mask = random_mask(rng, q_tokens, kv_tokens)
         layouts = random_layouts(rng, q_tokens, kv_tokens)
         pairs = padded_to(
-            dense_mask(mask, q_tokens, kv_tokens), *(one.padded_tokens for one in layouts)
+            dense_mask(mask, q_tokens, kv_tokens), *(layout.padded_tokens for layout in layouts)
         )
         q, k = (
-            one.slot_runs(chunk.start, chunk.stop)
-            for one in layouts
-            for chunk in [rng.choice(chunks_between(one.halves, chunk_slots(one.halves, 3)))]
+            layout.slot_runs(chunk.start, chunk.stop)
+            for layout in layouts
+            for chunk in [rng.choice(chunks_between(layout.halves, chunk_slots(layout.halves, 3)))]
         )
         counted = visible_pairs(q, k, mask.rows(q_tokens, kv_tokens)).sum()
         assert counted == pairs[np.ix_(positions_of(q), positions_of(k))].sum(), (mask, layouts)

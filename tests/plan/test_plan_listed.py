@@ -34,11 +34,11 @@ def test_a_plan_with_stretches_prints_and_parses_back(method: str) -> None:
 
 
 def test_ranks_with_other_stretches_notice_it() -> None:
-    one, other = (
+    plan, other = (
         make_plan(PROBLEM, 4, method="mesh", layout="listed", stretches=stretches)
         for stretches in (STRETCHES, OTHERS)
     )
-    assert question_digest(one) != question_digest(other)
+    assert question_digest(plan) != question_digest(other)
 
 
 def test_lists_from_anywhere_are_read() -> None:

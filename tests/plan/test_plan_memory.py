@@ -33,8 +33,8 @@ from support.sample import sample
 
 
 def peak(plan: Plan) -> int:
-    (one,) = count(plan).values()
-    return one.peak_buffer_bytes
+    (pass_count,) = count(plan).values()
+    return pass_count.peak_buffer_bytes
 
 
 def peak_by_definition(plan: Plan, program: Program) -> int:
@@ -77,8 +77,8 @@ def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program
         n = rng.randint(1, 9)
         problem = random_problem(rng, n)
         plan = plan_mesh(problem, n, random_setting(rng, problem, n))
-        for one in plan.passes:
-            for program in one.programs:
+        for pass_ in plan.passes:
+            for program in pass_.programs:
                 assert peak_buffer_bytes(program, plan.problem) == peak_by_definition(plan, program)
 
 
@@ -174,9 +174,9 @@ def test_more_chunks_need_less_memory() -> None:
     assert caps[-1] < caps[0]
 
 
-def live_at_end(one: Pass) -> set[str]:
+def live_at_end(pass_: Pass) -> set[str]:
     left: set[str] = set()
-    for program in one.programs:
+    for program in pass_.programs:
         live = {b.name for b in program.buffers if b.role is Role.WORKSPACE}
         for op in program.operations:
             if isinstance(op, Free):
@@ -207,9 +207,9 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
         drawn = random_setting(rng, problem, n)
         drawn = replace(drawn, keep=Keep.SHARDS)
         setting = replace(drawn, max_memory_bytes=cap)
-        for one in plan_mesh(problem, n, setting).passes:
-            assert live_at_end(one) == set()
-            for program in one.programs:
+        for pass_ in plan_mesh(problem, n, setting).passes:
+            assert live_at_end(pass_) == set()
+            for program in pass_.programs:
                 last = last_uses(program)
                 attentions = 0
                 end = sum(isinstance(op, Attend | AttendBackward) for op in program.operations)

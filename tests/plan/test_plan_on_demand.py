@@ -82,10 +82,10 @@ def test_the_program_of_a_rank_is_the_same_whichever_were_made_before(method: st
 @pytest.mark.parametrize("method", METHODS)
 def test_groups_devices_and_settings_need_no_program(method: str, made: list[int]) -> None:
     plan = make_plan(CASES["small"][0], RANKS, method=method, ranks_per_node=4)
-    for one in plan.passes:
-        assert len(one.programs) == RANKS
-        assert one.order.steps
-        assert all(set(members) <= set(range(RANKS)) for members in one.groups.values())
+    for pass_ in plan.passes:
+        assert len(pass_.programs) == RANKS
+        assert pass_.order.steps
+        assert all(set(members) <= set(range(RANKS)) for members in pass_.groups.values())
     assert (len(plan.devices), plan.num_nodes) == (RANKS, 2)
     assert made == []
 

@@ -20,7 +20,7 @@ PROBLEM = Problem(64, 4, 8, num_kv_heads=2, mask=Mask(causal=True), element_byte
 
 
 @pytest.mark.parametrize(
-    ("given", "starts", "rows"),
+    ("cu_seqlens", "starts", "rows"),
     [
         ([0, 5, 9], (0, 5, 9), 1),
         (np.array([0, 5, 9], dtype=np.int32), (0, 5, 9), 1),
@@ -30,13 +30,13 @@ PROBLEM = Problem(64, 4, 8, num_kv_heads=2, mask=Mask(causal=True), element_byte
     ],
 )
 def test_starts_are_read_from_lists_arrays_and_rows(
-    given: Any, starts: tuple[int, ...], rows: int
+    cu_seqlens: Any, starts: tuple[int, ...], rows: int
 ) -> None:
-    assert document_starts("cu_seqlens", given) == (starts, rows)
+    assert document_starts("cu_seqlens", cu_seqlens) == (starts, rows)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("cu_seqlens", "message"),
     [
         ([], "give cumulative starts"),
         ("0, 5", "give cumulative starts"),
@@ -51,9 +51,9 @@ def test_starts_are_read_from_lists_arrays_and_rows(
         ([[0, 5], [1, 5]], "row 1: give cumulative starts"),
     ],
 )
-def test_other_starts_are_refused_in_a_sentence(given: Any, told: str) -> None:
-    with pytest.raises(PlanError, match=told):
-        document_starts("cu_seqlens", given)
+def test_other_starts_are_refused_in_a_sentence(cu_seqlens: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        document_starts("cu_seqlens", cu_seqlens)
 
 
 class _OnGpu:
@@ -91,10 +91,10 @@ def test_a_layout_or_a_method_that_the_caller_wants_is_taken() -> None:
     wanted = Packer((Layer(PROBLEM, layout=LayoutKind.CONTIGUOUS),), 4)([0, 20, 64])
     assert wanted.layout.kind is LayoutKind.CONTIGUOUS
     layer = Layer(PROBLEM, question=ask(PROBLEM, 4, method="ring", layout="zigzag"))
-    given = Packer((layer,), 4)([0, 20, 64])
-    assert given.layout.kind is LayoutKind.ZIGZAG
-    assert given.question(layer).plan().method == "ring"
-    assert given.reason == "as given: ring"
+    pack = Packer((layer,), 4)([0, 20, 64])
+    assert pack.layout.kind is LayoutKind.ZIGZAG
+    assert pack.question(layer).plan().method == "ring"
+    assert pack.reason == "as given: ring"
 
 
 def test_documents_of_keys_are_as_many_as_those_of_queries() -> None:

@@ -45,14 +45,14 @@ def test_a_parsed_plan_is_proven_like_the_one_it_was_written_from() -> None:
 def test_every_operation_of_a_plan_parses_back() -> None:
     rng = Random(3)
     for _ in range(20):
-        for one in random_plan(rng).passes:
-            for program in one.programs:
+        for pass_ in random_plan(rng).passes:
+            for program in pass_.programs:
                 for op in program.operations:
                     assert parse_operation(operation_text(op)) == op
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("  buffer q.0 ", "rank 0: buffer q.0 is written 2 times"),
         ("  buffer q ", "rank 0: buffer q is written 2 times"),
@@ -61,10 +61,10 @@ def test_every_operation_of_a_plan_parses_back() -> None:
         ("pass forward ", "pass forward is written 2 times"),
     ],
 )
-def test_a_line_that_names_something_twice_is_refused(line: str, told: str) -> None:
+def test_a_line_that_names_something_twice_is_refused(line: str, message: str) -> None:
     lines = plan_text(small_plan()).splitlines()
     at = next(i for i, other in enumerate(lines) if other.startswith(line))
-    with pytest.raises(PlanTextError, match=told):
+    with pytest.raises(PlanTextError, match=message):
         parse_plan("\n".join([*lines[: at + 1], *lines[at:]]))
 
 
@@ -92,16 +92,16 @@ def test_two_plans_have_the_same_digest_exactly_when_they_are_equal() -> None:
     plans = [random_plan(rng, most_ranks=4) for _ in range(60)]
     plans += [parse_plan(plan_text(plan)) for plan in plans[:20]]
     digests = [digest(plan) for plan in plans]
-    for i, one in enumerate(plans):
+    for i, plan in enumerate(plans):
         for j, other in enumerate(plans):
-            assert (one == other) == (digests[i] == digests[j])
+            assert (plan == other) == (digests[i] == digests[j])
 
 
 def with_operations(plan: Plan, rank: int, operations: tuple[Operation, ...]) -> Plan:
-    one = plan.passes[-1]
-    programs = list(one.programs)
+    last_pass = plan.passes[-1]
+    programs = list(last_pass.programs)
     programs[rank] = replace(programs[rank], operations=operations)
-    return replace(plan, passes=(*plan.passes[:-1], replace(one, programs=tuple(programs))))
+    return replace(plan, passes=(*plan.passes[:-1], replace(last_pass, programs=tuple(programs))))
 
 
 def test_any_changed_operation_of_any_rank_changes_the_digest() -> None:

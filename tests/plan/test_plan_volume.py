@@ -39,8 +39,8 @@ def counted(
     return count(plan_mesh(problem, n, setting, directions=(direction,)))[direction]
 
 
-def units_of_each_rank(one: PassCount) -> set[Fraction]:
-    return {Fraction(rank.total.token_bytes, one.unit_bytes) for rank in one.ranks}
+def units_of_each_rank(pass_count: PassCount) -> set[Fraction]:
+    return {Fraction(rank.total.token_bytes, pass_count.unit_bytes) for rank in pass_count.ranks}
 
 
 @pytest.mark.parametrize("combine", [Combine.EXCHANGE, Combine.REDUCE_SCATTER])
@@ -102,9 +102,9 @@ def test_statistics_are_one_accumulator_number_a_row_and_head_wherever_they_trav
 def test_over_all_ranks_bytes_sent_equal_bytes_received() -> None:
     for (n, a, b), rotation in product(SIZES, (True, False)):
         for direction in Direction:
-            one = counted(direction, n, MeshSetting(tile=(a, b), rotation=rotation))
-            sent = sum(rank.total.sent_bytes for rank in one.ranks)
-            assert sent == sum(rank.total.received_bytes for rank in one.ranks)
+            pass_count = counted(direction, n, MeshSetting(tile=(a, b), rotation=rotation))
+            sent = sum(rank.total.sent_bytes for rank in pass_count.ranks)
+            assert sent == sum(rank.total.received_bytes for rank in pass_count.ranks)
 
 
 def test_the_square_mesh_meets_the_lower_bound_of_4_over_sqrt_n_within_4_over_n() -> None:
@@ -175,9 +175,9 @@ def test_backward_has_one_more_communication_task_for_each_kv_chunk(kq: int, kkv
 def test_all_ranks_run_their_collectives_in_the_one_order_of_the_schedule() -> None:
     setting = MeshSetting(tile=(2, 3), chunks=(3, 3), combine=Combine.REDUCE_SCATTER)
     plan = plan_mesh(Problem(360, 2, 8, mask=Mask(causal=True)), 6, setting)
-    for one in plan.passes:
-        scheduled = [task for task in one.schedule.order() if task.kind != "C"]
-        for program in one.programs:
+    for pass_ in plan.passes:
+        scheduled = [task for task in pass_.schedule.order() if task.kind != "C"]
+        for program in pass_.programs:
             tasks = [
                 op.task.whole
                 for op in program.operations

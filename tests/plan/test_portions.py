@@ -45,13 +45,13 @@ def test_portions_are_proven_and_move_the_same_bytes(
     for layout, causal in (("zigzag", True), ("contiguous", False), ("striped", True)):
         problem = Problem(61, heads, 8, num_kv_heads=kv_heads, mask=Mask(causal=causal))
         whole, plan = (
-            make_plan(problem, ranks, method=method, layout=layout, keep=keep, **shape, **one)
-            for one in (WHOLE, cut)
+            make_plan(problem, ranks, method=method, layout=layout, keep=keep, **shape, **cuts)
+            for cuts in (WHOLE, cut)
         )
         assert verify(plan) == []
         assert parse_plan(plan_text(plan)) == plan
-        for one, other in zip(count(whole).values(), count(plan).values(), strict=True):
-            assert [r.total for r in one.ranks] == [r.total for r in other.ranks]
+        for pass_count, other in zip(count(whole).values(), count(plan).values(), strict=True):
+            assert [r.total for r in pass_count.ranks] == [r.total for r in other.ranks]
 
 
 def names(plan: Plan) -> list[str]:
@@ -63,10 +63,10 @@ def test_a_slice_comes_and_goes_beside_the_attention_of_others() -> None:
     order = plan.forward.schedule.text().splitlines()
     assert order[:4] == ["1 EX-IN-0", "2 EX-IN-1 + C-0-0", "3 EX-IN-2", "4 RS-Q-0"]
     assert order[4:6] == ["5 EX-OUT-0 + C-1-1", "6 EX-IN-3"]
-    found = names(plan)
+    op_names = names(plan)
     for slice_ in range(3):
-        assert found.index(f"EX-IN-{slice_ + 1}") < found.index(f"C-{slice_}-{slice_}")
-        assert found.index(f"EX-OUT-{slice_}") < found.index(f"C-{slice_ + 1}-{slice_ + 1}")
+        assert op_names.index(f"EX-IN-{slice_ + 1}") < op_names.index(f"C-{slice_}-{slice_}")
+        assert op_names.index(f"EX-OUT-{slice_}") < op_names.index(f"C-{slice_ + 1}-{slice_ + 1}")
 
 
 def test_in_a_ring_the_next_slice_comes_when_no_keys_travel() -> None:
@@ -87,11 +87,11 @@ def test_in_a_ring_the_next_slice_comes_when_no_keys_travel() -> None:
 def test_keys_come_before_queries_and_queries_by_chunks() -> None:
     problem = Problem(1 << 19, 8, 128, mask=Mask(causal=True))
     plan = make_plan(problem, 8, method="ulysses", chunks=(4, 1))
-    found = names(plan)
-    assert found.index("EX-KV-0") < found.index("EX-Q-0")
+    op_names = names(plan)
+    assert op_names.index("EX-KV-0") < op_names.index("EX-Q-0")
     for chunk in range(3):
-        assert found.index(f"EX-Q-{chunk + 1}") < found.index(f"C-{chunk}-0")
-        assert found.index(f"EX-O-{chunk}") < found.index("C-3-0")
+        assert op_names.index(f"EX-Q-{chunk + 1}") < op_names.index(f"C-{chunk}-0")
+        assert op_names.index(f"EX-O-{chunk}") < op_names.index("C-3-0")
 
 
 def test_every_member_gives_and_gets_an_equal_part_of_every_portion() -> None:
@@ -125,8 +125,8 @@ def test_portions_are_freed_when_they_are_done_with() -> None:
             count(make_plan(problem, 4, method=method, **shape, **cut)).values()
             for cut in (WHOLE, SLICED)
         )
-        for one, other in zip(whole, sliced, strict=True):
-            assert 2 * other.peak_buffer_bytes < one.peak_buffer_bytes
+        for pass_count, other in zip(whole, sliced, strict=True):
+            assert 2 * other.peak_buffer_bytes < pass_count.peak_buffer_bytes
 
 
 def test_programs_of_one_call_are_the_same_under_every_mask() -> None:
@@ -137,8 +137,8 @@ def test_programs_of_one_call_are_the_same_under_every_mask() -> None:
         for mask in (Mask(), Mask(causal=True), Mask(causal=True, documents=(0, 5, 1 << 18)))
     ]
     assert len(plans[0].forward.setting["head_slices"].split("+")) > 1
-    for one, other in pairwise(plans):
-        assert [p.programs for p in one.passes] == [p.programs for p in other.passes]
+    for plan, other in pairwise(plans):
+        assert [p.programs for p in plan.passes] == [p.programs for p in other.passes]
 
 
 def test_exchanges_hide_behind_attention() -> None:

@@ -39,7 +39,7 @@ BACKWARD = AttendBackward(
 
 
 def names(pieces: object) -> list[str]:
-    return [one.buffer for one in pieces]  # type: ignore[attr-defined]
+    return [operand.buffer for operand in pieces]  # type: ignore[attr-defined]
 
 
 def test_an_attention_reads_its_results_only_if_it_adds_to_them() -> None:
@@ -51,9 +51,9 @@ def test_an_attention_reads_its_results_only_if_it_adds_to_them() -> None:
 @pytest.mark.parametrize("fresh_q", [True, False])
 @pytest.mark.parametrize("fresh_kv", [True, False])
 def test_gradients_are_read_only_where_they_are_added_to(fresh_q: bool, fresh_kv: bool) -> None:
-    found = names(reads(replace(BACKWARD, fresh_q=fresh_q, fresh_kv=fresh_kv)))
-    assert found[:6] == ["q", "k", "v", "grad_out", "lse", "delta"]
-    assert found[6:] == ["grad_q"] * (not fresh_q) + ["grad_k", "grad_v"] * (not fresh_kv)
+    buffers = names(reads(replace(BACKWARD, fresh_q=fresh_q, fresh_kv=fresh_kv)))
+    assert buffers[:6] == ["q", "k", "v", "grad_out", "lse", "delta"]
+    assert buffers[6:] == ["grad_q"] * (not fresh_q) + ["grad_k", "grad_v"] * (not fresh_kv)
 
 
 def left_after_a_write(before: Piece, written: Piece) -> bool:

@@ -47,15 +47,15 @@ def visible(rows: RowRanges, queries: np.ndarray) -> set[int]:
 
 
 def by_other(rows: Rows) -> dict[int, list[tuple[int, int]]]:
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    slots_by_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
     columns = (rows.ranks.tolist(), rows.slots.tolist(), rows.sizes.tolist())
     for other, slot, size in zip(*columns, strict=True):
-        found[other].append((slot, size))
-    return found
+        slots_by_rank[other].append((slot, size))
+    return slots_by_rank
 
 
 def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[NeededRows, ...], list[list[set[int]]]]:
-    """Of queries and of keys: layouts, what was found, and the positions that each rank needs."""
+    """Of queries and of keys: layouts, needed rows, and the positions that each rank needs."""
     q, kv, rows = drawn(seed)
     tiles = [Tile(*shape) for shape in factorisations(q.num_ranks)]
     tile = tiles[0] if seed % 2 else random.Random(seed).choice(tiles)
@@ -69,8 +69,8 @@ def sides(seed: int) -> tuple[tuple[Layout, ...], tuple[NeededRows, ...], list[l
         seen = {position: visible(rows, np.array([position])) & keys for position in queries}
         needs[0].append({position for position in queries if seen[position]})
         needs[1].append(set().union(*seen.values()))
-    found = needed_queries(q, kv, rows, tile.a), needed_keys(q, kv, rows, tile.a)
-    return (q, kv), found, needs
+    needed = needed_queries(q, kv, rows, tile.a), needed_keys(q, kv, rows, tile.a)
+    return (q, kv), needed, needs
 
 
 @pytest.mark.parametrize("seed", sample(range(60), 2))

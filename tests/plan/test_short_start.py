@@ -40,15 +40,15 @@ def test_the_first_of_several_chunks_is_cut_where_it_can_be(
     halves: tuple[int, ...], count: int, even: bool
 ) -> None:
     usual = chunk_slots(halves, count, even=even)
-    found = chunk_slots(halves, count, even=even, short_start=True)
-    slots = [slot for chunk in found for a, b in chunk for slot in range(a, b)]
+    chunks = chunk_slots(halves, count, even=even, short_start=True)
+    slots = [slot for chunk in chunks for a, b in chunk for slot in range(a, b)]
     assert sorted(slots) == list(range(halves[-1]))
     ((start, stop), *_) = usual[0]
     if len(usual) == 1 or stop - start < 4:
-        assert found == usual
+        assert chunks == usual
     else:
-        assert found[2:] == usual[1:]
-        assert found[0][0] == (start, start + (stop - start) // 4)
+        assert chunks[2:] == usual[1:]
+        assert chunks[0][0] == (start, start + (stop - start) // 4)
 
 
 @pytest.mark.parametrize(("shape", "options"), sample(SHAPES, 3))
@@ -57,18 +57,18 @@ def test_programs_with_a_short_start_are_proven_and_compute_the_same(
 ) -> None:
     plan = plan_of(*shape, **options)
     kq, kkv = shape[3]
-    for one in plan.passes:
-        assert one.setting["short_start"] == "on"
-        assert one.setting["chunks"] == f"{kq}x{kkv}"  # as it was asked for
+    for pass_ in plan.passes:
+        assert pass_.setting["short_start"] == "on"
+        assert pass_.setting["chunks"] == f"{kq}x{kkv}"  # as it was asked for
     assert verify(plan) == []
     problem = plan.problem
     sizes = [(problem.num_heads, 4), (problem.kv_heads, 4), (problem.kv_heads, 4)]
     q, k, v = (torch.randn(1, problem.q_tokens, *size, dtype=torch.float64) for size in sizes)
     grad = torch.randn_like(q)
     alone = make_plan(replace(problem), 1, method="mesh")
-    found, wanted = (run_local(which, q, k, v, grad) for which in (plan, alone))
+    result, wanted = (run_local(which, q, k, v, grad) for which in (plan, alone))
     for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
-        torch.testing.assert_close(getattr(found, name), getattr(wanted, name))
+        torch.testing.assert_close(getattr(result, name), getattr(wanted, name))
 
 
 def test_there_is_something_to_compute_after_a_quarter_of_the_first_keys() -> None:

@@ -64,7 +64,7 @@ def test_a_node_has_as_many_ranks_of_each_unit_of_a_patch(
         }
         # Units that gather from each other hold the same heads here.
         heads = [{rank % degree for rank in inside if rank // degree == u} for u in range(ranks)]
-        assert len({frozenset(one) for one in heads if one}) == 1
+        assert len({frozenset(unit_heads) for unit_heads in heads if unit_heads}) == 1
 
 
 def test_as_many_units_in_a_node_as_fit_are_tried_where_a_unit_fills_the_node() -> None:
@@ -164,8 +164,8 @@ def test_tiles_inside_nodes_receive_from_other_nodes_what_is_exchanged_for_heads
         ranks_per_node=8,
         units_per_node=4,
     )
-    for one in plan.passes:
-        for name, ranks in one.groups.items():
+    for pass_ in plan.passes:
+        for name, ranks in pass_.groups.items():
             nodes = {plan.node_of(rank) for rank in ranks}
             is_unit = len({rank // 8 for rank in ranks}) == 1
             assert (len(nodes) == 4) if is_unit else (len(nodes) == 1), name

@@ -150,8 +150,8 @@ def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
         Free(("qq", *accumulators)),
     )
     program = Program(0, tuple(buffers), operations)
-    one = replace(place.one, programs=(program,), groups={"all": (0,)})
-    (finding,) = verify(replace(plan, passes=(one,)))
+    forward = replace(place.pass_, programs=(program,), groups={"all": (0,)})
+    (finding,) = verify(replace(plan, passes=(forward,)))
     assert (finding.operation, "same query twice" in finding.message) == (op.name, True)
 
 

@@ -18,29 +18,29 @@ OF_A_SHORT_SEED = 25
 
 
 def campaign(seed: int, mutations: int) -> Counter[str]:
-    found: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     for number in range(mutations):
         mutant, name = damaged(seed, number)
         try:
-            found[verdict(mutant)] += 1
+            verdicts[verdict(mutant)] += 1
         except Exception as error:
             message = f"seed {seed}, mutation {number}: {name}: {type(error).__name__} {error}"
             raise AssertionError(message) from error
-    return found
+    return verdicts
 
 
 @pytest.mark.parametrize("seed", range(SHORT_SEEDS))
 def test_whatever_verify_accepts_gives_the_right_numbers(seed: int) -> None:
-    found = campaign(seed, OF_A_SHORT_SEED)
-    assert found["refused"] > OF_A_SHORT_SEED // 3
+    verdicts = campaign(seed, OF_A_SHORT_SEED)
+    assert verdicts["refused"] > OF_A_SHORT_SEED // 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1000 + SEEDS))
 def test_whatever_verify_accepts_gives_the_right_numbers_20000_times(seed: int) -> None:
-    found = campaign(seed, OF_A_SEED)
-    assert found["refused"] > OF_A_SEED // 3
-    assert found["accepted"] > 0
+    verdicts = campaign(seed, OF_A_SEED)
+    assert verdicts["refused"] > OF_A_SEED // 3
+    assert verdicts["accepted"] > 0
 
 
 def test_every_mutation_finds_something_to_change_in_some_plan() -> None:

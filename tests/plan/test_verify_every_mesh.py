@@ -75,7 +75,7 @@ def test_every_factorisation_up_to_64_is_proven_in_every_layout_causal_and_not(n
 
 def test_progress_is_told_up_to_the_last_operation() -> None:
     plan = plan_mesh(Problem(64, 1, 4), 4, MeshSetting(chunks=(4, 4)))
-    told: list[tuple[int, int]] = []
-    verify(plan, progress=lambda done, total: told.append((done, total)))
-    total = sum(len(p.operations) for one in plan.passes for p in one.programs)
-    assert told[-1] == (total, total)
+    progress_calls: list[tuple[int, int]] = []
+    verify(plan, progress=lambda done, total: progress_calls.append((done, total)))
+    total = sum(len(p.operations) for pass_ in plan.passes for p in pass_.programs)
+    assert progress_calls[-1] == (total, total)

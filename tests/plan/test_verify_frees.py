@@ -44,4 +44,4 @@ def test_what_is_used_or_written_again_after_its_free_is_said_to_be_freed() -> N
     again = place.with_operations(
         (*place.program.operations[: place.at + 1], *rest[: at + 1], place.op, *rest[at + 1 :])
     )
-    assert caught(place, again).rank in place.one.groups[place.op.group]
+    assert caught(place, again).rank in place.pass_.groups[place.op.group]

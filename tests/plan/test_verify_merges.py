@@ -30,7 +30,7 @@ def test_a_dropped_merge_is_caught_in_a_group_of_that_rank() -> None:
         members = {place.rank}
         for op in place.program.operations[place.at + 1 :]:
             if isinstance(op, Collective):
-                members |= set(place.one.groups[op.group])
+                members |= set(place.pass_.groups[op.group])
         assert finding.rank in members
 
 
@@ -44,9 +44,9 @@ def test_a_reduce_scatter_of_outputs_that_were_not_rescaled_is_caught() -> None:
         6,
         MeshSetting(tile=(3, 2), chunks=(2, 1), combine=Combine.REDUCE_SCATTER),
     )
-    found = places(plan, is_rescale)
-    assert found
-    for place in found:
+    rescales = places(plan, is_rescale)
+    assert rescales
+    for place in rescales:
         assert isinstance(place.op, Merge)
         copy = Merge(place.op.task, MergeRule.SUM, place.op.inputs[:1], place.op.outputs)
         finding = caught(place, place.put(copy))
@@ -56,7 +56,7 @@ def test_a_reduce_scatter_of_outputs_that_were_not_rescaled_is_caught() -> None:
             op.group for op in place.program.operations
             if isinstance(op, ReduceScatter) and op.name == name
         )  # fmt: skip
-        assert finding.rank in place.one.groups[group]
+        assert finding.rank in place.pass_.groups[group]
 
 
 def test_rescaling_to_the_local_lse_instead_of_the_global_one_is_caught() -> None:

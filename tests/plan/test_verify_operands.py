@@ -42,14 +42,14 @@ def mesh(**options: Any) -> Plan:
 
 def later_members(plan: Plan, kind: type[Operation], name: str) -> list[Place]:
     """Where members that are not the first of their group do this."""
-    found = places(plan, lambda op: isinstance(op, kind) and op.name == name)
-    return [place for place in found if place.one.groups[place.op.group][0] != place.rank]  # type: ignore[union-attr]
+    members = places(plan, lambda op: isinstance(op, kind) and op.name == name)
+    return [place for place in members if place.pass_.groups[place.op.group][0] != place.rank]  # type: ignore[union-attr]
 
 
 def test_a_gather_in_which_a_later_member_sends_another_tensor_is_caught_at_that_rank() -> None:
-    found = later_members(mesh(), AllGather, "AG-KV-0")
-    assert found
-    for place in found:
+    gathers = later_members(mesh(), AllGather, "AG-KV-0")
+    assert gathers
+    for place in gathers:
         assert isinstance(place.op, AllGather)
         keys, values = place.op.moves
         for moves in (
@@ -65,9 +65,9 @@ def test_a_reduction_whose_sums_a_later_member_takes_for_each_other_is_caught_at
     None
 ):
     plan = mesh(combine=Combine.REDUCE_SCATTER)
-    found = later_members(plan, ReduceScatter, "RS-dKV-0")
-    assert found
-    for place in found:
+    reductions = later_members(plan, ReduceScatter, "RS-dKV-0")
+    assert reductions
+    for place in reductions:
         assert isinstance(place.op, ReduceScatter)
         keys, values = place.op.moves
         for moves in (
@@ -103,8 +103,8 @@ def test_a_softmax_merge_into_its_second_input_is_caught_and_into_its_first_is_n
 
 
 def with_heads(op: Attend | AttendBackward, names: tuple[str, ...], heads: Any) -> Any:
-    given = {name: getattr(op, name) for name in names if getattr(op, name, None) is not None}
-    return replace(op, **{name: replace(piece, heads=heads) for name, piece in given.items()})
+    pieces = {name: getattr(op, name) for name in names if getattr(op, name, None) is not None}
+    return replace(op, **{name: replace(piece, heads=heads) for name, piece in pieces.items()})
 
 
 QUERY_SIDE = ("q", "out", "lse", "grad_out", "delta", "grad_q")
@@ -158,8 +158,8 @@ def test_query_heads_of_two_key_heads_in_equal_parts_are_proven() -> None:
 def renamed(plan: Plan, rank: int, names: dict[str, str]) -> Plan:
     """The buffers of one forward program under other names, and nothing else changed."""
 
-    def piece(one: Piece) -> Piece:
-        return replace(one, buffer=names.get(one.buffer, one.buffer))
+    def piece(operand: Piece) -> Piece:
+        return replace(operand, buffer=names.get(operand.buffer, operand.buffer))
 
     def operation(op: Operation) -> Operation:
         match op:
@@ -172,16 +172,16 @@ def renamed(plan: Plan, rank: int, names: dict[str, str]) -> Plan:
                 return replace(op, outputs=tuple(map(piece, op.outputs)))
         return op
 
-    one = plan.forward
-    program = one.programs[rank]
+    forward = plan.forward
+    program = forward.programs[rank]
     buffers: tuple[Buffer, ...] = tuple(
         replace(b, name=names.get(b.name, b.name)) for b in program.buffers
     )
-    programs = list(one.programs)
+    programs = list(forward.programs)
     programs[rank] = replace(
         program, buffers=buffers, operations=tuple(map(operation, program.operations))
     )
-    passes = (replace(one, programs=tuple(programs)),)
+    passes = (replace(forward, programs=tuple(programs)),)
     return replace(plan, passes=passes)
 
 
@@ -284,10 +284,10 @@ def test_an_operand_in_another_precision_than_the_caller_s_is_caught_at_that_cal
             replace(place.op, q=piece),
             Free(("q.copy",)),
         )
-        one = mutant.forward
-        program = replace(one.programs[0], buffers=(*one.programs[0].buffers, copied))
-        found = verify(replace(mutant, passes=(replace(one, programs=(program,)),)))
-        assert [f.operation for f in found] == [place.op.name] * findings
+        forward = mutant.forward
+        program = replace(forward.programs[0], buffers=(*forward.programs[0].buffers, copied))
+        faults = verify(replace(mutant, passes=(replace(forward, programs=(program,)),)))
+        assert [f.operation for f in faults] == [place.op.name] * findings
 
 
 @pytest.mark.parametrize("empty", [{"stop": 0}, {"heads": (1, 1)}])

@@ -77,7 +77,7 @@ def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
             other = rng.choice(others)
             mutant = swapped(place, other)
             caught(place, mutant)
-            names, members = (place.op.name, ops[other].name), place.one.groups[group]
+            names, members = (place.op.name, ops[other].name), place.pass_.groups[group]
             blamed = members if len(members) == 2 else (place.rank,)
             assert any(f.rank in blamed or f.operation in names for f in verify(mutant))
             tried += 1
@@ -87,9 +87,9 @@ def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
 def test_of_two_ranks_that_disagree_the_one_that_left_the_schedule_is_named() -> None:
     setting = MeshSetting(tile=(2, 1), chunks=(2, 1), combine=Combine.REDUCE_SCATTER)
     plan = plan_mesh(Problem(64, 1, 4), 2, setting)
-    found = places(plan, lambda op: op.name == "RS-Q-0")
-    assert {place.rank for place in found} == {0, 1}
-    for place in found:
+    reductions = places(plan, lambda op: op.name == "RS-Q-0")
+    assert {place.rank for place in reductions} == {0, 1}
+    for place in reductions:
         names = [op.name for op in place.program.operations]
         finding = caught(place, swapped(place, names.index("RS-Q-1")))
         assert (finding.rank, finding.operation) == (place.rank, "RS-Q-1")
@@ -104,7 +104,7 @@ def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_na
         waiting = {f.rank: f.operation for f in findings if "deadlocks" in f.message}
         assert waiting[place.rank] == "RS-Q-0.lse-all"
         group = next(
-            g for name, g in place.one.groups.items() if name[0] == "Q" and place.rank in g
+            g for name, g in place.pass_.groups.items() if name[0] == "Q" and place.rank in g
         )
         assert {waiting[other] for other in group if other != place.rank} == {"RS-Q-0.lse"}
 
@@ -142,8 +142,8 @@ def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none
 def test_a_deadlock_names_where_the_others_are_and_no_more_than_four_of_them() -> None:
     """One rank of eight begins a gather that the seven others have left out."""
     plan = plan_mesh(Problem(64, 1, 4), 8, MeshSetting(tile=(8, 1), chunks=(1, 1)))
-    one = plan.forward
-    assert one.groups["Q0"] == tuple(range(8))
+    forward = plan.forward
+    assert forward.groups["Q0"] == tuple(range(8))
     programs = tuple(
         replace(
             program,
@@ -151,11 +151,11 @@ def test_a_deadlock_names_where_the_others_are_and_no_more_than_four_of_them() -
                 op for op in program.operations if program.rank == 0 and op.name == "AG-Q-0"
             ),
         )
-        for program in one.programs
+        for program in forward.programs
     )
-    broken = replace(plan, passes=(replace(one, programs=programs),))
-    told = [f.message for f in verify(broken) if "deadlocks" in f.message]
-    assert told == [
+    broken = replace(plan, passes=(replace(forward, programs=programs),))
+    messages = [f.message for f in verify(broken) if "deadlocks" in f.message]
+    assert messages == [
         "deadlocks: " + ", ".join(f"rank {rank} is at its end" for rank in (1, 2, 3, 4))
     ]
 

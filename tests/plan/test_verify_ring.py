@@ -92,28 +92,28 @@ def ring_plan(n: int) -> Plan:
     problem = Problem(TOKENS * n, HEADS, head_dim=4)
     layout = Layout(LayoutKind.CONTIGUOUS, problem.q_tokens, n)
     steps = [Step(Task("ring", (s,)) if s else None, (Task("C", (0, s)),)) for s in range(n)]
-    one = Pass(
+    forward = Pass(
         Direction.FORWARD,
         {"all": tuple(range(n))},
         tuple(ring_program(rank, n) for rank in range(n)),
         Schedule(tuple(steps)),
     )
-    return Plan(problem, layout, layout, (one,), devices=tuple(range(n)), method="by hand")
+    return Plan(problem, layout, layout, (forward,), devices=tuple(range(n)), method="by hand")
 
 
 def with_operation(plan: Plan, rank: int, name: str, new: Operation) -> Plan:
-    one = plan.forward
-    program = one.programs[rank]
+    forward = plan.forward
+    program = forward.programs[rank]
     operations = tuple(new if op.name == name else op for op in program.operations)
-    programs = list(one.programs)
+    programs = list(forward.programs)
     programs[rank] = replace(program, operations=operations)
-    return replace(plan, passes=(replace(one, programs=tuple(programs)),))
+    return replace(plan, passes=(replace(forward, programs=tuple(programs)),))
 
 
 def shift_of(plan: Plan, rank: int, name: str) -> SendRecv:
-    found = next(op for op in plan.forward.programs[rank].operations if op.name == name)
-    assert isinstance(found, SendRecv)
-    return found
+    shift = next(op for op in plan.forward.programs[rank].operations if op.name == name)
+    assert isinstance(shift, SendRecv)
+    return shift
 
 
 def first(findings: list[Finding]) -> Finding:

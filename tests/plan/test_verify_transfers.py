@@ -51,7 +51,7 @@ def test_pieces_sent_to_the_wrong_owner_are_caught_at_that_exchange() -> None:
         sends[i], sends[j] = sends[j], sends[i]
         finding = caught(place, place.put(replace(op, sends=tuple(sends))))
         assert finding.operation == op.name
-        assert finding.rank in {place.one.groups[op.group][m] for m in (i, j)}
+        assert finding.rank in {place.pass_.groups[op.group][m] for m in (i, j)}
         assert f"rank {place.rank}" in finding.message
         tried += 1
     assert tried > MUTANTS // 3
@@ -97,7 +97,7 @@ def test_a_gather_of_the_wrong_rows_is_caught_at_that_gather() -> None:
         assert finding.operation == op.name
         # Rows that the buffer has not are this rank's fault; a gather that delivers other rows
         # than its wholes declare shows at its first member.
-        assert finding.rank in place.one.groups[op.group]
+        assert finding.rank in place.pass_.groups[op.group]
         tried += 1
     assert tried >= MUTANTS
 
@@ -110,12 +110,12 @@ def with_moves_everywhere(plan: Plan, name: str, change: Callable[[Move], Move])
             return replace(op, moves=tuple(map(change, op.moves)))
         return op
 
-    one = plan.forward
+    forward = plan.forward
     programs = tuple(
         replace(program, operations=tuple(map(altered, program.operations)))
-        for program in one.programs
+        for program in forward.programs
     )
-    passes = tuple(replace(p, programs=programs) if p is one else p for p in plan.passes)
+    passes = tuple(replace(p, programs=programs) if p is forward else p for p in plan.passes)
     return replace(plan, passes=passes)
 
 
@@ -166,7 +166,7 @@ def test_two_members_that_move_other_sizes_are_caught_at_that_gather(rank: int) 
     plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
     place = first_gather(plan, "AG-Q-0", rank)
     assert isinstance(place.op, AllGather)
-    assert place.one.groups[place.op.group] == (0, 1)
+    assert place.pass_.groups[place.op.group] == (0, 1)
     moves = tuple(replace(move, cuts=(0, 3, 8)) for move in place.op.moves)
     finding = caught(place, place.put(replace(place.op, moves=moves)))
     assert (finding.rank, finding.operation) == (1, "AG-Q-0")
@@ -201,8 +201,8 @@ def test_a_gather_written_row_by_row_is_proven_with_all_that_follows_it() -> Non
 
 def test_an_exchange_among_300_members_names_pieces_for_each_of_them() -> None:
     plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting())
-    one = replace(plan.forward, groups={"U0": tuple(range(300))})
+    forward = replace(plan.forward, groups={"U0": tuple(range(300))})
     nothing: tuple[tuple[Piece, ...], ...] = ((),) * 300
-    assert _group_fault(one, 299, AllToAll(Task("EX-IN"), "U0", nothing, nothing)) is None
-    fault = _group_fault(one, 299, AllToAll(Task("EX-IN"), "U0", nothing[1:], nothing))
+    assert _group_fault(forward, 299, AllToAll(Task("EX-IN"), "U0", nothing, nothing)) is None
+    fault = _group_fault(forward, 299, AllToAll(Task("EX-IN"), "U0", nothing[1:], nothing))
     assert fault == "must name pieces for each of the 300 members of U0"

@@ -122,10 +122,37 @@ class ContextParallel(Batches, Training, Reports):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        arguments = {**locals(), **options}  # by name, as they are checked and told
-        for name in ("self", "group_or_mesh", "options"):
-            del arguments[name]
-        self._calls = ObjectCalls.of_object(group_or_mesh, arguments)
+        arguments = {
+            "plan": plan,
+            "seq_len": seq_len,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "causal": causal,
+            "num_kv_heads": num_kv_heads,
+            "v_head_dim": v_head_dim,
+            "kv_seq_len": kv_seq_len,
+            "mask": mask,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "differentiable_lse": differentiable_lse,
+            "method": method,
+            "tile": tile,
+            "layout": layout,
+            "relayout": relayout,
+            "chunks": chunks,
+            "cluster": cluster,
+            "tuned": tuned,
+            "dtype": dtype,
+            "kernel": kernel,
+            "transport": transport,
+            "cuda_graph": cuda_graph,
+            "deterministic": deterministic,
+            "same_bits": same_bits,
+            "nvtx": nvtx,
+            "timeout": timeout,
+        }
+        self._calls = ObjectCalls.of_object(group_or_mesh, arguments | options)
 
     @property
     def rank(self) -> int:

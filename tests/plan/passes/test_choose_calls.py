@@ -52,18 +52,18 @@ def test_several_calls_must_be_worth_it(starts: tuple[int, ...], in_one: bool) -
     plan = make_plan(problem, 1, method="mesh", chunks=(1, 1))
     target = target_with("flash_attn3", "flash_attn3", "cudnn_ranges")
     program = plan.program(0, Direction.FORWARD)
-    _, found = with_calls(program, plan, Direction.FORWARD, target)
-    assert found.seconds_cut < found.seconds_whole
-    assert (found.whole, found.cut) == ((1, 0) if in_one else (0, 1))
-    assert ("several calls must be 2% faster than one" in str(found)) is in_one
+    _, summary = with_calls(program, plan, Direction.FORWARD, target)
+    assert summary.seconds_cut < summary.seconds_whole
+    assert (summary.whole, summary.cut) == ((1, 0) if in_one else (0, 1))
+    assert ("several calls must be 2% faster than one" in str(summary)) is in_one
 
 
 def test_what_is_said_of_a_kernel_that_takes_some_rectangles_is_true() -> None:
     plan = make_plan(Problem(16384, 16, 128, mask=Mask(causal=True)), 4, method="ring")
     target = target_with("flash_attn3", None, "cudnn_ranges")
     program = plan.program(3, Direction.FORWARD)
-    _, found = with_calls(program, plan, Direction.FORWARD, target)
-    assert found.whole
-    assert found.cut
-    assert f"{found.whole} of {found.whole + found.cut} attentions" in str(found)
-    assert str(found).endswith("the kernel asked for does not take the rectangles of all")
+    _, summary = with_calls(program, plan, Direction.FORWARD, target)
+    assert summary.whole
+    assert summary.cut
+    assert f"{summary.whole} of {summary.whole + summary.cut} attentions" in str(summary)
+    assert str(summary).endswith("the kernel asked for does not take the rectangles of all")

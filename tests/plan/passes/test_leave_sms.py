@@ -83,9 +83,9 @@ def test_a_long_call_leaves_sms_at_its_end_for_as_long_as_a_transfer_lasts() -> 
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_split_is_still_proven(causal: bool) -> None:
     plan = ring(256 * K, causal=causal)
-    one = compile_pass(plan, plan.forward, TARGET)
-    assert any(leaves(calls)[:2] == (False, True) for calls in calls_of(one.programs[0]))
-    assert verify(replace(plan, passes=(one, plan.backward))) == []
+    forward = compile_pass(plan, plan.forward, TARGET)
+    assert any(leaves(calls)[:2] == (False, True) for calls in calls_of(forward.programs[0]))
+    assert verify(replace(plan, passes=(forward, plan.backward))) == []
 
 
 def test_what_is_split_computes_the_same() -> None:
@@ -104,9 +104,11 @@ def test_what_is_split_computes_the_same() -> None:
     for program in split.forward.programs:
         assert (False, True) in map(leaves, calls_of(program))
     q, k, v, grad = torch.randn(4, 1, 4 * K, 1, 8, dtype=torch.float64).unbind()
-    found, wanted = (run_local(one, q, k, v, grad, kernel="reference") for one in (split, plan))
+    result, wanted = (
+        run_local(variant, q, k, v, grad, kernel="reference") for variant in (split, plan)
+    )
     for name in ("out", "lse", "grad_q", "grad_k", "grad_v"):
-        torch.testing.assert_close(getattr(found, name), getattr(wanted, name))
+        torch.testing.assert_close(getattr(result, name), getattr(wanted, name))
 
 
 def test_a_call_beside_a_transfer_that_lasts_as_long_leaves_sms_from_its_begin() -> None:
@@ -165,8 +167,8 @@ def test_a_call_of_four_rounds_is_split_though_its_heads_do_not_fill_the_last() 
 
 def test_a_slice_of_a_gpu_has_none_to_leave() -> None:
     slice_of_one = replace(TARGET, gpu=replace(TARGET.gpu, sms=SMS_OF_TRANSFERS))
-    found = calls_of(compiled(ring(256 * K), target=slice_of_one))
-    assert {leaves(calls) for calls in found} == {(False,)}
+    attention_calls = calls_of(compiled(ring(256 * K), target=slice_of_one))
+    assert {leaves(calls) for calls in attention_calls} == {(False,)}
 
 
 def test_a_call_of_a_round_stays_whole() -> None:

@@ -126,7 +126,7 @@ def test_rows_that_stay_and_are_read_once_are_not_summed(
         assert op.delta is None
         assert op.out is not None
         assert (op.out.start, op.out.stop) == (op.grad_out.start, op.grad_out.stop)
-    planned, memory = (workspace_map(one, plan.problem) for one in (before, after))
+    planned, memory = (workspace_map(program, plan.problem) for program in (before, after))
     assert memory == planned if shown else memory.total_bytes <= planned.total_bytes
     kept = placed(before, plan.problem, lse_gradient=True, shows_workspace=shown)
     assert all(op.out is None for op in attentions(kept))

@@ -31,9 +31,9 @@ def test_a_plan_in_pieces_is_still_proven(causal: bool) -> None:
     plan = make_plan(problem, 16, method="mesh", tile=(4, 4), head_slices=(2, 4))
     pieces = compile_plan(plan, CUDNN)
     assert verify(pieces) == []
-    calls = [sum(map(len, calls_of(one.forward.programs[0]))) for one in (plan, pieces)]
+    calls = [sum(map(len, calls_of(variant.forward.programs[0]))) for variant in (plan, pieces)]
     assert calls[1] > calls[0] or causal  # of several calls none may be long enough
-    backward, whole = (one.backward.programs for one in (pieces, plan))
+    backward, whole = (variant.backward.programs for variant in (pieces, plan))
     assert list(map(calls_of, backward)) == list(map(calls_of, whole))
 
 
@@ -60,8 +60,8 @@ def test_short_calls_and_rings_stay_whole() -> None:
         make_plan(Problem(1 << 10, 8, 64), 4, method="mesh", tile=(2, 2), head_slices=(1, 2)),
         make_plan(Problem(1 << 17, 64, 128), 8, method="ring"),
     ):
-        whole, found = plan.forward.programs, compile_pass(plan, plan.forward, CUDNN).programs
-        assert list(map(calls_of, found)) == list(map(calls_of, whole))
+        whole, compiled = plan.forward.programs, compile_pass(plan, plan.forward, CUDNN).programs
+        assert list(map(calls_of, compiled)) == list(map(calls_of, whole))
 
 
 def test_calls_stay_whole_where_nothing_has_to_wait_for_their_end() -> None:
@@ -70,8 +70,8 @@ def test_calls_stay_whole_where_nothing_has_to_wait_for_their_end() -> None:
     plan = make_plan(problem, 16, method="mesh", tile=(4, 4), head_slices=(2, 4))
     triton = target_with("triton", "triton", None, own_stream=True)
     for target in (triton, replace(CUDNN, own_stream=False), replace(CUDNN, two_streams=False)):
-        found = compile_pass(plan, plan.forward, target).programs[0]
-        assert calls_of(found) == calls_of(plan.forward.programs[0])
+        compiled = compile_pass(plan, plan.forward, target).programs[0]
+        assert calls_of(compiled) == calls_of(plan.forward.programs[0])
 
 
 def test_an_exchange_on_either_side_makes_two_calls_of_one() -> None:

@@ -25,7 +25,7 @@ from mesh_attention.runtime.transport.exchange import (
     Begin,
     Copies,
     Messages,
-    Run,
+    PieceRun,
     Works,
     exchange,
     runs_of,
@@ -184,7 +184,7 @@ class DistributedTransport:
 
     def _exchange(
         self,
-        runs: tuple[Run, ...],
+        runs: tuple[PieceRun, ...],
         ranks: list[int],
         group: dist.ProcessGroup,
         pack: bool,

@@ -1,10 +1,10 @@
 """Exchanges: tensors that travel between ranks at the same time, as few messages and calls.
 
 Which pieces go to which member is found once for an operation. Equal pieces of several members
-that lie side by side, in heads or in rows, are one `Run`: a view, a copy and a split into members
-serve them all, whatever their number. In an exchange of tokens for heads several small pieces go
-between the same two ranks; they are packed into one message. The host's time for an exchange so
-follows the runs and the ranks, and not their product.
+that lie side by side, in heads or in rows, are one `PieceRun`: a view, a copy and a split into
+members serve them all, whatever their number. In an exchange of tokens for heads several small
+pieces go between the same two ranks; they are packed into one message. The host's time for an
+exchange so follows the runs and the ranks, and not their product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALL_BYTES = 2 << 20  # larger tensors travel by themselves: to copy them would
 _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its elements may
 
 
-class Run(NamedTuple):
+class PieceRun(NamedTuple):
     """`piece` holds the equal pieces of these members, in this order, in heads or in rows. `tag`:
     their number between two ranks, the same on both sides."""
 
@@ -49,15 +49,15 @@ class Run(NamedTuple):
         return x.view(count, rows // count, batch, heads, width)
 
 
-def runs_of(moved: Transfers) -> tuple[Run, ...]:
+def runs_of(moved: Transfers) -> tuple[PieceRun, ...]:
     """Of all that a member sends and receives, itself included."""
     single = [
-        Run(piece, (member,), False, tag, sent)
+        PieceRun(piece, (member,), False, tag, sent)
         for sent, by_member in ((False, moved.receives), (True, moved.sends))
         for member, pieces in enumerate(by_member)
         for tag, piece in enumerate(pieces)
     ]
-    runs: list[Run] = []
+    runs: list[PieceRun] = []
     for run in sorted(single, key=_place):
         joined = _join(runs[-1], run) if runs else None
         if joined is None:
@@ -67,12 +67,12 @@ def runs_of(moved: Transfers) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _place(run: Run) -> tuple[Any, ...]:
+def _place(run: PieceRun) -> tuple[Any, ...]:
     piece = run.piece
     return run.sent, run.tag, piece.buffer, piece.start, piece.heads or ()
 
 
-def _join(first: Run, second: Run) -> Run | None:
+def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
     """None if they are no neighbours, or not of equal size."""
     a, b, count = first.piece, second.piece, len(first.members)
     if (first.sent, first.tag, a.buffer) != (second.sent, second.tag, b.buffer):
@@ -85,13 +85,13 @@ def _join(first: Run, second: Run) -> Run | None:
         if count > 1 and not first.by_heads:
             return None
         piece = replace(a, heads=(a.heads[0], b.heads[1]))
-        return Run(piece, members, True, first.tag, first.sent)
+        return PieceRun(piece, members, True, first.tag, first.sent)
     rows = b.stop - b.start
     if a.heads != b.heads or a.stop != b.start or a.stop - a.start != count * rows:
         return None
     if count > 1 and first.by_heads:
         return None
-    return Run(replace(a, stop=b.stop), members, False, first.tag, first.sent)
+    return PieceRun(replace(a, stop=b.stop), members, False, first.tag, first.sent)
 
 
 class Messages(NamedTuple):
