@@ -36,11 +36,11 @@ class Page(HTMLParser):
 def faults(folder: Path) -> list[str]:
     pages = {file.resolve(): Page(file.read_text()) for file in folder.rglob("*.html")}
     pages.pop((folder / "404.html").resolve(), None)  # its links are those of a server's root
-    told = [] if pages else [f"{folder} has no pages"]
+    complaints = [] if pages else [f"{folder} has no pages"]
     for file, page in pages.items():
         for target in page.loaded:
             if urlsplit(target).scheme in ("http", "https") or target.startswith("//"):
-                told.append(f"{file.name} loads {target}")
+                complaints.append(f"{file.name} loads {target}")
         for target in (*page.links, *page.loaded):
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
@@ -48,21 +48,21 @@ def faults(folder: Path) -> list[str]:
             place = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             place = place / "index.html" if place.is_dir() else place
             if not place.exists():
-                told.append(f"{file.name} links to {target}, which is not there")
+                complaints.append(f"{file.name} links to {target}, which is not there")
             elif place in pages and unquote(parts.fragment or "") not in pages[place].anchors:
-                told.append(f"{file.name} links to {target}, which has no such anchor")
+                complaints.append(f"{file.name} links to {target}, which has no such anchor")
     for file in folder.rglob("*.css"):
         if "url(http" in file.read_text() or "@import" in file.read_text():
-            told.append(f"{file.name} loads a file from elsewhere")
-    return told
+            complaints.append(f"{file.name} loads a file from elsewhere")
+    return complaints
 
 
 def main(arguments: list[str]) -> int:
     (folder,) = arguments
-    told = faults(Path(folder))
+    complaints = faults(Path(folder))
     pages = len(list(Path(folder).rglob("*.html")))
-    print("\n".join(told) or f"{pages} pages, all links are there: {folder}/index.html")
-    return int(bool(told))
+    print("\n".join(complaints) or f"{pages} pages, all links are there: {folder}/index.html")
+    return int(bool(complaints))
 
 
 if __name__ == "__main__":

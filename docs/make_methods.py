@@ -129,7 +129,12 @@ def moved_by(method: Method) -> str:
         for setting in method.candidates(problem(), PROBE_RANKS, per_node):
             options = setting | {"ranks_per_node": per_node}
             counts = count(make_plan(problem(), PROBE_RANKS, method=method.name, **options))
-            kinds |= {kind for one in counts.values() for r in one.ranks for kind in r.by_operation}
+            kinds |= {
+                kind
+                for traffic in counts.values()
+                for r in traffic.ranks
+                for kind in r.by_operation
+            }
     words = {
         "AllGather": "all-gather",
         "ReduceScatter": "reduce-scatter",

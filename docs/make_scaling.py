@@ -3,7 +3,7 @@
     python docs/make_scaling.py                      the page; 15 minutes of two cores, with a bar
     python docs/make_scaling.py --max-ranks 256      more rows than the page has; hours
     python docs/make_scaling.py --jobs 8             on so many processes
-    python docs/make_scaling.py --found points.json  goes on where it was ended, from that file
+    python docs/make_scaling.py --kept points.json  goes on where it was ended, from that file
 
 Every cell is a simulation at the best setting that `find_best` finds, each pass for itself. USP
 keeps the degree people use, 8 or as many as there are ranks. `search` is the best over all methods
@@ -90,16 +90,16 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class Answer:
     seconds: float
     mfu_percent: float
     name: str = ""  # of the method that was chosen, where there is a choice
 
 
-def simulate_point(point: Point) -> Found:
+def simulate_point(point: Point) -> Answer:
     problem = Problem(point.tokens, HEADS, HEAD_DIM, mask=Mask(causal=point.causal))
     cluster, direction = load_cluster(point.cluster), Direction(point.direction)
-    found = []
+    answers = []
     place, only = (problem, point.ranks, cluster), (direction,)
     for fixed in fixed_settings(point):
         if point.method == DEFAULT:
@@ -109,8 +109,8 @@ def simulate_point(point: Point) -> Found:
             best = find_best(*place, method=method, directions=only, options=fixed)
         timeline = best.timeline(direction)
         name = best.chosen[direction].name if point.method in CHOSEN else ""
-        found.append(Found(timeline.runtime_seconds, timeline.mfu_percent, name))
-    return min(found, key=lambda one: one.seconds)
+        answers.append(Answer(timeline.runtime_seconds, timeline.mfu_percent, name))
+    return min(answers, key=lambda answer: answer.seconds)
 
 
 def fixed_settings(point: Point) -> list[dict[str, int]]:
@@ -136,37 +136,37 @@ def cells(row: Point) -> list[tuple[Point, ...]]:
     ]
 
 
-def simulate_all(points: Iterable[Point], jobs: int, kept: Path | None) -> dict[Point, Found]:
-    """Each point once, the long ones first. `kept`: a file of those that are known; what is found
-    is added to it point by point."""
-    found = _known(kept)
+def simulate_all(points: Iterable[Point], jobs: int, kept: Path | None) -> dict[Point, Answer]:
+    """Each point once, the long ones first. `kept`: a file of those that are known; the others
+    are added to it point by point."""
+    answers = _known(kept)
     wanted = set(points)
-    missing = wanted - found.keys()
+    missing = wanted - answers.keys()
     ordered = sorted(missing, key=lambda p: (p.ranks, p.method in LONG), reverse=True)
     with ProcessPoolExecutor(jobs) as pool, progress("simulating") as tell:
         waiting = {pool.submit(simulate_point, point): point for point in ordered}
         for number, done in enumerate(as_completed(waiting), len(wanted) - len(missing) + 1):
             point = waiting[done]
-            found[point] = done.result()
+            answers[point] = done.result()
             if kept is not None:
                 with kept.open("a") as file:
-                    print(json.dumps([asdict(point), asdict(found[point])]), file=file)
+                    print(json.dumps([asdict(point), asdict(answers[point])]), file=file)
             if tell:
                 tell(number, len(wanted))
             else:  # nobody watches a bar: a line for each in its place
                 print(f"{number} of {len(wanted)}: {point}", file=sys.stderr, flush=True)
-    return found
+    return answers
 
 
-def _known(kept: Path | None) -> dict[Point, Found]:
+def _known(kept: Path | None) -> dict[Point, Answer]:
     lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
-    return {Point(**point): Found(**found) for point, found in map(json.loads, lines)}
+    return {Point(**point): Answer(**answer) for point, answer in map(json.loads, lines)}
 
 
-def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> str:
+def table(cluster: str, scaling: dict[int, int], answers: dict[Point, Answer]) -> str:
     lines = [["mask", "GPUs", "tokens", *METHODS], ["---"] * (3 + len(METHODS))]
     for row in rows_of(cluster, scaling):
-        results = {cell[0].method: [found[point] for point in cell] for cell in cells(row)}
+        results = {cell[0].method: [answers[point] for point in cell] for cell in cells(row)}
         fastest = min(sum(part.seconds for part in passes) for passes in results.values())
         head = ["causal" if row.causal else "full", str(row.ranks), f"{row.tokens // K}K"]
         texts = {method: cell_text(passes, fastest) for method, passes in results.items()}
@@ -174,14 +174,14 @@ def table(cluster: str, scaling: dict[int, int], found: dict[Point, Found]) -> s
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def cell_text(passes: list[Found], fastest: float) -> str:
+def cell_text(passes: list[Answer], fastest: float) -> str:
     text = "/".join(f"{part.mfu_percent:.1f}" for part in passes)
     names = dict.fromkeys(part.name for part in passes if part.name)
     text += f" {', '.join(names)}" if names else ""
     return f"**{text}**" if sum(part.seconds for part in passes) == fastest else text
 
 
-def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str, ...]) -> None:
+def draw(answers: dict[Point, Answer], strong: dict[int, int], clusters: tuple[str, ...]) -> None:
     """MFU of strong scaling under a causal mask: a row for each cluster, a column for each pass."""
     plt = pyplot()
     size = (11, 3.4 * len(clusters) + 0.5)
@@ -190,8 +190,8 @@ def draw(found: dict[Point, Found], strong: dict[int, int], clusters: tuple[str,
         for axis, direction in zip(row, Direction, strict=True):
             for method in METHODS:
                 rows = [Point(cluster, True, direction.value, n, strong[n], method) for n in strong]
-                points = [point for point in rows if point in found]
-                mfu = [found[point].mfu_percent for point in points]
+                points = [point for point in rows if point in answers]
+                mfu = [answers[point].mfu_percent for point in points]
                 how = (
                     {"color": "black", "lw": 2.2, "ls": "--" if method == SEARCH else ":"}
                     if method in CHOSEN
@@ -233,13 +233,13 @@ def page(
         for cell in cells(row)
         for point in cell
     ]
-    found = simulate_all(points, jobs, kept)
+    answers = simulate_all(points, jobs, kept)
     if picture:
-        draw(found, strong, clusters)
+        draw(answers, strong, clusters)
     parts = [INTRODUCTION]
     for title, scaling in sections.items():
         parts.append(f"## {title}\n")
-        parts += [f"### {name}\n\n{table(name, scaling, found)}\n" for name in clusters]
+        parts += [f"### {name}\n\n{table(name, scaling, answers)}\n" for name in clusters]
     return "\n".join(parts)
 
 
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-ranks", type=int, default=128, help="leave larger runs out")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, help="clusters to simulate")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--found", type=Path, help="a file of points, to go on from")
+    parser.add_argument("--kept", type=Path, help="a file of points, to go on from")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page")
     args = parser.parse_args(arguments)
     strong, weak = (
@@ -256,7 +256,8 @@ def main(arguments: list[str]) -> int:
         for scaling in (STRONG, WEAK)
     )
     whole = args.output == PAGE
-    text = page(*(strong, weak, tuple(args.clusters), args.jobs), kept=args.found, picture=whole)
+    clusters = tuple(args.clusters)
+    text = page(strong, weak, clusters, args.jobs, kept=args.kept, picture=whole)
     args.output.write_text(text)
     return 0
 

@@ -28,15 +28,15 @@ def problem_of(ranks: int, heads: int, kv_heads: int) -> Problem:
 
 def received_units(plan: Plan, direction: Direction) -> float:
     """By rank 0, without statistics: under a full mask all ranks receive as much."""
-    one = plan.direction(direction)
-    program = one.programs[0]
+    directed = plan.direction(direction)
+    program = directed.programs[0]
     meter = TrafficMeter(plan.problem, program.buffer_table())
-    found = sum(
-        meter.traffic(op, one.members[op.group][0], len(one.groups[op.group])).token_bytes
+    received_bytes = sum(
+        meter.traffic(op, directed.members[op.group][0], len(directed.groups[op.group])).token_bytes
         for op in program.operations
         if isinstance(op, Communication)
     )
-    return found / unit_bytes(plan.problem, plan.num_ranks)
+    return received_bytes / unit_bytes(plan.problem, plan.num_ranks)
 
 
 def row(ranks: int, heads: int, kv_heads: int) -> str:

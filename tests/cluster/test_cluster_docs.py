@@ -54,7 +54,7 @@ def test_the_pages_name_every_cluster() -> None:
 
 def test_the_generator_of_scaling_writes_every_cell() -> None:
     generator = runpy.run_path(str(DOCS / "make_scaling.py"))
-    point, result_type = generator["Point"], generator["Found"]
+    point, result_type = generator["Point"], generator["Answer"]
     scaling = {4: 65536, 16: 131072}
     rows = generator["rows_of"]("paper", scaling)
     points = [point for row in rows for cell in generator["cells"](row) for point in cell]

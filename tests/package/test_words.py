@@ -11,7 +11,7 @@ import pytest
 import mesh_attention
 
 ROOT = Path(mesh_attention.__path__[0])
-AROUND = [ROOT.parents[1] / folder for folder in ("tests", "benchmarks", "examples")]
+AROUND = [ROOT.parents[1] / folder for folder in ("tests", "benchmarks", "examples", "docs")]
 EMPTY_WORDS = ("one", "found", "given", "mine", "told")
 
 
