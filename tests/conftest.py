@@ -54,6 +54,7 @@ RANKS_ON_A_GPU = {
         "keep_attention",
         "nccl",
         "nccl_ranks",
+        "profile",
         "ranks",
         "same_bits",
         "sinks",

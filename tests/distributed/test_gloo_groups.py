@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mesh_attention import Mask, MeshAttentionError
 from mesh_attention.plan.methods.parts.reduce import Combine
-from mesh_attention.runtime.transport.groups import timeout_of
+from mesh_attention.runtime.transport.groups import backend_of, timeout_of
 from mesh_attention.runtime.transport.make_group import make_group
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole
@@ -42,6 +42,39 @@ KINDS = ["sorted", *(["as given"] if KEEPS_ORDER else []), "mesh"]
 def world_of_four(rank: int, world_size: int, case: Case) -> Part:
     with context(case) as cp:
         return attend(cp, case)
+
+
+def backend_for_each_device(rank: int, world_size: int, case: Case) -> Part:
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert dist.get_backend(group) != "gloo", "the test shows nothing"
+    assert backend_of(group) == "gloo"
+    with context(case, group) as cp:
+        return attend(cp, case)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "wanted"),
+    [
+        ("cuda:nccl", False, "nccl"),
+        ("cpu:gloo,cuda:gloo,mps:gloo", True, "gloo"),
+        ("cpu:gloo,cuda:nccl", True, "nccl"),
+        ("cuda:nccl,cpu:gloo", False, "gloo"),
+        ("cpu:gloo,xpu:xccl", True, "gloo"),
+    ],
+)
+def test_the_backend_is_that_of_the_gpus_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, config: str, gpu: bool, wanted: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "undefined")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert backend_of(mock.Mock()) == wanted
+
+
+def test_a_group_with_a_backend_for_each_device_is_like_any_other(pool: WorkerPool) -> None:
+    results = pool.run(backend_for_each_device, 4, CASE)
+    distances = errors(whole(results, CASE), attention(*CASE.tensors(), CASE.mask))
+    assert max(distances.values()) <= tolerance(CASE.dtype)
 
 
 def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, Part | None]:

@@ -51,6 +51,15 @@ def test_captured_calls_over_nccl_equal_the_truth(gpu_pool: WorkerPool, ranks: i
     check(gpu_pool, cases, "distributed", backend="nccl", times=3, cuda_graph=True)
 
 
+def test_a_group_with_a_backend_for_each_device_uses_that_of_its_gpus(
+    gpu_pool: WorkerPool,
+) -> None:
+    """As `init_process_group()` makes it: only over NCCL calls can be captured."""
+    cases = [case(2, torch.bfloat16, 512)]
+    both = "cpu:gloo,cuda:nccl"
+    check(gpu_pool, cases, "distributed", backend=both, times=2, cuda_graph=True)
+
+
 def test_sixteen_ranks_as_nodes_equal_the_truth(gpu_pool: WorkerPool) -> None:
     """Four nodes of four where NCCL allows that on one GPU, else sixteen nodes."""
     mesh = case(16, torch.bfloat16)

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
-from mesh_attention.runtime.transport.groups import default_store
+from mesh_attention.runtime.transport.groups import backend_of, default_store
 from mesh_attention.runtime.transport.job_store import asking_the_store
 from mesh_attention.version import __version__
 
@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def backend(self) -> str:
-        return str(dist.get_backend(self.group))
+        return backend_of(self.group)
 
     def wait_for_all(self) -> None:
         if self.is_cuda:

@@ -54,7 +54,9 @@ class TimedTransfers:
         for members in map(tuple, every):
             if members not in self._groups:
                 options = None if self._over_gloo else nccl_options(timeout_of(self._ranks.group))
-                made = dist.new_group([self._global[m] for m in members], pg_options=options)
+                backend = self._ranks.backend  # left out, it would be that of the default group
+                global_ranks = [self._global[m] for m in members]
+                made = dist.new_group(global_ranks, backend=backend, pg_options=options)
                 if self._ranks.rank in members:
                     self._groups[members] = made
             if self._ranks.rank in members:

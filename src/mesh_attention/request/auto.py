@@ -29,6 +29,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.question import Question, ask_passes
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.transport.groups import backend_of
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def cluster_here(group: dist.ProcessGroup, ranks_per_node: Any = None) -> tuple[
 
 def _machine(group: dist.ProcessGroup, per_node: int | None) -> Machine:
     gpu, memory = gpu_of_driver(), None
-    uses_gpus = dist.get_backend(group) == dist.Backend.NCCL
+    uses_gpus = backend_of(group) == dist.Backend.NCCL
     if uses_gpus and torch.cuda.is_available():  # otherwise CUDA stays as it is
         gpu = torch.cuda.get_device_name()
         here = torch.cuda.current_device()

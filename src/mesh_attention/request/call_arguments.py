@@ -23,6 +23,7 @@ from mesh_attention.plan.problem.arguments import choice, flag, real
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.transports import TransportName
+from mesh_attention.runtime.transport.groups import backend_of
 
 MOST_SOFTCAP = 1e30  # scores divided by more are lost in float32
 CALL_ARGUMENTS = (
@@ -58,7 +59,7 @@ def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOpt
         )
     flags = ("differentiable_lse", "cuda_graph", "deterministic", "same_bits", "nvtx")
     asked = {name: flag(name, chosen.get(name, False)) for name in flags}
-    graph, backend = asked["cuda_graph"], dist.get_backend(group)
+    graph, backend = asked["cuda_graph"], backend_of(group)
     if graph and backend != dist.Backend.NCCL:
         raise MeshAttentionError(
             f"cuda_graph=True needs a group over nccl, and this one is over {backend}: "

@@ -143,11 +143,12 @@ def _forward_pass(
     with guard.whole_or_broken():
         user.reports |= call.reports
         result = call.run(Direction.FORWARD, inputs, user.counters[Direction.FORWARD])
-        guard.settle(result.values())
+        out, lse = result["out"], result.get("lse")
+        # Not what is kept: a backward pass after a wrong call is wrong as a whole.
+        guard.settle([x for x in (out, lse) if x is not None])
         # Results of their own, which may be changed in place, and not views of others.
         with torch._C._ExcludeDispatchKeyGuard(_TRACKS_VIEWS):
-            out = result["out"].transpose(0, 1).contiguous()
-            lse = result.get("lse")
+            out = out.transpose(0, 1).contiguous()
             if lse is not None:  # not copied: backward wants rows first again
                 lse = lse.squeeze(-1).permute(1, 2, 0)
         if lse is None:  # nobody asks for it

@@ -44,7 +44,7 @@ class Guard:
         self._drop = WeakMethod(drop)
         self._faults = Faults(groups)
         handshake.find_cause = lambda: self._faults.find_cause(groups.releases)
-        self._nccl = dist.get_backend(groups.parent) == dist.Backend.NCCL
+        self._nccl = groups.backend == dist.Backend.NCCL
         self._cause: str | None = None  # why everything is refused
         self._current: Identity | None = None
         self._alone = len(groups.ranks) == 1

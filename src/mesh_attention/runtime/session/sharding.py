@@ -211,7 +211,7 @@ class Shards:
         if layout.num_ranks > 1 and x.dtype not in _GATHERED:  # on all ranks: they agreed on it
             wider = torch.bfloat16 if x.dtype.is_floating_point else torch.int64
             raise MeshAttentionError(
-                f"unshard: {dist.get_backend(session.groups.parent)} does not gather {x.dtype}; "
+                f"unshard: {session.groups.backend} does not gather {x.dtype}; "
                 f"convert it, as in x.to({wider}), and convert the whole tensor back"
             )
         user.begin(kind, "unshard", options, x.device, label, batch=self.batch)

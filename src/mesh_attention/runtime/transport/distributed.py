@@ -122,7 +122,7 @@ class DistributedTransport:
         self._stream = stream
         self._global = groups.global_ranks(plan, pass_, rank)
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
-        self._host_driven = dist.get_backend(groups.parent) != dist.Backend.NCCL
+        self._host_driven = groups.backend != dist.Backend.NCCL
         self._limit = (groups.timeout(timeout),) if self._host_driven else ()
         self._known: dict[int, _Known] = {}  # by identity; each holds its operation
         self.own_stream = stream is not None

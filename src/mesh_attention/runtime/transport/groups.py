@@ -43,6 +43,7 @@ class Groups:
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.parent = parent
+        self.backend = backend_of(parent)
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(parent))
         self.global_rank_of_self = dist.get_rank()
         self.releases = 0
@@ -78,7 +79,7 @@ class Groups:
         limit = self.timeout(timeout)
         if limit != self._limit:
             self._limit = limit
-            if dist.get_backend(self.parent) == dist.Backend.GLOO:
+            if self.backend == dist.Backend.GLOO:
                 for backend in chain.from_iterable(map(backends_of, self._there())):
                     backend._set_default_timeout(limit)
 
@@ -126,7 +127,7 @@ class Groups:
         ranks, limit = tuple(sorted(members)), self._limit
         if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
-            backend = dist.get_backend(self.parent)
+            backend = self.backend
             with ON_OUR_OWN:
                 if backend == dist.Backend.GLOO:  # asks the store, in words of its own
                     store = self._stores[ranks] = PatientStore(default_store(), limit)
@@ -142,8 +143,7 @@ class Groups:
 
     def check_device(self, device: torch.device) -> None:
         """Raises if tensors there cannot travel on groups like the caller's."""
-        over_nccl = dist.get_backend(self.parent) == dist.Backend.NCCL
-        if over_nccl and device.type != "cuda" and len(self.ranks) > 1:
+        if self.backend == dist.Backend.NCCL and device.type != "cuda" and len(self.ranks) > 1:
             raise MeshAttentionError(
                 f"the tensors are on the {device.type}, and the process group is over nccl: move "
                 "them to a CUDA device, or pass a group over gloo"
@@ -198,6 +198,18 @@ class Groups:
 def default_store() -> Store:
     """The key-value store that all ranks of the job share."""
     return c10d._get_default_store()
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """By name. A group may have a backend for each kind of device, as `init_process_group()` makes
+    it where no backend is asked for: then that of CUDA, where there is a device, and nothing goes
+    through the memory of the host."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    of_device = {device: backend for device, _, backend in pairs}
+    if len({*of_device.values()}) == 1:
+        return next(iter(of_device.values()))
+    on_gpus = "cuda" in of_device and torch.cuda.is_available()
+    return of_device.get("cuda" if on_gpus else "cpu", str(dist.get_backend(group)))
 
 
 def backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
