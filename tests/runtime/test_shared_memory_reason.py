@@ -52,6 +52,22 @@ def test_a_rank_that_is_alone_on_its_host_shares_nothing_and_says_why(alone: Sha
     assert alone.device is None
 
 
+def test_what_can_not_be_shared_is_known_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, alone: SharedMemory
+) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(shared_memory, "obstacle", lambda _: None)
+    groups: Any = SimpleNamespace(global_rank_of_self=4, name="h")
+    node_of_one_rank = SharedMemory(groups, (4,), timedelta(seconds=5), Workspace())
+    assert not node_of_one_rank.may_be_shared(device)
+    assert alone.may_be_shared(device)
+    monkeypatch.setattr(shared_memory, "obstacle", lambda _: "no such memory")
+    assert not alone.may_be_shared(device)
+    monkeypatch.setattr(shared_memory, "obstacle", lambda _: None)
+    assert not alone.meet(device)
+    assert not alone.may_be_shared(device)
+
+
 def test_ranks_of_another_node_are_named(alone: SharedMemory) -> None:
     assert alone.why_not((7, 4, 6)) == "rank 4 is on another node than ranks [6, 7]"
 

@@ -114,7 +114,9 @@ class CallTransport:
         plan, rank = self._rank_plan.plan, self._rank_plan.rank
         pass_ = plan.direction(direction)
         far = DistributedTransport(plan, pass_, rank, self._groups, self._timeout, self.stream)
-        if self._memory is None or self.stream is None:
+        # What others read has places that they know, at the cost of copies and memory.
+        memory, device = self._memory, self._call_shape.device
+        if memory is None or self.stream is None or not memory.may_be_shared(device):
             return far
         dtypes = {
             Precision.ELEMENT: self._call_shape.dtype,
@@ -122,7 +124,7 @@ class CallTransport:
         }
         batch = self._call_shape.batch
         return SymmetricTransport(
-            plan, pass_, rank, batch, dtypes, self._groups, self._memory, self.stream, far
+            plan, pass_, rank, batch, dtypes, self._groups, memory, self.stream, far
         )
 
     def check(self) -> None:

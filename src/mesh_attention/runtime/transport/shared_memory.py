@@ -53,6 +53,10 @@ class SharedMemory:
         self.staging_offset = 0
         self.reason = ""  # why there is no block
 
+    def may_be_shared(self, device: torch.device) -> bool:
+        """As far as this rank knows; where not, no other rank will read its workspace."""
+        return len(self._node) > 1 and not self.reason and obstacle(device) is None
+
     def meet(self, device: torch.device) -> bool:
         """Find those of the node that are on this host, and learn whether all of them are able."""
         if not self.members:
