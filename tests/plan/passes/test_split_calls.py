@@ -80,3 +80,9 @@ def test_an_exchange_on_either_side_makes_two_calls_of_one() -> None:
         assert calls == tuple(
             Call(CallKind.FULL, start, start + (1 << 15), 0, 1 << 16) for start in (0, 1 << 15)
         )
+
+
+def test_a_single_attention_stays_whole_as_nothing_travels_beside_it() -> None:
+    plan = make_plan(Problem(1 << 16, 8, 128), 8, method="ulysses")
+    compiled = compile_pass(plan, plan.forward, CUDNN).programs[0]
+    assert calls_of(compiled) == calls_of(plan.forward.programs[0])

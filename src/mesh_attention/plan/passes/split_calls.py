@@ -60,10 +60,11 @@ _CUT = 0.1  # rounds that a cut costs: one more call, and its merge
 
 
 def splits_wanted(program: Program) -> int:
-    """Communications for each attention of the forward pass, rounded up."""
+    """Communications for each attention of the forward pass, rounded up. Beside a single attention
+    there are none: each brings what it reads, or takes what it made."""
     attentions = sum(isinstance(op, Attend) for op in program.operations)
     communications = sum(isinstance(op, Communication) for op in program.operations)
-    return -(-communications // attentions) if attentions else 1
+    return -(-communications // attentions) if attentions > 1 else 1
 
 
 def split_calls(op: Attend, heads: int, wanted: int, target: Target) -> Attend:
