@@ -113,7 +113,7 @@ class WorkerPool:
             if (a.error if isinstance(a, Answer) else rank not in (*may_end, *may_hang))
         }
         for rank in silent:
-            self._kill(rank)
+            errors[rank] = self._abort(rank)
         for rank, answer in answers.items():
             if isinstance(answer, Answer):
                 self._workers[rank][0].send_bytes(b"end")
@@ -168,6 +168,16 @@ class WorkerPool:
                 if failed:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
+
+    def _abort(self, number: int) -> str:
+        """Ends a worker that does not answer; returns where all of its threads were."""
+        connection, pid = self._workers[number]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+        wait([connection], 5.0)  # readable at its end
+        traces = self._traces(number)
+        self._kill(number)
+        return f"no answer\n{traces}"
 
     def _traces(self, number: int) -> str:
         _, pid = self._workers[number]
