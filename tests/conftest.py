@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from mesh_attention.report.facts import ReportFacts
     from support.pool import WorkerPool
 
+# Tests start many processes, and each, as all that collect tests, would compile the package and
+# its tests anew: 15 seconds of a core for the tests alone.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Without a GPU our Triton kernels run in its interpreter. Triton asks for this when it is imported.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mesh_attention.cli import plan, simulate
+from mesh_attention.cli import demo, plan, simulate
 from mesh_attention.cli.main import main
 from mesh_attention.errors import MeshAttentionError, PlanTextError
 from mesh_attention.files import FileError, read_text, replacing
@@ -257,6 +257,7 @@ def test_pictures_of_the_demonstration_are_written_whole_or_not_at_all(
 
     path = tmp_path / "assignment.png"
     path.write_text("the old one")
+    monkeypatch.setattr(demo, "local_ranks", lambda *_: nullcontext())  # seconds, and none draws
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
     assert main(["demo", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"mesh-attention demo: {path}: No space left on device\n"

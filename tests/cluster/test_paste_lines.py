@@ -62,10 +62,10 @@ CASES: dict[str, tuple[Problem, int, str, str]] = {
         "--heads 4 --element-bytes 4 --window 64 --tokens 4096",
     ),
     "two nodes, causal": (
-        Problem(65536, 8, 128, num_kv_heads=4, mask=Mask(causal=True)),
+        Problem(8192, 4, 128, num_kv_heads=2, mask=Mask(causal=True)),
         10,
         "a100-roce",
-        "--heads 8 --kv-heads 4 --causal --tokens 65536",
+        "--heads 4 --kv-heads 2 --causal --tokens 8192",
     ),
     "slices": (
         Problem(960, 4, 128, v_head_dim=64, mask=MASK),

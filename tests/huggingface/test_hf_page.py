@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mesh_attention import MeshAttentionError, huggingface
-from mesh_attention.huggingface.model_checks import DIFFERENT, REFUSED, SHOWN
 from support.model_table import BEGIN, END, as_page, table
 from support.pool import WorkerPool
 
@@ -24,6 +23,9 @@ RESULT = ROOT / "benchmarks/results/2026-11-18-models.json"
 
 
 def test_the_table_of_models_is_that_of_the_package_and_of_the_last_sweep() -> None:
+    # Here, as it imports transformers: seconds in all processes that collect tests.
+    from mesh_attention.huggingface.model_checks import DIFFERENT, REFUSED, SHOWN
+
     text = (ROOT / "docs/models.md").read_text().partition(BEGIN)[2].partition(END)[0]
     made = tomllib.loads(DATA.read_text())
     assert text == as_page(made)

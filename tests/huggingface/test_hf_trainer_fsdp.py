@@ -1,4 +1,4 @@
-"""`ContextParallelTrainer` with FSDP2: parameters after five steps are those of transformers' own
+"""`ContextParallelTrainer` with FSDP2: parameters after a few steps are those of transformers' own
 Trainer on one process, and no logits are made on the way.
 
 Needs 3 (loss normalisation), 9 (data-parallel by context-parallel ranks), 22 (checkpointing).

@@ -54,8 +54,21 @@ def test_every_file_that_the_readme_names_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("command", [c for c in _commands() if c.startswith("mesh-attention")])
+OURS = [command for command in _commands() if command.startswith("mesh-attention")]
+MANY_RANKS, FEWER = "--ranks 256 --tile 16x16", "--ranks 16 --tile 4x4"  # seconds, and none
+
+
+@pytest.mark.parametrize("command", [command.replace(MANY_RANKS, FEWER) for command in OURS])
 def test_every_command_of_the_pages_works(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in OURS if MANY_RANKS in command])
+def test_every_command_of_the_pages_works_on_as_many_ranks_as_it_says(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 

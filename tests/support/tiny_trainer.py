@@ -90,7 +90,7 @@ class Run:
     collate: str = "padded"
     lora: bool = False
     num_examples: int = 13  # the last batch is half full
-    num_evaluated: int | None = None  # as many
+    num_evaluated: int = 5  # or as many as there are
     stream: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     on_ranks: dict[str, Any] = field(default_factory=dict)  # arguments that one process lacks
@@ -128,7 +128,8 @@ class Run:
             disable_tqdm=True,
             **usual | self.arguments | (self.on_ranks if cp_size else {}),
         )
-        texts, evaluated = Texts(self.num_examples), Texts(self.num_evaluated or self.num_examples)
+        texts = Texts(self.num_examples)
+        evaluated = Texts(min(self.num_evaluated, self.num_examples))
         inputs: dict[str, Any] = {
             "train_dataset": Stream(texts) if self.stream else texts,
             "eval_dataset": Stream(evaluated) if self.stream else evaluated,
@@ -290,11 +291,11 @@ RUNS = {
             ),
         },
     ),
-    # On ranks FSDP2, five steps, no batch that accelerate would fill for two data-parallel ranks.
+    # On ranks FSDP2, no batch that accelerate would fill for two data-parallel ranks.
     "tied, softcap, checkpoints of accelerate": Run(
         "gemma2",
         **_TWO_BY_TWO,
-        arguments={"max_steps": 5, "gradient_accumulation_steps": 2},
+        arguments={"gradient_accumulation_steps": 2},
         on_ranks=_fsdp2(activation_checkpointing=True),
         changes={"tie_word_embeddings": True},
     ),
@@ -302,7 +303,7 @@ RUNS = {
         "llama",
         **_TWO_BY_TWO,
         lora=True,
-        arguments={"max_steps": 5} | _checkpoints(False),
+        arguments=_checkpoints(False),
         on_ranks=_fsdp2(cpu_ram_efficient_loading=True),
     ),
     "own loss": Run(
@@ -313,7 +314,7 @@ RUNS = {
         on_ranks=_fsdp2(),
     ),
     "model_init": Run(
-        "llama", from_init=True, num_examples=4, arguments={"max_steps": 5}, on_ranks=_fsdp2()
+        "llama", from_init=True, num_examples=4, arguments={"max_steps": 2}, on_ranks=_fsdp2()
     ),
     "bf16, noise": Run(
         "llama",
