@@ -1,7 +1,8 @@
 """Two passes chosen together: shards of one place, and a backward pass that finds what it recalls.
 
 The best of each pass alone may want other shards, or rows that the forward pass of another setting
-does not keep. `auto.py` searches each pass, and asks here for the two that go together.
+does not keep. `auto.py` asks here for searches that know of each other, and for the two settings
+that go together.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ class PassSearches:
         for search in reversed(self.searches):
             refusals |= search.refusals
         return refusals
+
+
+def search_together(passes: Sequence[PassSearches]) -> None:
+    """Each pass looks at the best shape of the other before it spends effort on cuts."""
+    for searches in zip(*(pass_.searches for pass_ in passes), strict=True):  # of one layout
+        for search in searches:
+            search.look()
+        for search, other in zip(searches, reversed(searches), strict=True):
+            search.look_as(other)
+        for search in searches:
+            search.cut()
 
 
 def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list[Scored]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, degree_and_tile, shows_little
@@ -65,6 +66,7 @@ class PassSearch:
         self._is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
         self._last: dict[Layout, Plan] = {}  # the next of this layout lowers the same tasks
+        self._taken: dict[int, tuple[Score, Shape]] = {}  # the best cut of each of these shapes
         self._best: Score | None = None  # of those whose estimate knows how ranks wait
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
@@ -78,9 +80,10 @@ class PassSearch:
     def scored(self) -> list[Scored]:
         return best_first(setting for setting in self._known.values() if setting is not None)
 
-    def run(self) -> None:
+    @cached_property
+    def _shapes(self) -> list[Shape]:
         asked = self._asked
-        shapes = shapes_of(
+        return shapes_of(
             asked.problem,
             asked.num_ranks,
             asked.cluster,
@@ -89,41 +92,71 @@ class PassSearch:
             asked.options,
             self._layout,
         )
-        effort = asked.effort
-        bound = min((shape.least_seconds for shape in shapes), default=0.0)
-        enough = (False, bound * (1 + effort.tolerance))
-        taken: list[tuple[Score, int]] = []  # and the number of the shape
-        boxes: set[str] = set()
-        for number, shape in enumerate(shapes):
-            if len(taken) >= effort.shapes:
+
+    @cached_property
+    def _enough(self) -> Score:
+        """So near to the bound of all shapes as the tolerance."""
+        bound = min((shape.least_seconds for shape in self._shapes), default=0.0)
+        return False, bound * (1 + self._asked.effort.tolerance)
+
+    def run(self) -> None:
+        self.look()
+        self.cut()
+
+    def look(self) -> None:
+        """At the most promising shapes, each in its first cut."""
+        effort, boxes = self._asked.effort, set[str]()
+        for number, shape in enumerate(self._shapes):
+            if len(self._taken) >= effort.shapes:
                 break
             if shape.box in boxes and not effort.every_name:
                 continue
             boxes.add(shape.box)
-            if self._best is not None and self._best < (False, shape.least_seconds):
-                continue
-            if self._is_sure_of(enough):
-                break
-            shapes[number], best_cut = self._first_cut(shape)
-            if best_cut is not None:
-                taken.append((best_cut.score, number))
+            self._look_at(number)
+
+    def look_as(self, other: PassSearch) -> None:
+        """At the best shape of the other pass too: what is best for both may not promise most for
+        either, and backward finds what forward keeps only where both have one setting."""
+        if not other._taken:
+            return
+        best = other._shapes[other._best_first()[0]]
+        for number, shape in enumerate(self._shapes):
+            if (shape.name, shape.options) == (best.name, best.options):
+                self._look_at(number)
+
+    def _look_at(self, number: int) -> None:
+        shape = self._shapes[number]
+        if number in self._taken or self._is_sure():
+            return
+        if self._best is not None and self._best < (False, shape.least_seconds):
+            return
+        shape, best_cut = self._first_cut(shape)
+        if best_cut is not None:
+            self._taken[number] = best_cut.score, shape
+
+    def _best_first(self) -> list[int]:
+        return sorted(self._taken, key=lambda number: (self._taken[number][0], number))
+
+    def cut(self) -> None:
+        """The best shapes in more cuts."""
+        effort = self._asked.effort
         for num_shapes, which in (
             (effort.in_four_cuts, slice(0, 4)),
             (effort.in_all_cuts, slice(4, effort.cuts)),
         ):
-            taken.sort()
-            for at, (score, number) in enumerate(taken[:num_shapes]):
-                if self._is_sure_of(enough):
+            for number in self._best_first()[:num_shapes]:
+                if self._is_sure():
                     break
-                best_cut = self._try_cuts(shapes[number], which)
+                score, shape = self._taken[number]
+                best_cut = self._try_cuts(shape, which)
                 if best_cut is not None:
-                    taken[at] = min(score, best_cut.score), number
-        for _, number in sorted(taken)[: effort.refined]:
-            self._refine(shapes[number])
-        self._try_variants(shapes)
+                    self._taken[number] = min(score, best_cut.score), shape
+        for number in self._best_first()[: effort.refined]:
+            self._refine(self._taken[number][1])
+        self._try_variants([shape for _, shape in self._taken.values()])
 
-    def _is_sure_of(self, enough: Score) -> bool:
-        return self._best is not None and self._best <= enough
+    def _is_sure(self) -> bool:
+        return self._best is not None and self._best <= self._enough
 
     def _first_cut(self, shape: Shape) -> tuple[Shape, Scored | None]:
         """The shape too: with gradients of keys added inside nodes first, if that is faster."""
