@@ -144,7 +144,7 @@ class PassSearch:
             (effort.in_four_cuts, slice(0, 4)),
             (effort.in_all_cuts, slice(4, effort.cuts)),
         ):
-            for number in self._best_first()[:num_shapes]:
+            for number in [x for x in self._best_first() if self._may_be_cut(x)][:num_shapes]:
                 if self._is_sure():
                     break
                 score, shape = self._taken[number]
@@ -154,6 +154,10 @@ class PassSearch:
         for number in self._best_first()[: effort.refined]:
             self._refine(self._taken[number][1])
         self._try_variants([shape for _, shape in self._taken.values()])
+
+    def _may_be_cut(self, number: int) -> bool:
+        _, shape = self._taken[number]
+        return len([*cuts_of(shape, self._direction, sparse=self._sparse)]) > 1
 
     def _is_sure(self) -> bool:
         return self._best is not None and self._best <= self._enough
