@@ -191,12 +191,21 @@ class PassSearch:
         return min(taken, key=lambda scored: scored.score, default=None)
 
     def _refine(self, shape: Shape) -> None:
-        """The best cut of a shape with whole heads, and with fewer and with more chunks. More hide
-        less and less: where half as many are as good, but for the tolerance, twice as many gain
-        nothing."""
+        """Climbs from the best cut of a shape to the best beside it, as long as that gains more
+        than the tolerance: to whole heads, and to fewer and to more chunks. More hide less and
+        less: where half as many are as good, but for the tolerance, twice as many gain nothing."""
+        best, enough = self._best_of(shape), math.inf
+        while best is not None and best.seconds < enough:
+            enough = best.seconds / (1 + self._asked.effort.tolerance)
+            self._try_beside(shape, best)
+            best = self._best_of(shape)
+
+    def _best_of(self, shape: Shape) -> Scored | None:
         key = _shape_key(shape.name, shape.options)
-        best = next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
-        if best is None or "chunks" not in best.options or "chunks" in self._asked.options:
+        return next((x for x in self.scored if key == _shape_key(x.name, x.options)), None)
+
+    def _try_beside(self, shape: Shape, best: Scored) -> None:
+        if "chunks" not in best.options or "chunks" in self._asked.options:
             return
         if "head_slices" in best.options and "head_slices" not in self._asked.options:
             whole = {name: x for name, x in best.options.items() if name != "head_slices"}
