@@ -188,9 +188,6 @@ class PassSearch:
             if key in shape_of:
                 cuts.setdefault(key, []).append(scored)
         for key in [*cuts][: effort.varied]:
-            shape = shape_of[key]
-            # Backward, attention of a slice outlasts its first transfers.
-            starts_late = self._is_backward and shape.held > 1 and not effort.every_name
-            for scored in [] if starts_late else cuts[key][: effort.varied_cuts]:
-                for setting in variants_of(scored.options, shape, even=self._may_be_even):
+            for scored in cuts[key][: effort.varied_cuts]:
+                for setting in variants_of(scored.options, shape_of[key], even=self._may_be_even):
                     self.scores.attempt(scored.name, setting)
