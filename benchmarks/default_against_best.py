@@ -157,9 +157,11 @@ def main() -> int:
     ]
     if not names:
         parser.error("no question has this in its name and so few ranks")
-    searched = {}
+    searched, facts = {}, provenance() | {"machine": host()}
     if args.searched:
-        for answer in json.loads(args.searched.read_text())["questions"]:
+        earlier = json.loads(args.searched.read_text())
+        facts["searches_of"] = earlier.get("searches_of", earlier["commit"])
+        for answer in earlier["questions"]:
             searched[answer["name"]] = {name: answer[name] for name in ("search", "unmoved")}
     lines = args.parts.read_text().splitlines() if args.parts.exists() else []
     answers = {answer["name"]: answer for answer in map(json.loads, lines)}
@@ -182,7 +184,7 @@ def main() -> int:
     every = [answers[name] for name in names]
     print(table(every, questions))
     judgements = [answer | judged(answer) for answer in every]
-    save(args.json, provenance() | {"machine": host(), "questions": judgements})
+    save(args.json, facts | {"questions": judgements})
     return 0
 
 
