@@ -17,6 +17,7 @@ from mesh_attention.choose.passes_together import (
     PassSearches,
     in_one_place,
     methods_at_their_best,
+    search_together,
     sum_of,
 )
 from mesh_attention.choose.scored import (
@@ -156,9 +157,7 @@ def find_best(
         report=report,
     )
     passes = [PassSearches(asked, a_direction(direction), layouts) for direction in directions]
-    for pass_ in passes:
-        for search in pass_.searches:
-            search.run()
+    search_together(passes)
     if not all(pass_.scored for pass_ in passes):
         for pass_ in passes:  # with nothing but the caller's options, a method says what is wrong
             asked.plan(pass_.direction, names[0], options)

@@ -1,13 +1,15 @@
 """Two passes chosen together: shards of one place, and a backward pass that finds what it recalls.
 
 The best of each pass alone may want other shards, or rows that the forward pass of another setting
-does not keep. `auto.py` searches each pass, and asks here for the two that go together.
+does not keep. `auto.py` asks here for searches that know of each other, and for the two settings
+that go together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mesh_attention.choose.pass_scores import PassScores, best_first
 from mesh_attention.choose.scored import (
     Place,
     Score,
@@ -15,7 +17,7 @@ from mesh_attention.choose.scored import (
     SearchQuestion,
     are_of_one_setting,
 )
-from mesh_attention.choose.search import PassSearch, best_first
+from mesh_attention.choose.search import PassSearch
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.keep import Keep
@@ -34,16 +36,32 @@ class PassSearches:
         self.searches = [PassSearch(asked, direction, layout) for layout in layouts]
 
     @property
+    def scores(self) -> PassScores:
+        """Where settings are tried that no search came to."""
+        return self.searches[0].scores
+
+    @property
     def scored(self) -> list[Scored]:
-        return best_first(scored for search in self.searches for scored in search.scored)
+        return best_first(scored for search in self.searches for scored in search.scores.scored)
 
     @property
     def refusals(self) -> dict[str, PlanError]:
         """The first of each method."""
         refusals: dict[str, PlanError] = {}
         for search in reversed(self.searches):
-            refusals |= search.refusals
+            refusals |= search.scores.refusals
         return refusals
+
+
+def search_together(passes: Sequence[PassSearches]) -> None:
+    """Each pass looks at the best shape of the other before it spends effort on cuts."""
+    for searches in zip(*(pass_.searches for pass_ in passes), strict=True):  # of one layout
+        for search in searches:
+            search.look()
+        for search, other in zip(searches, reversed(searches), strict=True):
+            search.look_as(other)
+        for search in searches:
+            search.cut()
 
 
 def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list[Scored]:
@@ -55,7 +73,7 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
         return [scored for scored in pass_.scored if scored.stays or not stays]
 
     def best(pass_: PassSearches, scored: Sequence[Scored]) -> list[Scored]:
-        setting = pass_.searches[0].best_of(scored)
+        setting = pass_.scores.best_of(scored)
         return [] if setting is None else [setting]
 
     firsts = [scored for pass_ in passes for scored in best(pass_, candidates(pass_))]
@@ -63,7 +81,7 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
         return _of_one_setting(passes, firsts)
     for pass_, other in zip(passes, reversed(firsts), strict=True):
         # The setting of one pass may do for the other.
-        pass_.searches[0].attempt(other.name, dict(other.options))
+        pass_.scores.attempt(other.name, dict(other.options))
     by_place = [_by_place(candidates(pass_)) for pass_ in passes]
     common = [place for place in by_place[0] if place in by_place[1]]
     common.sort(key=lambda place: sum_of([places[place][0] for places in by_place]))
@@ -86,17 +104,20 @@ def _of_one_setting(
     by_direction = {scored.direction: scored for scored in pair}
     if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
         return pair
-    searches = {pass_.direction: pass_.searches[0] for pass_ in passes}
+    scores = {pass_.direction: pass_.scores for pass_ in passes}
     forward, backward = (by_direction[direction] for direction in Direction)
     if are_of_one_setting(forward, backward):
         return pair
     apart = {**backward.options, "keep": Keep.SHARDS.value}
-    search, other = (searches[direction] for direction in Direction)
-    same = other.best_sums(other.attempt(forward.name, dict(forward.options)))
+    of_forward, of_backward = (scores[direction] for direction in Direction)
+    same = of_backward.best_sums(of_backward.attempt(forward.name, dict(forward.options)))
     tries = [
-        (search.attempt(backward.name, dict(backward.options)), backward),
-        (search.attempt(same.name, dict(same.options)) if same and same.recalls else forward, same),
-        (forward, other.attempt(backward.name, apart)),
+        (of_forward.attempt(backward.name, dict(backward.options)), backward),
+        (
+            of_forward.attempt(same.name, dict(same.options)) if same and same.recalls else forward,
+            same,
+        ),
+        (forward, of_backward.attempt(backward.name, apart)),
     ]
     pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
     best: list[Scored] = []
@@ -104,7 +125,7 @@ def _of_one_setting(
         if best and sum_of(best) <= sum_of(both):
             break  # a simulation is not shorter than its estimate
         if simulates:
-            both = [searches[x.direction].best_of([x]) or x for x in both]
+            both = [scores[x.direction].best_of([x]) or x for x in both]
         best = min([x for x in (best, both) if x], key=sum_of)
     return best if pair[0].direction is Direction.FORWARD else best[::-1]
 

@@ -25,9 +25,10 @@ class SearchEffort(NamedTuple):
     """How many settings a search tries.
 
     shapes                   in one cut each
-    in_four_cuts             of these, in four cuts
+    in_four_cuts             of these that can be cut, in four cuts
     in_all_cuts, cuts        of these, in so many cuts
-    refined                  shapes whose best cut is tried with more and with fewer chunks
+    refined                  shapes whose best cut is tried with more and with fewer chunks, as
+                             long as that gains
     varied, varied_cuts      shapes, and cuts of each, with a short start and with even chunks
     simulated                settings simulated with all ranks
     simulated_operations     of so many operations of all ranks together at most
@@ -69,8 +70,6 @@ DEFAULT = SearchEffort(
     shapes=6,
     in_four_cuts=3,
     refined=1,
-    varied=2,
-    varied_cuts=1,
     simulated=2,
     simulated_operations=400,
     every_name=False,

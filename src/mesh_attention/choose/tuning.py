@@ -21,6 +21,7 @@ from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.choose.pass_scores import PassScores
 from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion, are_of_one_setting
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.choose.shapes import default_layout
@@ -73,8 +74,8 @@ def _add_partners(asked: SearchQuestion, by_pass: dict[Direction, list[Scored]])
         tries = ((forward, Direction.FORWARD, scored.options), (backward, scored.direction, apart))
         for several, direction, options in tries:
             if all((x.name, x.options) != (scored.name, options) for x in several):
-                search = PassSearch(asked, direction, None)
-                several += [x for x in (search.attempt(scored.name, dict(options)),) if x]
+                scores = PassScores(asked, direction, None)
+                several += [x for x in (scores.attempt(scored.name, dict(options)),) if x]
     for several in (forward, backward):
         several.sort(key=lambda scored: scored.seconds)
 
@@ -87,8 +88,8 @@ def _contenders_of_pass(asked: SearchQuestion, direction: Direction) -> list[Sco
     for method in asked.methods:
         search = PassSearch(replace(asked, methods=(method,)), direction, layout)
         search.run()
-        best += _best_few(asked, [scored for scored in search.scored if scored.stays])
-        refusals |= search.refusals
+        best += _best_few(asked, [scored for scored in search.scores.scored if scored.stays])
+        refusals |= search.scores.refusals
     if not best:
         name, error = next(iter(refusals.items()))
         raise PlanError(f"no method fits; {name}: {error}")

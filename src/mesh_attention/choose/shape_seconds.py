@@ -1,0 +1,245 @@
+"""How long a shape takes, without a plan: about, and at least. Used by `shapes.py`.
+
+Bytes, messages and work of a box follow from its degree and tile, so two numbers do:
+`moving_seconds`, and `least_seconds`, below which no cut of it can be. The second is a bound: links
+carry nothing but this at their best rate, and the rank with the most work does it at the best rate
+of any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mesh_attention.choose.busiest import (
+    COUNTED,
+    MOST_COUNTED,
+    busiest_unit,
+    is_counted,
+    needed_tokens,
+    shows_little,
+)
+from mesh_attention.cost.planning import num_pairs
+from mesh_attention.errors import PlanError
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.plan.language.buffers import Kind
+from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.methods.parts.assignment import Tile
+from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
+from mesh_attention.plan.methods.parts.placement import (
+    PLACES,
+    devices_of,
+    patch_widths,
+    squarest_width,
+)
+from mesh_attention.plan.methods.table import METHODS, Method
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.problem import Problem
+
+
+class ShapeSeconds:
+    """What is the same for all shapes of a question."""
+
+    def __init__(
+        self, problem: Problem, num_ranks: int, cluster: Cluster, direction: Direction
+    ) -> None:
+        self._problem, self._ranks, self._cluster = problem, num_ranks, cluster
+        self._backward = direction is Direction.BACKWARD
+        self._pairs = num_pairs(problem)
+        kernels = cluster.passes(direction).values()
+        best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
+        self._flops_per_second = best * 1e12
+        self._counts_ranks = num_ranks <= MOST_COUNTED
+        # The part of all that a mask without a window and documents would show: about as much of
+        # the rows travels where only those do that are seen.
+        whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
+        self._seen = min(1.0, self._pairs / whole)
+        # Rows that a mask hides from everybody may stay at home.
+        self._all_travels = not shows_little(problem)
+
+    def least_and_moving(
+        self,
+        name: str,
+        setting: Mapping[str, Any],
+        layout: LayoutKind,
+        degree: int,
+        tile: tuple[int, int],
+    ) -> tuple[float, float]:
+        """`least_seconds` and `moving_seconds` of a shape."""
+        method, n = METHODS[name], self._ranks
+        moving = bound = 0.0
+        if n > 1:
+            exchange, latency = self._exchange(degree, setting)
+            counts = method.by_stretches and self._counts_ranks and not self._all_travels
+            if counts:
+                gather, more = self._needed(tile, setting, layout)
+            else:
+                gather, more = self._tile(degree, tile, setting, method)
+            moving = exchange + gather + latency + more
+            if counts or (self._all_travels and (method.is_plain_box or method.by_stretches)):
+                bound = exchange + gather
+            elif self._all_travels:
+                # A ring of rings has most of its hops inside nodes.
+                bound = self._inner_ring(degree, tile, method)
+            elif method.by_stretches:
+                moving *= self._seen
+        attention = self._attention(degree, tile, setting, layout)
+        return max(attention, bound), moving
+
+    def _attention(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
+    ) -> float:
+        """Of the rank with the most work: the largest share of heads of the tile that shows most.
+        Tiles of a zigzag show equally much unless the mask shows little."""
+        problem, pairs = self._problem, self._pairs * degree / self._ranks
+        kind, layouts = self._layouts(setting, layout)
+        balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
+        if kind in COUNTED and self._counts_ranks and not balanced:
+            places = tuple(setting.get(name) for name in PLACES)
+            per_node = self._cluster.node.ranks
+            q_layout, kv_layout = _on_devices(*layouts, tile, degree, per_node, places)
+            if is_counted(q_layout):
+                most = busiest_unit(q_layout, kv_layout, problem.rows, tile, degree)[1]
+                pairs = max(pairs, most)
+        share = -(-problem.num_heads // degree) / problem.num_heads
+        flops = problem.flops(1, backward=self._backward) * pairs * share
+        return flops / self._flops_per_second
+
+    def _layouts(
+        self, setting: Mapping[str, Any], layout: LayoutKind
+    ) -> tuple[LayoutKind, list[Layout]]:
+        kind, problem = LayoutKind(setting.get("layout") or layout), self._problem
+        counted = kind if kind in COUNTED else LayoutKind.CONTIGUOUS
+        return kind, [Layout(counted, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
+
+    def _needed(
+        self, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
+    ) -> tuple[float, float]:
+        """Rows that travel one by one, and partial results back: seconds of the bytes, and of the
+        messages."""
+        (a, b), sizes, slots = tile, self._sides(1), self._slots()
+        q, out, kv = (size / rows for size, rows in zip(sizes, slots, strict=True))
+        grads = 2 if self._backward and setting.get("keep") != Keep.GATHERED else 1
+        _, layouts = self._layouts(setting, layout)
+        tokens = needed_tokens(*layouts, self._problem.rows, a, self._cluster.node.ranks)
+        near, far = (float(np.max((grads * q + out) * x + grads * kv * y)) for x, y in tokens)
+        peers = a + b - 2 if far else 0
+        return self._to_all(near, peers, far / max(1, peers), times=1 + (a > 1 or self._backward))
+
+    def _inner_ring(self, degree: int, tile: tuple[int, int], method: Method) -> float:
+        if not method.rotates:
+            return 0.0
+        _, _, kv = self._sides(degree)
+        rate = self._cluster.node.peer.gb_per_second * 1e9
+        return (tile[1] - 1) * degree * kv / rate
+
+    def _patch(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """Of a row and of a column of the grid: the units that share a node."""
+        (a, b), units = tile, setting.get("units_per_node")
+        width = setting.get("alpha")
+        if units and not width and patch_widths(a, b, units):
+            width = squarest_width(a, b, units)
+        units = units or max(1, self._cluster.node.ranks // degree)
+        width = min(a, units) if width is None else max(1, width)  # the method refuses none
+        return width, min(b, max(1, units // width))
+
+    def _sides(self, degree: int) -> tuple[float, float, float]:
+        """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""
+        p = self._problem
+        slots, _, kv_slots = self._slots()
+        heads = -(-p.num_heads // degree)
+        kv_heads = max(1, -(-heads // p.heads_per_kv_head))
+        q, out = slots * heads * p.head_dim, slots * heads * p.v_dim
+        kv = kv_slots * kv_heads * (p.head_dim + p.v_dim)
+        return q * p.element_bytes, out * p.element_bytes, kv * p.element_bytes
+
+    def _slots(self) -> tuple[int, int, int]:
+        """Rows of Q, of O and of K in a partition."""
+        slots = -(-self._problem.q_tokens // self._ranks)
+        return slots, slots, -(-self._problem.keys // self._ranks)
+
+    def _exchange(self, degree: int, setting: Mapping[str, Any]) -> tuple[float, float]:
+        """Tokens for heads, and back: seconds of the bytes, and of the messages."""
+        if degree == 1:
+            return 0.0, 0.0
+        q, out, kv = self._sides(degree)
+        each = q + out + kv
+        if self._backward:
+            kept = kept_kinds(Keep(setting.get("keep") or Keep.AUTO), self._problem, degree)
+            each += (Kind.Q not in kept) * q + (Kind.K not in kept) * kv
+        node = self._cluster.node
+        units = setting.get("units_per_node")
+        here = node.ranks // units if units else min(degree, node.ranks)
+        return self._to_all((here - 1) * each, max(0, degree - here), each, times=2)
+
+    def _to_all(
+        self, near_bytes: float, far_peers: int, far_bytes: float, *, times: int
+    ) -> tuple[float, float]:
+        """So many all-to-alls together: seconds of the bytes, those of each far peer, and of the
+        messages."""
+        node, network = self._cluster.node, self._cluster.network
+        many = network.many_peers
+        near = near_bytes / (node.all_to_all_gb_per_second * 1e9)
+        far = far_peers * far_bytes / (many.gb_per_second * 1e9)
+        link = network if far_peers else node
+        each = link.collective.base_microseconds + far_peers * many.message_microseconds
+        return max(near, far), times * each * 1e-6
+
+    def _tile(
+        self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], method: Method
+    ) -> tuple[float, float]:
+        """Queries and keys of other units, and partial results back: seconds of the bytes, and of
+        the messages."""
+        node, network = self._cluster.node, self._cluster.network
+        a, b = (max(1, side) for side in tile)  # the method refuses a tile of no side
+        if a * b == 1:
+            return 0.0, 0.0
+        q, out, kv = self._sides(degree)
+        again = self._backward and setting.get("keep") != Keep.GATHERED
+        grads = 2 if again or (self._backward and method.rotates) else 1
+        q_side, kv_side = degree * (grads * q + out), degree * grads * kv
+        if method.rotates:
+            link = network.peer if self._ranks > node.ranks else node.peer
+            seconds = (b - 1) * kv_side / (link.gb_per_second * 1e9)
+            return seconds, (b - 1) * grads * link.latency_microseconds * 1e-6
+        near_a, near_b = self._patch(degree, (a, b), setting)
+        near = (near_a - 1) * q_side + (near_b - 1) * kv_side
+        far = (a - 1) * q_side + (b - 1) * kv_side - near
+        if method.by_stretches:
+            peers = max(1, a - near_a + b - near_b) if far else 0
+            times = 1 + (a > 1 or self._backward)
+            return self._to_all(near, peers, far / max(1, peers), times=times)
+        rate = network.collective.gb_per_second * network.nics / node.ranks
+        seconds = max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
+        latency = 0.0
+        for size, inside, each in ((a, near_a, 2), (b, near_b, grads)):
+            nodes = -(-size // inside)
+            ring = network.collective if nodes > 1 else node.collective
+            hops = (nodes - 1) * network.collective.hop_microseconds
+            hops += (size - nodes) * node.collective.hop_microseconds
+            latency += (size > 1) * each * (ring.base_microseconds + hops) * 1e-6
+        return seconds, latency
+
+
+@lru_cache(maxsize=256)  # both passes ask for the same
+def _on_devices(
+    q_layout: Layout,
+    kv_layout: Layout,
+    tile: tuple[int, int],
+    degree: int,
+    per_node: int,
+    places: tuple[int | None, ...],
+) -> tuple[Layout, Layout]:
+    """The layouts in the order in which a method numbers ranks."""
+    how = dict(zip(PLACES, places, strict=True))
+    try:
+        devices = devices_of(Tile(*tile), degree, per_node, **how)
+    except PlanError:  # the method says why
+        return q_layout, kv_layout
+    q_layout, other = q_layout.on_devices(devices), q_layout
+    return q_layout, q_layout if kv_layout == other else kv_layout.on_devices(devices)
