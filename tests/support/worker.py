@@ -88,8 +88,6 @@ def _import(modules: tuple[str, ...]) -> None:
     import pytest  # noqa: F401
     import torch
     import torch._dynamo  # gradients and checkpoints import it, for seconds
-    import torch._functorch.aot_autograd  # and compiled code these two, in each process that forks
-    import torch._inductor.fx_passes.joint_graph
     import torch.distributed.device_mesh
 
     import mesh_attention.api.context_parallel
