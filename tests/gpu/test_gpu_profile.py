@@ -30,7 +30,7 @@ def measured(rank: int, world_size: int, ranks_per_node: int) -> list[str]:
 def test_all_nccl_ranks_have_the_same_file(
     gpu_pool: WorkerPool, num_ranks: int, ranks_per_node: int
 ) -> None:
-    texts = gpu_pool.run(measured, num_ranks, ranks_per_node, seconds=120)
+    texts = gpu_pool.run(measured, num_ranks, ranks_per_node, seconds=60)
     assert all(own == texts[0] for own in texts)
     for text in texts[0]:
         cluster = parse_cluster(text, "measured")
