@@ -77,6 +77,29 @@ def test_a_group_with_a_backend_for_each_device_is_like_any_other(pool: WorkerPo
     assert max(distances.values()) <= tolerance(CASE.dtype)
 
 
+def group_of_the_caller_after_ours(rank: int, world_size: int) -> list[int]:
+    """Of each rank: how many others it meets in a group of the caller's that only its members make,
+    while some ranks have made groups of ours."""
+    pair, _ = (dist.new_group(members) for members in ([0, 1], [2, 3]))
+    small = Case(2, 12, 12)
+    met = []
+    for _ in range(2):
+        if rank < 2:
+            cp = context(small, pair)
+            attend(cp, small)
+        everybody = dist.new_group(list(range(world_size)), use_local_synchronization=True)
+        met.append(dist.get_world_size(everybody))
+        dist.barrier(everybody)
+        if rank < 2:
+            cp.close()
+    return met
+
+
+def test_groups_that_the_caller_makes_afterwards_have_their_names(pool: WorkerPool) -> None:
+    """Before torch 2.15 a name says how many groups a rank has."""
+    assert pool.run(group_of_the_caller_after_ours, 4, seconds=30) == [[4, 4]] * 4
+
+
 def sub_group(rank: int, world_size: int, case: Case, kind: str) -> tuple[int, Part | None]:
     """The place in the group, and the result of a member."""
     group: dist.ProcessGroup | DeviceMesh

@@ -108,10 +108,18 @@ def _odd_statement(said: dict[int, Statement]) -> str:
     if not odd:
         return ""
     expected = json.loads(usual)
-    differ = "; ".join(
-        f"{name} is {_by_ranks(name, {rank: said[rank] for rank in odd}, expected)}"
+    names = [
+        name
         for name in {**expected, **{name: None for rank in odd for name in said[rank]}}
         if any(said[rank].get(name) != expected.get(name) for rank in odd)
+    ]
+    if "pass" in names:  # with what calls of other kinds are made says nothing
+        stated_by_all = [x for x in ORDER if x in expected and all(x in said[rank] for rank in odd)]
+        names = [name for name in names if name in stated_by_all]
+    names.sort(key=lambda name: name not in ORDER)  # first where they are in their programs
+    differ = "; ".join(
+        f"{name} is {_by_ranks(name, {rank: said[rank] for rank in odd}, expected)}"
+        for name in names
     )
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {odd}"
     if 2 * len(odd) == len(said):  # no majority says who is right

@@ -21,6 +21,8 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
 from mesh_attention.plan.read.count import recalled
 
+_BOUNDS = 8  # of documents that a message names
+
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
@@ -54,7 +56,11 @@ class RankPlan:
         heads += "" if p.v_dim == p.head_dim else f", v_head_dim {p.v_dim}"
         setting = ", ".join(f"{name} {value}" for name, value in plan.forward.setting.items())
         tokens = f"{p.q_tokens} by {p.keys} tokens of {p.element_bytes} bytes"
-        summary = f"{plan.method}, {tokens}, {heads}, {p.mask.describe()}, {plan.q_layout.kind}"
+        mask = p.mask.describe()
+        if p.mask.documents is not None:
+            first, others = p.mask.documents[:_BOUNDS], p.mask.documents[_BOUNDS:]
+            mask += f" at {', '.join(map(str, first))}{', ...' if others else ''}"
+        summary = f"{plan.method}, {tokens}, {heads}, {mask}, {plan.q_layout.kind}"
         return f"{question_digest(plan)} ({summary}, {setting})"
 
     @cached_property

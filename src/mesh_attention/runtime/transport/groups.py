@@ -26,6 +26,7 @@ from mesh_attention.plan.language.program import AllGather, ReduceScatter
 from mesh_attention.runtime.transport.job_store import JobStore, PatientStore
 from mesh_attention.runtime.transport.make_group import (
     ON_OUR_OWN,
+    OUR_NAMES,
     OpenSocket,
     connections_since,
     make_group,
@@ -56,7 +57,7 @@ class Groups:
         # Each rank counts its own contexts on this group: the n-th here meets the n-th there. Two
         # groups of the same ranks have two numbers, but for those that were split off: PyTorch
         # gives them names that may differ between ranks.
-        base = f"mesh_attention/{'-'.join(map(str, self.ranks))}"
+        base = f"{OUR_NAMES}{'-'.join(map(str, self.ranks))}"
         number = str(c10d._world.pg_names.get(parent, ""))
         base += f"/{number}" if number.isdigit() else ""
         self._limit = self.timeout(None)

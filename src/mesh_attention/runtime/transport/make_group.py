@@ -111,6 +111,7 @@ def make_group(
             f"torch {torch.__version__} is not supported: its process groups are made with "
             f"{parameters or 'another function'}, expected {_WANTED}; use {TESTED_TORCH}"
         )
+    _leave_names_alone()
     members = list(ranks)
     group, _ = helper(
         len(members),
@@ -125,6 +126,28 @@ def make_group(
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made
+
+
+OUR_NAMES = "mesh_attention/"  # begin so
+
+
+class _NamesOfGroups(dict[Any, Any]):
+    """PyTorch's table of names, whose length leaves out ours."""
+
+    def __len__(self) -> int:
+        return sum(not str(name).startswith(OUR_NAMES) for name in self.values())
+
+
+def _leave_names_alone() -> None:
+    """Before torch 2.15 `new_group(use_local_synchronization=True)` names a group by how many a
+    rank has: where ranks have made other numbers of ours, the next of the caller's would wait for
+    ever."""
+    naming = getattr(c10d, "_hash_ranks_to_str", None)
+    names = getattr(c10d, "_pg_names", None)
+    if naming is None or "pg_names" not in naming.__code__.co_names:
+        return
+    if isinstance(names, dict) and not isinstance(names, _NamesOfGroups):
+        c10d._pg_names = _NamesOfGroups(names)
 
 
 def group_name(name: str) -> Any:
