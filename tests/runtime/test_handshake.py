@@ -259,6 +259,33 @@ def test_half_against_half_says_that_either_may_be_right() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            {"pass": "unshard", "label": "2", "plan": "b"},
+            "label is '2' there, '1' elsewhere; pass is 'unshard' there, 'forward' elsewhere",
+        ),
+        (
+            {"needs_grad": True, "label": "1", "plan": "a"},
+            "pass is None there, 'forward' elsewhere; needs_grad is True there, None elsewhere",
+        ),
+    ],
+)
+def test_ranks_at_different_calls_are_told_where_each_of_them_is(
+    odd: dict[str, Any], words: str
+) -> None:
+    """And not in what else calls of two kinds differ; a rank may not have come to a pass yet."""
+    usual = {"pass": "forward", "label": "1", "plan": "a"}
+    said = {
+        rank: {"statement": odd if rank == 5 else usual, "error": None, "in_flight": True}
+        for rank in RANKS
+    }
+    assert verdict_on(said, complete=True) == (
+        f"rank 5 of the group {[*RANKS]} disagrees: {words}; {OUT_OF_STEP}"
+    )
+
+
 @pytest.mark.parametrize("nonsense", ["\x1b[2J nonsense", "[1, 2]", '{"statement": 3}', "[" * 9999])
 def test_nonsense_in_the_store_is_an_error_of_the_rank_whose_key_has_it(
     store: HashStore, nonsense: str

@@ -113,9 +113,9 @@ def _odd_statement(said: dict[int, Statement]) -> str:
         for name in {**expected, **{name: None for rank in odd for name in said[rank]}}
         if any(said[rank].get(name) != expected.get(name) for rank in odd)
     ]
-    if "pass" in names:  # with what calls of other kinds are made says nothing
-        stated_by_all = [x for x in ORDER if x in expected and all(x in said[rank] for rank in odd)]
-        names = [name for name in names if name in stated_by_all]
+    by_all = [x for x in names if x in expected and all(x in said[rank] for rank in odd)]
+    if "pass" in by_all:  # with what calls of other kinds are made says nothing
+        names = [name for name in by_all if name in ORDER]
     names.sort(key=lambda name: name not in ORDER)  # first where they are in their programs
     differ = "; ".join(
         f"{name} is {_by_ranks(name, {rank: said[rank] for rank in odd}, expected)}"
