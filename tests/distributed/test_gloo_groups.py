@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import inspect
 import time
 from collections.abc import Callable
@@ -283,10 +284,12 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
     group = dist.new_group([0, 1])
     default.bound_device_id = torch.device("cpu", 0)
     helper, seen = c10d._new_process_group_helper, list[object]()
+    before = dict(os.environ)
 
     @functools.wraps(helper)
     def noting(*inputs: Any, **named: Any) -> Any:
         seen.append(default.bound_device_id)
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         return helper(*inputs, **named)
 
     part = None
@@ -296,6 +299,7 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
             with context(case, group) as cp:
                 part = attend(cp, case)
     assert default.bound_device_id == torch.device("cpu", 0)
+    assert dict(os.environ) == before
     return part, seen
 
 

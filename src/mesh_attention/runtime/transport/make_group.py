@@ -39,7 +39,12 @@ from mesh_attention.version import TESTED_TORCH
 
 _LISTEN_SECONDS = 1.0
 _DESCRIPTORS = Path("/proc/self/fd")
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# What NCCL's watchdog does with an error: it leaves the process alone, and it sleeps four times this
+# long (a minute by default), in which the group cannot be closed.
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+}
 _WANTED = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
 
 
@@ -57,8 +62,9 @@ class _OnOurOwn:
         with self._lock:
             if self._num_inside == 0:
                 self._default = c10d._get_default_group()
-                self._before = os.environ.get(_WATCHDOG), self._default.bound_device_id
-                os.environ[_WATCHDOG] = "0"
+                environment = {name: os.environ.get(name) for name in _WATCHDOG}
+                self._before = environment, self._default.bound_device_id
+                os.environ.update(_WATCHDOG)
                 self._default.bound_device_id = None
             self._num_inside += 1
 
@@ -66,10 +72,11 @@ class _OnOurOwn:
         with self._lock:
             self._num_inside -= 1
             if self._num_inside == 0:
-                watchdog, self._default.bound_device_id = self._before
-                os.environ.pop(_WATCHDOG)
-                if watchdog is not None:
-                    os.environ[_WATCHDOG] = watchdog
+                environment, self._default.bound_device_id = self._before
+                for name, value in environment.items():
+                    del os.environ[name]
+                    if value is not None:
+                        os.environ[name] = value
                 del self._default
 
 
