@@ -121,6 +121,17 @@ def test_layouts_are_searched_and_the_best_that_leaves_tokens_is_known_too() -> 
     assert zigzag_choice.plan().q_layout.kind == "zigzag"
 
 
+def test_of_ties_of_both_passes_the_default_takes_the_fewest_operations() -> None:
+    """Forward wants chunks, backward wants none, and backward recalls what forward keeps."""
+    problem = Problem(32768, 32, 128, num_kv_heads=8, mask=Mask(causal=True))
+    choice = find_default(problem, 8, "hgx-h100")
+    cut = find_default(problem, 8, "hgx-h100", options={"chunks": (2, 1)})
+    assert cut.seconds < choice.seconds < 1.01 * cut.seconds
+    for setting in choice.chosen.values():
+        assert (setting.name, setting.options) == ("ulysses", {"chunks": (1, 1)})
+    assert choice.chosen[Direction.BACKWARD].recalls
+
+
 def test_both_passes_of_a_method_are_told_of_one_place() -> None:
     problem = Problem(8192, 4, 64, num_kv_heads=1, element_bytes=4, mask=Mask(causal=True))
     choice = find_best(problem, 5, "a100-roce")

@@ -26,10 +26,11 @@ def measured(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-def test_two_nccl_ranks_have_the_same_file(gpu_pool: WorkerPool) -> None:
-    texts = gpu_pool.run(measured, 2, seconds=60)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_nccl_ranks_have_the_same_file(gpu_pool: WorkerPool, num_ranks: int) -> None:
+    texts = gpu_pool.run(measured, num_ranks, seconds=150)
     assert all(own == texts[0] for own in texts)
     for text in texts[0]:
         cluster = parse_cluster(text, "measured")
-        assert (cluster.nodes, cluster.node.ranks) == (1, 2)
+        assert (cluster.nodes, cluster.node.ranks) == (1, num_ranks)
         assert not cluster.host_driven

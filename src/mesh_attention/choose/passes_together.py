@@ -7,6 +7,7 @@ that go together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mesh_attention.choose.pass_scores import PassScores, best_first
@@ -32,7 +33,7 @@ class PassSearches:
     def __init__(
         self, asked: SearchQuestion, direction: Direction, layouts: Sequence[LayoutKind | None]
     ) -> None:
-        self.direction = direction
+        self.asked, self.direction = asked, direction
         self.searches = [PassSearch(asked, direction, layout) for layout in layouts]
 
     @property
@@ -100,7 +101,8 @@ def _of_one_setting(
     passes: Sequence[PassSearches], pair: list[Scored], *, simulates: bool = True
 ) -> list[Scored]:
     """The pair, where the backward pass recalls nothing or what this forward pass keeps. Otherwise
-    the best of three: either setting for both passes, or both as they are and nothing kept."""
+    the best of three: either setting for both passes, or both as they are and nothing kept. Of ties
+    that keep something the one with the fewest operations."""
     by_direction = {scored.direction: scored for scored in pair}
     if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
         return pair
@@ -120,13 +122,20 @@ def _of_one_setting(
         (forward, of_backward.attempt(backward.name, apart)),
     ]
     pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
-    best: list[Scored] = []
+    tie = 1 + passes[0].asked.effort.tie if simulates else 1.0
+    compared: list[list[Scored]] = []
+    enough: Score = (True, math.inf)
     for both in sorted([both for both in pairs if len(both) == 2], key=sum_of):
-        if best and sum_of(best) <= sum_of(both):
+        if enough < sum_of(both):
             break  # a simulation is not shorter than its estimate
         if simulates:
             both = [scores[x.direction].best_of([x]) or x for x in both]
-        best = min([x for x in (best, both) if x], key=sum_of)
+        compared.append(both)
+        does_not_fit, seconds = min(map(sum_of, compared))
+        enough = does_not_fit, seconds * tie
+    best = min(compared, key=sum_of)
+    ties = [both for both in compared if sum_of(both) <= enough and both[1].recalls]
+    best = min([best, *ties], key=lambda both: sum(x.rank_operations for x in both))
     return best if pair[0].direction is Direction.FORWARD else best[::-1]
 
 
