@@ -1,9 +1,8 @@
-"""How long a shape takes, without a plan: about, and at least. Used by `shapes.py`.
+"""Two times of a shape without a plan of it, for `shapes.py`.
 
-Bytes, messages and work of a box follow from its degree and tile, so two numbers do:
-`moving_seconds`, and `least_seconds`, below which no cut of it can be. The second is a bound: links
-carry nothing but this at their best rate, and the rank with the most work does it at the best rate
-of any kernel.
+Both follow from the degree and the tile of a box. `moving_seconds` estimates its transfers.
+`least_seconds` is a lower bound for every cut of it: links carry only its bytes at their best rate,
+and the rank with the most work does it at the best rate of any kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from mesh_attention.plan.problem.problem import Problem
 
 
 class ShapeSeconds:
-    """What is the same for all shapes of a question."""
+    """Seconds of the shapes of one problem, on one cluster, in one pass."""
 
     def __init__(
         self, problem: Problem, num_ranks: int, cluster: Cluster, direction: Direction
@@ -53,11 +52,11 @@ class ShapeSeconds:
         best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
         self._flops_per_second = best * 1e12
         self._counts_ranks = num_ranks <= MOST_COUNTED
-        # The part of all that a mask without a window and documents would show: about as much of
-        # the rows travels where only those do that are seen.
+        # The part of the pairs of a full or causal mask that this mask shows. Where only visible
+        # rows travel, about the same part of the rows does.
         whole = problem.q_tokens * problem.keys / (2 if problem.mask.causal else 1)
         self._seen = min(1.0, self._pairs / whole)
-        # Rows that a mask hides from everybody may stay at home.
+        # Otherwise rows that the mask hides from all other ranks may stay.
         self._all_travels = not shows_little(problem)
 
     def least_and_moving(
@@ -75,14 +74,14 @@ class ShapeSeconds:
             exchange, latency = self._exchange(degree, setting)
             counts = method.by_stretches and self._counts_ranks and not self._all_travels
             if counts:
-                gather, more = self._needed(tile, setting, layout)
+                gather, gather_latency = self._needed_rows(tile, setting, layout)
             else:
-                gather, more = self._tile(degree, tile, setting, method)
-            moving = exchange + gather + latency + more
+                gather, gather_latency = self._tile(degree, tile, setting, method)
+            moving = exchange + gather + latency + gather_latency
             if counts or (self._all_travels and (method.is_plain_box or method.by_stretches)):
                 bound = exchange + gather
             elif self._all_travels:
-                # A ring of rings has most of its hops inside nodes.
+                # A double ring has most of its hops inside nodes.
                 bound = self._inner_ring(degree, tile, method)
             elif method.by_stretches:
                 moving *= self._seen
@@ -92,8 +91,8 @@ class ShapeSeconds:
     def _attention(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
     ) -> float:
-        """Of the rank with the most work: the largest share of heads of the tile that shows most.
-        Tiles of a zigzag show equally much unless the mask shows little."""
+        """Of the rank with the most work: the largest share of heads, in the tile with the most
+        visible pairs. Tiles of a zigzag have equally many unless the mask shows little."""
         problem, pairs = self._problem, self._pairs * degree / self._ranks
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
@@ -113,19 +112,19 @@ class ShapeSeconds:
     ) -> tuple[LayoutKind, list[Layout]]:
         kind, problem = LayoutKind(setting.get("layout") or layout), self._problem
         counted = kind if kind in COUNTED else LayoutKind.CONTIGUOUS
-        return kind, [Layout(counted, x, self._ranks) for x in (problem.q_tokens, problem.keys)]
+        return kind, [Layout(counted, n, self._ranks) for n in (problem.q_tokens, problem.keys)]
 
-    def _needed(
+    def _needed_rows(
         self, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
     ) -> tuple[float, float]:
-        """Rows that travel one by one, and partial results back: seconds of the bytes, and of the
-        messages."""
+        """Visible rows and partial results back: seconds of the bytes, and of the messages."""
         (a, b), sizes, slots = tile, self._sides(1), self._slots()
         q, out, kv = (size / rows for size, rows in zip(sizes, slots, strict=True))
         grads = 2 if self._backward and setting.get("keep") != Keep.GATHERED else 1
         _, layouts = self._layouts(setting, layout)
         tokens = needed_tokens(*layouts, self._problem.rows, a, self._cluster.node.ranks)
-        near, far = (float(np.max((grads * q + out) * x + grads * kv * y)) for x, y in tokens)
+        q_bytes, kv_bytes = grads * q + out, grads * kv  # of a token
+        near, far = (float(np.max(q_bytes * queries + kv_bytes * keys)) for queries, keys in tokens)
         peers = a + b - 2 if far else 0
         return self._to_all(near, peers, far / max(1, peers), times=1 + (a > 1 or self._backward))
 
@@ -139,17 +138,17 @@ class ShapeSeconds:
     def _patch(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
     ) -> tuple[int, int]:
-        """Of a row and of a column of the grid: the units that share a node."""
+        """Units of one node in a row of the grid, and in a column."""
         (a, b), units = tile, setting.get("units_per_node")
         width = setting.get("alpha")
         if units and not width and patch_widths(a, b, units):
             width = squarest_width(a, b, units)
         units = units or max(1, self._cluster.node.ranks // degree)
-        width = min(a, units) if width is None else max(1, width)  # the method refuses none
+        width = min(a, units) if width is None else max(1, width)  # the method itself refuses 0
         return width, min(b, max(1, units // width))
 
     def _sides(self, degree: int) -> tuple[float, float, float]:
-        """Bytes of Q, of O and of K with V in a partition: the heads that a rank holds."""
+        """Bytes of Q, of O and of K with V in a partition, for the heads that a rank holds."""
         p = self._problem
         slots, _, kv_slots = self._slots()
         heads = -(-p.num_heads // degree)
@@ -168,40 +167,40 @@ class ShapeSeconds:
         if degree == 1:
             return 0.0, 0.0
         q, out, kv = self._sides(degree)
-        each = q + out + kv
+        peer_bytes = q + out + kv
         if self._backward:
             kept = kept_kinds(Keep(setting.get("keep") or Keep.AUTO), self._problem, degree)
-            each += (Kind.Q not in kept) * q + (Kind.K not in kept) * kv
+            peer_bytes += (Kind.Q not in kept) * q + (Kind.K not in kept) * kv
         node = self._cluster.node
         units = setting.get("units_per_node")
-        here = node.ranks // units if units else min(degree, node.ranks)
-        return self._to_all((here - 1) * each, max(0, degree - here), each, times=2)
+        near = node.ranks // units if units else min(degree, node.ranks)
+        return self._to_all((near - 1) * peer_bytes, max(0, degree - near), peer_bytes, times=2)
 
     def _to_all(
         self, near_bytes: float, far_peers: int, far_bytes: float, *, times: int
     ) -> tuple[float, float]:
-        """So many all-to-alls together: seconds of the bytes, those of each far peer, and of the
-        messages."""
+        """`times` all-to-alls, whose bytes are given in all (`far_bytes`: of each far peer):
+        seconds of the bytes, and of the messages."""
         node, network = self._cluster.node, self._cluster.network
         many = network.many_peers
         near = near_bytes / (node.all_to_all_gb_per_second * 1e9)
         far = far_peers * far_bytes / (many.gb_per_second * 1e9)
         link = network if far_peers else node
-        each = link.collective.base_microseconds + far_peers * many.message_microseconds
-        return max(near, far), times * each * 1e-6
+        latency = link.collective.base_microseconds + far_peers * many.message_microseconds
+        return max(near, far), times * latency * 1e-6
 
     def _tile(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], method: Method
     ) -> tuple[float, float]:
-        """Queries and keys of other units, and partial results back: seconds of the bytes, and of
-        the messages."""
+        """All rows of other units, and partial results back: seconds of the bytes, and of the
+        messages."""
         node, network = self._cluster.node, self._cluster.network
-        a, b = (max(1, side) for side in tile)  # the method refuses a tile of no side
+        a, b = (max(1, side) for side in tile)  # the method itself refuses 0
         if a * b == 1:
             return 0.0, 0.0
         q, out, kv = self._sides(degree)
-        again = self._backward and setting.get("keep") != Keep.GATHERED
-        grads = 2 if again or (self._backward and method.rotates) else 1
+        regathers = setting.get("keep") != Keep.GATHERED or method.rotates
+        grads = 2 if self._backward and regathers else 1
         q_side, kv_side = degree * (grads * q + out), degree * grads * kv
         if method.rotates:
             link = network.peer if self._ranks > node.ranks else node.peer
@@ -217,12 +216,12 @@ class ShapeSeconds:
         rate = network.collective.gb_per_second * network.nics / node.ranks
         seconds = max(near / (node.collective.gb_per_second * 1e9), far / (rate * 1e9))
         latency = 0.0
-        for size, inside, each in ((a, near_a, 2), (b, near_b, grads)):
+        for size, inside, times in ((a, near_a, 2), (b, near_b, grads)):
             nodes = -(-size // inside)
             ring = network.collective if nodes > 1 else node.collective
             hops = (nodes - 1) * network.collective.hop_microseconds
             hops += (size - nodes) * node.collective.hop_microseconds
-            latency += (size > 1) * each * (ring.base_microseconds + hops) * 1e-6
+            latency += (size > 1) * times * (ring.base_microseconds + hops) * 1e-6
         return seconds, latency
 
 
@@ -235,7 +234,7 @@ def _on_devices(
     per_node: int,
     places: tuple[int | None, ...],
 ) -> tuple[Layout, Layout]:
-    """The layouts in the order in which a method numbers ranks."""
+    """The layouts with partitions in the order in which a method places ranks on devices."""
     how = dict(zip(PLACES, places, strict=True))
     try:
         devices = devices_of(Tile(*tile), degree, per_node, **how)

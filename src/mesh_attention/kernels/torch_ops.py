@@ -1,7 +1,8 @@
 """The attention kernels that ship with PyTorch, through its private ops.
 
-All of them take (B, H, S, D) by stride, so (B, S, H, D) tensors go in as transposed views and
-their output, laid out as q is, comes back the same way; all take fewer KV heads as they are.
+All of them take (B, H, S, D) tensors of any strides, so (B, S, H, D) tensors go in as transposed
+views, and outputs, laid out like q, are transposed back. All take fewer KV heads than query heads.
+`registry.py` lists these kernels; `DenseKernel` calls `run_forward` and `run_backward`.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from mesh_attention.plan.language.plan import Direction
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "scale")
 _RESULTS = ("grad_out", "out", "logsumexp")
 _HALF = (torch.bfloat16, torch.float16)
-# What the CUDA ops want besides: packed sequences and a random state, both unused.
+# Arguments of the CUDA ops for packed sequences and dropout, both unused.
 _UNUSED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 
 
 class TorchOp(DenseKernel):
-    op: str  # of the forward pass; that of the backward pass is named after it
+    op: str  # of the forward pass; the op of the backward pass is named `{op}_backward`
     forward_options: Mapping[str, Any] = {}
     backward_arguments: tuple[str, ...] = ()
 
-    def why_op_unusable(self, direction: Direction) -> str | None:
+    def why_pass_unusable(self, direction: Direction) -> str | None:
         if direction is Direction.FORWARD:
             return why_op_unusable(self.op, (*_INPUTS, *self.forward_options))
         names = (*_INPUTS, *_RESULTS, *self.backward_arguments)
@@ -78,9 +79,9 @@ class TorchOp(DenseKernel):
 
 
 class CpuFlash(TorchOp):
-    """Flash attention on a CPU. Facts found by trying (torch 2.13): float64, float32, bfloat16 and
-    float16, any S and T; D and E must agree; an empty S or T ends the whole process with a division
-    by zero; the log-sum-exp comes back as a view of (B, S, H)."""
+    """Flash attention on a CPU. Tried with torch 2.13: it takes float64, float32, bfloat16 and
+    float16, and any S and T but 0, which ends the whole process with a division by zero. D and E
+    must agree. The log-sum-exp comes back as a view of (B, S, H)."""
 
     name = "cpu_flash"
     deterministic = True
@@ -94,14 +95,13 @@ class CpuFlash(TorchOp):
             return f"takes float64, float32, bfloat16 and float16, not {request.dtype}"
         if request.head_dim != request.v_head_dim:
             return f"needs D == E, not {request.head_dim} and {request.v_head_dim}"
-        return why_not_dense(request) or self.why_op_unusable(request.direction)
+        return why_not_dense(request) or self.why_pass_unusable(request.direction)
 
     def slow_for(self, request: Request) -> str | None:
-        """On ARM PyTorch multiplies half precision element by element where oneDNN does not take
-        over. Against the blockwise kernel, which multiplies in float32, on a Neoverse N1 (torch
-        2.13, one thread, 256 x 256, 4 heads of 64, forward and backward): bfloat16 600 and 1,640
-        ms, not 4 and 13; float16 65 and 3,240 ms, not 14 and 30. float32 takes 5 and 8, not 7 and
-        18."""
+        """On ARM, PyTorch multiplies half precision element by element where oneDNN does not take
+        over; the blockwise kernel multiplies in float32. Milliseconds forward and backward on a
+        Neoverse N1, and of blockwise (torch 2.13, one thread, 256 x 256, 4 heads of 64): bfloat16
+        600 and 1,640 (4 and 13), float16 65 and 3,240 (14 and 30), float32 5 and 8 (7 and 18)."""
         if request.dtype not in _HALF or platform.machine().lower() not in ("aarch64", "arm64"):
             return None
         if request.dtype is torch.bfloat16 and _multiplies_bfloat16():
@@ -110,7 +110,7 @@ class CpuFlash(TorchOp):
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN says that this CPU does."""
+    """Whether oneDNN multiplies bfloat16 on this CPU."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a PyTorch without oneDNN
@@ -140,11 +140,11 @@ class CudaFlash(TorchOp):
         small = request.capability in ((8, 6), (8, 9)) or request.capability >= (12, 0)
         if request.direction is Direction.BACKWARD and request.head_dim > 192 and small:
             return f"has no backward for head size {request.head_dim} on {request.capability}"
-        return self.why_op_unusable(request.direction)
+        return self.why_pass_unusable(request.direction)
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
         out_BSHE, lse_BHS = super().run_forward(block, causal)
-        # A row that saw nothing is marked by +inf there.
+        # The op marks a row that sees no key by +inf.
         return out_BSHE, lse_BHS.masked_fill(lse_BHS == torch.inf, -torch.inf)
 
     def run_backward(
@@ -157,7 +157,7 @@ class CudaFlash(TorchOp):
         # Without dropout the random state is never read; shape and dtype are the forward's.
         device = block.q.device
         seed = torch.empty(2, dtype=torch.uint64, device=device)
-        return _unused(block, seed, torch.empty((), dtype=torch.uint64, device=device))
+        return _unused_arguments(block, seed, torch.empty((), dtype=torch.uint64, device=device))
 
 
 class Cudnn(TorchOp):
@@ -185,11 +185,11 @@ class Cudnn(TorchOp):
         dims = request.head_dim, request.v_head_dim
         if max(dims) > 128 and not (dims == (192, 128) and version >= 91100):
             return f"takes head sizes up to 128 (192 with 128 from cuDNN 9.11), not {dims}"
-        return self.why_op_unusable(request.direction)
+        return self.why_pass_unusable(request.direction)
 
     def scratch_bytes(self, direction: Direction, block: BlockSize) -> int:
-        """Measured with cuDNN 9.19 on an H200: an fp32 accumulator of dq and the row sums; where
-        query heads share keys, dk and dv of every query head besides; rows in blocks of 64."""
+        """Measured with cuDNN 9.19 on an H200. Backward adds fp32 sums of dq and of rows, in blocks
+        of 64 rows, and dk and dv of every query head where query heads share keys."""
         results = super().scratch_bytes(direction, block)
         if direction is Direction.FORWARD:
             return results
@@ -212,10 +212,10 @@ class Cudnn(TorchOp):
     def backward_options(self, block: Block) -> dict[str, Any]:
         # Without dropout the random state is never read; it only has to be a tensor.
         state = torch.empty((), dtype=torch.int64, device=block.q.device)
-        return {"attn_bias": None, **_unused(block, state, state)}
+        return {"attn_bias": None, **_unused_arguments(block, state, state)}
 
 
-def _unused(block: Block, seed: Tensor, offset: Tensor) -> dict[str, Any]:
+def _unused_arguments(block: Block, seed: Tensor, offset: Tensor) -> dict[str, Any]:
     lengths = block.q.shape[1], block.k.shape[1]
     return dict(zip(_UNUSED, (None, None, *lengths, seed, offset), strict=True))
 
@@ -229,8 +229,8 @@ def _cudnn_version() -> int | None:
 
 @cache
 def _lse_rank(device: torch.device) -> int:
-    """How cuDNN's backward op wants its log-sum-exp: as the forward op of this PyTorch returns it,
-    (B, H, S, 1) or (B, H, S)."""
+    """Dimensions of cuDNN's log-sum-exp, (B, H, S, 1) or (B, H, S) by the version of PyTorch: the
+    backward op takes it as the forward op returns it."""
     x_BSHD = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16, device=device)
     block = Block(x_BSHD, x_BSHD, x_BSHD, Full(), 1.0)
     _, lse = TorchOp.run_forward(Cudnn(), block, causal=False)

@@ -1,12 +1,14 @@
 """Seconds of the communication operations when nothing disturbs them (algorithm.md, section 10).
 
-A collective is a pipelined ring: what enters a node passes its NICs while it is handed on inside
-the node, so the slower of the two counts, after a latency for each hop. Every link of a ring
-carries the parts of all members but one, also the link into a node, whose own parts come round
-again; that is spread over the NICs of the members there. An all-to-all is flows to all members at
-once (NCCL has no other than grouped sends and receives): each no faster than point-to-point, those
-that leave through one NIC together, of all members behind it, no faster than many flows there are,
-and each a message of its own.
+`plan/passes/seconds.py` asks for the transfers of plans, `step/costs.py` for those of parameters.
+
+A collective is a pipelined ring: parts enter a node through its NICs while the node hands others
+on, so the slower of the two counts, after a latency for each hop. Every link carries the parts of
+all members but one; the NICs of a node's members share the load of the link into the node.
+
+An all-to-all is a flow to every member at once, as NCCL makes it of grouped sends and receives.
+Each flow is no faster than point-to-point. The flows of all members behind one NIC share the rate
+that the NIC has for many peers, and each flow to another node adds the time of a message.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from mesh_attention.machine.cluster import Links
 class GroupShape:
     """How a group lies on the nodes, which decides what its transfers cost."""
 
-    nodes: tuple[int, ...]  # of each member, in the order in which members come to them
+    nodes: tuple[int, ...]  # of each member; the first member's node is 0, the next new node 1
     num_nodes: int
-    crossing: float  # parts that enter the busiest NIC: all of a ring / NICs of the members there
-    behind_nic: tuple[int, ...]  # for each member: how many have its NIC
+    crossing: float  # parts of a ring that enter the busiest NIC
+    behind_nic: tuple[int, ...]  # for each member: how many members share its NIC
     several_in_a_node: bool
 
     @staticmethod
     def of(links: Links, devices: tuple[int, ...]) -> GroupShape:
-        places: dict[int, int] = {}
-        nodes = tuple([places.setdefault(links.node_of(d), len(places)) for d in devices])
+        numbers: dict[int, int] = {}
+        nodes = tuple([numbers.setdefault(links.node_of(d), len(numbers)) for d in devices])
         members = Counter(nodes)
         nic_of = [links.nic_of(device) for device in devices]
         sharing = Counter(nic_of)
-        per_node = Counter(node for node, _ in sharing)
-        crossing = (len(nodes) - 1) / min(per_node.values()) if len(members) > 1 else 0.0
+        nics = Counter(node for node, _ in sharing)  # of each node
+        crossing = (len(nodes) - 1) / min(nics.values()) if len(members) > 1 else 0.0
         return GroupShape(
             nodes,
             len(members),
@@ -47,7 +49,7 @@ class GroupShape:
 
 
 def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
-    """An all-gather or a reduce-scatter of parts of so many bytes."""
+    """An all-gather or a reduce-scatter with `part_bytes` of each member."""
     inside, network = links.node.collective, links.network.collective
     size = len(shape.nodes)
     if size == 1:
@@ -65,15 +67,14 @@ def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
 def all_to_all_seconds(
     links: Links, shape: GroupShape, sent: Mapping[int, int], received: Mapping[int, int], at: int
 ) -> float:
-    """As the member at this place sees it: bytes that it sends and receives, by member."""
+    """For the member at place `at`, which sends and receives these bytes by member."""
     if len(shape.nodes) == 1:
         return 0.0
-    here, many = shape.nodes[at], links.network.many_peers
-    sharing = shape.behind_nic[at]
-    nodes, slowest = shape.nodes, 0.0
-    for direction in (sent, received):
-        crossing = [size for m, size in direction.items() if size and nodes[m] != here]
-        inside = sum(direction.values()) - direction.get(at, 0) - sum(crossing)
+    nodes, sharing, many = shape.nodes, shape.behind_nic[at], links.network.many_peers
+    slowest = 0.0
+    for flows in (sent, received):
+        crossing = [size for m, size in flows.items() if size and nodes[m] != nodes[at]]
+        inside = sum(flows.values()) - flows.get(at, 0) - sum(crossing)
         slowest = max(
             slowest,
             inside / (links.node.all_to_all_gb_per_second * 1e9),

@@ -1,7 +1,8 @@
-"""A whole step on so many ranks: every split into data x context, every policy, the best first.
+"""Plans a training step: every split of the ranks into data x context, with every policy.
 
-Ranks of a context group are neighbours, and FSDP2 shards over all ranks. A group trains one
-sequence a step, or its part of `batch`, one after the other.
+The command line calls `plan_step` and `largest_context`; `step/costs.py` gives seconds and bytes.
+Ranks of a context group are neighbours, and FSDP2 shards over all ranks. Without `batch` a context
+group trains one sequence a step; with it, its part of the batch, one sequence after the other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from mesh_attention.step.costs import (
 from mesh_attention.step.model_shapes import MODELS, ModelShape, model_shape
 
 Progress = Callable[[int, int], None]
-_NEAR = 64  # the largest context is known to a part in so many
+_NEAR = 64  # the largest context is found to 1 part in 64
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class StepQuestion:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A split with a policy. `sequences` are those of all ranks together."""
+    """A split with a policy. `sequences` counts those of all ranks in a step."""
 
     asked: StepQuestion
     tokens: int
@@ -74,8 +75,8 @@ class PlannedStep:
 
     @property
     def mfu_percent(self) -> float:
-        """By what must be computed once: attention by the area of the mask, backward 2.5 times
-        forward; six operations for each token and parameter of blocks and head."""
+        """Counts operations that must be done once: attention by the area of the mask, 2.5 times as
+        much backward as forward; six for each token and parameter of blocks and head."""
         model, gpu = self.asked.model, self.asked.cluster.gpu
         weights = model.layers * model.block_parameters + model.head_parameters
         flops = 3.5 * model.layers * self.attention.flops / self.tokens + 6.0 * weights
@@ -87,7 +88,7 @@ class PlannedStep:
 
     @property
     def lacking_bytes(self) -> tuple[int, int]:
-        """Of the GPU, and of the host of a node."""
+        """Missing memory of the GPU, and of the host of a node."""
         excess = self.memory.peak[1] - self.asked.memory_bytes
         return max(0, excess), max(0, self.node_host_bytes - self.asked.host_bytes)
 
@@ -97,14 +98,14 @@ class PlannedStep:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """The fastest that fits is first; where nothing fits, what lacks least."""
+        """A sort key: the fastest step that fits is first, or the step that lacks least."""
         lacking = max(self.lacking_bytes)
         return not self.fits, lacking or -self.tokens_per_second_per_gpu
 
     @property
     def room(self) -> float:
         """About how many times as many tokens would fit."""
-        fixed = sum(self.memory[:5])
+        fixed = sum(self.memory[:5])  # bytes that do not grow with the tokens
         room = (self.asked.memory_bytes - fixed) / (self.memory.peak[1] - fixed)
         return min(room, self.asked.host_bytes / self.node_host_bytes) if self.memory.host else room
 
@@ -123,7 +124,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`steps` has every policy of every split, the best first. `refused`: splits that cannot be."""
+    """`steps` has every policy of every split, the best first; `refused` says why others cannot."""
 
     asked: StepQuestion
     steps: tuple[PlannedStep, ...]
@@ -156,14 +157,14 @@ def plan_step(
     context: int | None = None,
     progress: Progress | None = None,
 ) -> StepPlan:
-    """A training step of a model, for every split of the ranks into data x context and every policy
-    of what is kept: seconds and memory, the best first (`.best`).
+    """Seconds and memory of a model's training step, for every split of the ranks into data x
+    context and every policy of keeping activations: the best first (`.best`).
 
     model           a name that `advise --help` lists, or the path of a `config.json`
     tokens          of one sequence
     batch           sequences a step over all ranks; left out: one for each data-parallel group
     memory_bytes    of a GPU; `host_bytes` of a node's host. Left out: as the cluster has it
-    context         only the split with so many ranks to a sequence; left out: all splits
+    context         only the split with this number of ranks to a sequence; left out: all splits
 
     Experimental.
 
@@ -206,9 +207,9 @@ def plan_step(
 
 
 def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[PlannedStep]:
-    """Every policy of a split, from the least to switch on to the most."""
+    """Every policy of a split, in the order of `policies`."""
     data, model = asked.num_ranks // context, asked.model
-    in_turn = 1 if asked.batch is None else asked.batch // data
+    in_turn = 1 if asked.batch is None else asked.batch // data  # sequences of a group
     problem = Problem(tokens, mask=asked.mask, **model.heads)
     attention = [
         layer_attention(problem, context, asked.cluster, keeps_shards=keeps_shards)
@@ -225,8 +226,8 @@ def _steps(asked: StepQuestion, tokens: int, context: int) -> Iterator[PlannedSt
 def largest_context(
     asked: StepQuestion, progress: Progress | None = None
 ) -> tuple[PlannedStep | None, PlannedStep | None]:
-    """The longest sequence that fits if all ranks share it, one a step, and the next that does not.
-    Memory is about linear in the tokens, so each probe says about where the end is."""
+    """The longest sequence that fits and the shortest tried that does not, one a step on all ranks.
+    Memory is about linear in the tokens, so each probe says about where the limit is."""
     unit, asked = 1024 * asked.num_ranks, replace(asked, batch=None)
     fitting: PlannedStep | None = None
     beyond: PlannedStep | None = None
@@ -235,7 +236,7 @@ def largest_context(
         steps = list(_steps(asked, length * unit, asked.num_ranks))
         step = min(steps, key=lambda step: step.order)
         fitting, beyond = (step, beyond) if step.fits else (fitting, step)
-        low, high = (x.tokens // unit if x else 0 for x in (fitting, beyond))
+        low, high = (known.tokens // unit if known else 0 for known in (fitting, beyond))
         if high and (high - low) * _NEAR <= high + _NEAR:
             break
         length = max(int(length * max(step.room for step in steps)), low + low // _NEAR + bool(low))

@@ -48,11 +48,11 @@ class Call(Value):
 
 @value
 class Task(Value):
-    """What an operation belongs to: `RS-Q-0.merge` is stage "merge" of task RS-Q-0.
+    """The task of an operation: `RS-Q-0.merge` is stage "merge" of task RS-Q-0.
 
     kind   "AG-Q", "RS-dKV", "C", ...
     index  of the chunks or the step: (0,) for RS-Q-0, (0, 1) for C-0-1
-    stage  of an operation that helps its task; empty for the task itself
+    stage  of an operation that serves its task; empty for the task itself
 
     >>> str(Task("RS-Q", (0,), "merge")), Task.parse("C-0-1")
     ('RS-Q-0.merge', Task(kind='C', index=(0, 1), stage=''))
@@ -88,8 +88,8 @@ _FREE = Task("free")
 
 
 class _Named(Value):
-    """A base of all operations, which have a task whose text is their name. Slots remember the
-    names of their buffers."""
+    """The base of all operations: the text of its task is the name of an operation. Slots remember
+    the names of its buffers."""
 
     __slots__ = ("_touched", "_written")
 
@@ -99,7 +99,7 @@ class _Named(Value):
 
     @property
     def touched(self) -> tuple[str, ...]:
-        """Names of the buffers that it reads or writes, each once, in order."""
+        """Names of the buffers that it reads or writes, each once: those that it reads first."""
         names: tuple[str, ...] | None = self._touched  # type: ignore[attr-defined]
         return self._find_names()[0] if names is None else names
 
@@ -151,14 +151,14 @@ class ReduceScatter(_Named):
 
 
 class _Exchange(_Named):
-    """A base of exchanges, which may have hundreds of members and are shared by plans. A slot
-    remembers what readers work out of all their pieces."""
+    """The base of exchanges, which may have hundreds of members and are shared by plans. A slot
+    remembers results that readers compute from all pieces."""
 
     __slots__ = ("_known",)
 
     @property
     def known(self) -> dict[str, Any]:
-        """By a name that a reader chooses."""
+        """Results of readers, by names that the readers choose."""
         known: dict[str, Any] | None = self._known  # type: ignore[attr-defined]
         if known is None:
             known = {}
@@ -169,9 +169,7 @@ class _Exchange(_Named):
 @value
 class AllToAll(_Exchange):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
-
-    Sizes may differ and tuples may be empty, so it can feed any assignment of work.
-    """
+    Sizes may differ, and tuples may be empty."""
 
     task: Task
     group: str
@@ -179,7 +177,7 @@ class AllToAll(_Exchange):
     receives: tuple[tuple[Piece, ...], ...]
 
     def __hash__(self) -> int:
-        """Of one member's pieces: all of them would take long, and most exchanges differ in one."""
+        """Of the first member's pieces: all would take long, and most exchanges differ there."""
         return hash((self.task, self.group, self.sends[:1], self.receives[:1]))
 
 
@@ -197,7 +195,7 @@ class SendRecv(_Named):
 
 @value
 class Attend(_Named):
-    """Attention of q against k, v by these calls, merged by softmax into (out, lse).
+    """The calls compute attention of q against k, v and merge it by softmax into (out, lse).
 
     `fresh`: out and lse hold nothing yet; rows that no call touches become 0 and -inf.
     """
@@ -214,7 +212,7 @@ class Attend(_Named):
 
 @value
 class AttendBackward(_Named):
-    """Gradients of the same calls, added to (grad_q, grad_k, grad_v), with the global lse.
+    """The calls compute gradients with the global lse and add them to (grad_q, grad_k, grad_v).
 
     Either the global `out` or `delta = rowsum(out * grad_out)` is given.
     `fresh_q`, `fresh_kv`: the gradients hold nothing yet; rows that no call touches become 0.
@@ -248,7 +246,7 @@ class MergeRule(StrEnum):
 
 @value
 class Merge(_Named):
-    """Row-wise combination. The outputs are overwritten."""
+    """Combines rows of the inputs by a rule. The outputs are overwritten."""
 
     task: Task
     rule: MergeRule
@@ -258,6 +256,8 @@ class Merge(_Named):
 
 @value
 class Free(_Named):
+    """No later operation uses these buffers."""
+
     buffers: tuple[str, ...]
 
     @property
@@ -316,7 +316,7 @@ def writes(op: Operation) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does."""
+    """The buffers and operations of one rank."""
 
     rank: int
     buffers: tuple[Buffer, ...]

@@ -1,7 +1,7 @@
 """The work of the first rows of a document under the masks of all layers, for `balance.py`.
 
-A document of a batch has the same tokens as queries and keys, so the pairs that its first rows see
-are a few terms in closed form, whatever the length.
+A document of a batch has the same tokens as queries and keys, so a short formula counts the pairs
+that its first rows see, whatever the length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pairs_before(mask: Mask, row: int, length: int) -> int:
     ahead = length if right is None else right + 1  # row p sees keys before p + ahead
     if mask.causal:
         ahead = 1
-    growing = min(max(length - ahead, 0), row)  # so many rows do not see the last key
+    growing = min(max(length - ahead, 0), row)  # rows that do not see the last key
     pairs = growing * (growing - 1) // 2 + ahead * growing + (row - growing) * length
     if mask.prefix:
         prefix = min(mask.prefix, length)
@@ -41,32 +41,32 @@ def _is_one_sided(mask: Mask) -> bool:
 
 
 class DocumentWork:
-    """Pairs of all layers, each by its weight.
+    """Work is the visible pairs of all layers, each layer by its weight.
 
-    folded   late rows of a long document have more (or less) work than early rows, so its tokens
-             are dealt out from both ends. Windows have even work anyway, and see less of other
-             ranks' tokens in one stretch.
-    even     dealt out like that, all tokens have equal work
+    folded   tokens of a long document are dealt out from both ends, since late rows have more (or
+             less) work than early rows. Windows stay in one stretch: their work is even anyway, and
+             so they see fewer tokens of other ranks.
+    even     dealt out so, all tokens have equal work
     """
 
     def __init__(self, masks: Sequence[Mask], weights: Sequence[float] | None = None) -> None:
-        costs: dict[Mask, float] = {}  # layers with equal masks are counted once
+        totals: dict[Mask, float] = {}  # layers with equal masks are counted once
         for mask, weight in zip(masks, weights or [1.0] * len(masks), strict=True):
-            costs[mask] = costs.get(mask, 0.0) + weight
-        self._costs = tuple(costs.items())
-        self.folded = any(map(_is_one_sided, costs))
-        self.even = all(not m.window and not m.prefix and m.causal == self.folded for m in costs)
+            totals[mask] = totals.get(mask, 0.0) + weight
+        self._weights = tuple(totals.items())
+        self.folded = any(map(_is_one_sided, totals))
+        self.even = all(not m.window and not m.prefix and m.causal == self.folded for m in totals)
         # `before` is asked thousands of times: causal masks take fewer steps than `pairs_before`.
-        self._causal = all(m.causal and not m.prefix for m in costs)
-        self._weight = sum(costs.values())
-        sides = [(m.window[0] if m.window else None, w) for m, w in self._costs]
+        self._causal = all(m.causal and not m.prefix for m in totals)
+        self._total_weight = sum(totals.values())
+        sides = [(m.window[0], w) for m, w in self._weights if m.window]
         self._windows = [(left, weight) for left, weight in sides if left is not None]
 
     def before(self, row: int, length: int) -> float:
         """The work of the rows before `row`."""
         if not self._causal:
-            return sum([weight * pairs_before(mask, row, length) for mask, weight in self._costs])
-        work = self._weight * row * (row + 1) / 2
+            return sum([weight * pairs_before(mask, row, length) for mask, weight in self._weights])
+        work = self._total_weight * row * (row + 1) / 2
         for left, weight in self._windows:
             hidden = row - left
             if hidden > 1:
@@ -74,5 +74,5 @@ class DocumentWork:
         return work
 
     def of(self, spans: Sequence[tuple[int, int]], length: int) -> float:
-        """The work of some stretches of rows."""
+        """The work of the rows in these stretches of a document."""
         return sum([self.before(b, length) - self.before(a, length) for a, b in spans])

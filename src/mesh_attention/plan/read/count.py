@@ -1,15 +1,16 @@
-"""Bytes that each rank moves, holds and keeps between passes; and the least that must move.
+"""Counts the bytes that each rank moves, holds and keeps, and the least that must move.
 
-The command line, the reports and the tests read these numbers; nothing here changes a plan.
+The command line, the reports, step planning and the tests read these numbers, and a session asks
+for `recalled`. Nothing here changes a plan.
 
-`bytes_per_rank` is what a rank receives: over all ranks that equals what they send. A *unit* is one
-Q partition. `units_total` leaves statistics (LSE, delta) out, as the paper's formulas do; numbers
-in bytes include them.
+`bytes_per_rank` counts received bytes: over all ranks they equal the sent bytes. A *unit* is one Q
+partition. `units_total` leaves statistics (LSE, delta) out, as the paper's formulas do; numbers in
+bytes include them.
 
-`least_bytes`: a rank's work is a set of (query, key, head) triples. For one KV head, the rows of
-queries that it touches (A, over the query heads of that KV head) and of keys (b) span at most A b
-triples. The rows that it does not hold must reach it, and results of query rows that it does not
-hold must leave it. Work of a rank's own rows is free. `docs/theory.md` has the proof and a table.
+`least_bytes`: a rank's work is a set of (query, key, head) triples. For one KV head, a rank that
+touches A rows of queries (over all query heads of that KV head) and b rows of keys covers at most
+A b triples. Rows that it does not hold must reach it, and results of query rows that it does not
+hold must leave it. Work on a rank's own rows is free. `docs/theory.md` has the proof and a table.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _FETCHED = (Kind.Q, Kind.K, Kind.V)
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """`by_operation` has the traffic of AllGather, ReduceScatter, AllToAll and SendRecv, `times`
-    how many of each there are."""
+    """`by_operation` has the traffic of AllGather, ReduceScatter, AllToAll and SendRecv; `times`
+    has the number of each."""
 
     rank: int
     total: Traffic
@@ -101,7 +102,7 @@ def _mean_and_max(values: list[Any]) -> dict[str, Any]:
 
 
 def count(plan: Plan) -> dict[Direction, PassCount]:
-    """By pass: the bytes that each rank receives, inside and between nodes, and those it holds."""
+    """For each pass: the bytes that enter each rank and each node, and that each rank holds."""
     return {pass_.direction: count_pass(plan, pass_) for pass_ in a_plan(plan).passes}
 
 
@@ -155,9 +156,10 @@ def _count_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Elements of a row of one head, the rows of all ranks, and those of one rank."""
+    """Queries or keys of one KV head: elements that travel for a row, rows of all ranks, and rows
+    that one rank holds."""
 
-    row: int
+    row_elements: int
     all_rows: float
     own_rows: float
 
@@ -165,60 +167,62 @@ class _Side:
 def least_bytes(
     problem: Problem, num_ranks: int, direction: Direction, *, keeps: bool = True
 ) -> float:
-    """The least bytes that a rank receives, as the mean over ranks with equal shares of the tokens
-    and of the work. Statistics (LSE, delta) are left out. `keeps`: a backward pass may find all
-    rows of q, k and v that the forward pass received; otherwise nothing but shards."""
+    """The least bytes that a rank receives: the mean over ranks with equal shares of the tokens and
+    of the work, without statistics (LSE, delta). `keeps`: a backward pass may find all rows of q, k
+    and v that the forward pass received; otherwise it finds only shards."""
     queries, keys = _sides(problem, num_ranks, once=keeps or direction is Direction.FORWARD)
     size = problem.element_bytes
-    own = queries.own_rows * keys.own_rows
+    own_work = queries.own_rows * keys.own_rows  # of one KV head
     everything = [Run(0, tokens, tokens) for tokens in (problem.q_tokens, problem.keys)]
     pairs = int(visible_pairs(everything[:1], everything[1:], problem.rows)[0, 0])
-    most = float(pairs * problem.heads_per_kv_head)  # of one KV head
-    share = most * problem.kv_heads / num_ranks
-    beyond_own = share - problem.kv_heads * own
+    all_work = float(pairs * problem.heads_per_kv_head)  # of one KV head
+    share = all_work * problem.kv_heads / num_ranks
+    beyond_own = share - problem.kv_heads * own_work
     if beyond_own <= 0:
         return 0.0
-    if queries.row * queries.own_rows > keys.row * keys.all_rows:
-        # A few ranks with many query heads on a KV head: all keys come before it is worth to move
-        # a query, the price is convex in the work, and work is cheapest where heads share it.
+    if queries.row_elements * queries.own_rows > keys.row_elements * keys.all_rows:
+        # Few ranks, and many query heads on a KV head: no query moves before all keys have. The
+        # price is then convex in the work, and an equal share of every KV head is cheapest.
         return problem.kv_heads * _price(queries, keys, share / problem.kv_heads) * size
-    # Otherwise it is concave: work is cheapest in few heads.
-    heads = beyond_own / (most - own)
+    # Otherwise the price is concave: the whole work of few KV heads is cheapest.
+    heads = beyond_own / (all_work - own_work)
     if heads >= 1:
-        return heads * _price(queries, keys, most) * size
-    return _price(queries, keys, own + beyond_own) * size
+        return heads * _price(queries, keys, all_work) * size
+    return _price(queries, keys, own_work + beyond_own) * size
 
 
 def unit_bytes(problem: Problem, num_ranks: int) -> float:
-    """Bytes of one unit, which is one Q partition."""
+    """Bytes of one Q partition."""
     tokens = problem.q_tokens / num_ranks
     return tokens * problem.num_heads * problem.head_dim * problem.element_bytes
 
 
 def _sides(problem: Problem, num_ranks: int, *, once: bool) -> tuple[_Side, _Side]:
     qk, v, group = problem.head_dim, problem.v_dim, problem.heads_per_kv_head
-    # Forward Q comes and O leaves, K and V come. Backward dO comes and dQ leaves, dK and dV leave;
-    # and Q, K and V come once more, unless they were kept.
+    # Forward: Q, K and V come, and O leaves. Backward: dO comes, and dQ, dK and dV leave; Q, K and
+    # V come again unless they were kept.
     of_query, of_key = (qk + v, qk + v) if once else (2 * qk + v, 2 * (qk + v))
     q_rows, k_rows = group * problem.q_tokens, problem.keys
-    return (_Side(of_query, q_rows, q_rows / num_ranks), _Side(of_key, k_rows, k_rows / num_ranks))
+    return _Side(of_query, q_rows, q_rows / num_ranks), _Side(of_key, k_rows, k_rows / num_ranks)
 
 
 def _price(queries: _Side, keys: _Side, work: float) -> float:
-    """Elements that must move for so much work in one head: the cheapest A b = work."""
-    fewest = max(keys.own_rows, work / queries.all_rows)
-    most = min(keys.all_rows, work / queries.own_rows)
-    rows = min(max(sqrt(work * queries.row / keys.row), fewest), most)
-    return queries.row * (work / rows - queries.own_rows) + keys.row * (rows - keys.own_rows)
+    """Elements that must move for this work of one KV head: the cheapest A b = work."""
+    q, k = queries.row_elements, keys.row_elements
+    fewest_keys = max(keys.own_rows, work / queries.all_rows)
+    most_keys = min(keys.all_rows, work / queries.own_rows)
+    key_rows = min(max(sqrt(work * q / k), fewest_keys), most_keys)
+    return q * (work / key_rows - queries.own_rows) + k * (key_rows - keys.own_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptBytes:
-    """What a layer holds between its passes, and what it need not fetch again for that, of the rank
-    that holds most. `kept_bytes`: rows of other ranks, or in other layouts, that the
-    forward pass leaves; `held_bytes`: these, and the caller's tensors that the backward pass takes
-    again; `shard_bytes`: the caller's tensors alone, which is held where nothing is kept.
-    `saved_bytes`: rows of q, k and v that a rank receives forward and not backward, in the mean.
+    """Bytes that the rank that holds most holds between the passes, and bytes that this saves.
+
+    kept_bytes    rows of other ranks, or in other layouts, that the forward pass leaves
+    held_bytes    `kept_bytes`, and the caller's tensors that the backward pass takes again
+    shard_bytes   the caller's tensors alone: `held_bytes` where nothing is kept
+    saved_bytes   rows of q, k and v that a rank receives forward but not backward, on average
     """
 
     kept_bytes: int
@@ -228,11 +232,11 @@ class KeptBytes:
 
     @property
     def extra_bytes(self) -> int:
-        """What keeping costs."""
+        """Memory that keeping costs."""
         return self.held_bytes - self.shard_bytes
 
     def of_layers(self, layers: int) -> KeptBytes:
-        """Held at once by so many layers; each saves as much."""
+        """Held by so many layers at once; `saved_bytes` stays that of one layer."""
         kept, held, shards = (
             layers * size for size in (self.kept_bytes, self.held_bytes, self.shard_bytes)
         )
@@ -246,15 +250,15 @@ def kept_bytes(plan: Plan) -> KeptBytes:
     """Of a plan with both passes, for one layer and a batch of one."""
     problem, ranks = plan.problem, range(plan.num_ranks)
     forward, backward = (plan.direction(direction) for direction in Direction)
-    largest = max(
+    kept, held, shards = max(
         (_held(forward.programs[rank], backward.programs[rank], problem) for rank in ranks),
         key=lambda sizes: sizes[1],
     )
     fetched = [
         sum(_fetched(pass_, rank, problem) for rank in ranks) for pass_ in (forward, backward)
     ]
-    saved = (fetched[0] - fetched[1]) / plan.num_ranks if largest[0] else 0.0
-    return KeptBytes(*largest, saved)
+    saved = (fetched[0] - fetched[1]) / plan.num_ranks if kept else 0.0
+    return KeptBytes(kept, held, shards, saved)
 
 
 def recalled(program: Program) -> tuple[Buffer, ...]:
@@ -263,6 +267,7 @@ def recalled(program: Program) -> tuple[Buffer, ...]:
 
 
 def _held(forward: Program, backward: Program, problem: Problem) -> tuple[int, int, int]:
+    """Kept, held and shard bytes of a rank, as in `KeptBytes`."""
     kept = _bytes_of(recalled(backward), problem)
     inputs = [b for b in backward.buffers if b.role is Role.INPUT and b.kind is not Kind.GRAD_OUT]
     callers = [b for b in forward.buffers if b.role in (Role.INPUT, Role.OUTPUT)]
@@ -279,18 +284,18 @@ def _fetched(pass_: Pass, rank: int, problem: Problem) -> int:
     table = program.buffer_table()
     meter, total = TrafficMeter(problem, table), 0
 
-    def only(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def qkv(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         return tuple(piece for piece in pieces if table[piece.buffer].kind in _FETCHED)
 
     for op in program.operations:
         if not isinstance(op, Communication):
             continue
         if isinstance(op, AllToAll):
-            op = replace(op, sends=(), receives=tuple(map(only, op.receives)))
+            op = replace(op, sends=(), receives=tuple(map(qkv, op.receives)))
         elif isinstance(op, SendRecv):
-            op = replace(op, sends=(), receives=only(op.receives))
+            op = replace(op, sends=(), receives=qkv(op.receives))
         else:
-            op = replace(op, moves=tuple(move for move in op.moves if only((move.part,))))
+            op = replace(op, moves=tuple(move for move in op.moves if qkv((move.part,))))
         group = pass_.groups[op.group]
         total += meter.traffic(op, pass_.members[op.group][rank], len(group)).received_bytes
     return total

@@ -1,8 +1,9 @@
-"""Queries rotate in a box, and keys stay: pass-Q rings and AGKV-RingQ/O (algorithm.md, section 9).
+"""Boxes whose queries rotate while keys stay: pass-Q rings and AGKV-RingQ/O (algorithm.md, 9).
 
 Q blocks go round along a `Rotation`. Partial results reach their owners by one all-to-all at the
-end, or after each step: direct, or with their Q block (`rotate.py`). `Q-3` brings the block of a
-step, `C-3-0` is its attention, and `sent-3` sends its results on.
+end, or after each step: direct, or with their Q block (`rotate.py`). `Q-3` brings the block of step
+3, `C-3-0` is its attention, and `sent-3` sends its results on. `box.py` makes a `QueryOrder` for a
+pass and asks it for the `QueryRing` of each unit.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from mesh_attention.plan.methods.parts.tile_side import GATHER_KV
 
 
 class QueryOrder:
-    """The order of the tasks. `results`: how partial results reach their owners; None: all at the
-    end."""
+    """The order of the tasks, which all units share. `results`: the way of partial results to their
+    owners; None: all at the end."""
 
-    in_parts = False
+    in_parts = False  # rotations leave nothing to wait for
 
     def __init__(self, mesh: TilePass, results: GradientRoute | None) -> None:
         self._mesh, self.results = mesh, results
@@ -54,15 +55,15 @@ class QueryOrder:
 
     @property
     def setting(self) -> dict[str, str]:
-        by = self.results.value if self.results else "all-to-all"
-        return {"tile": str(self._mesh.tile), "q": "ring", "q_reduce": by}
+        q_reduce = self.results.value if self.results else "all-to-all"
+        return {"tile": str(self._mesh.tile), "q": "ring", "q_reduce": q_reduce}
 
     def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
         return QueryRing(self, mesh, lowerings, unit)
 
 
 class QueryRing:
-    """What one unit does."""
+    """The operations of one unit, task by task; `buffers` grows with them."""
 
     def __init__(self, order: QueryOrder, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
         tile, head_group = mesh.tile, mesh.head_group
@@ -72,18 +73,17 @@ class QueryRing:
         self._rotation = ring(members.index(unit), len(members))
         route = order.results or GradientRoute.DIRECT
         self._deliveries = deliveries(self._rotation, route, order.per_node)
-        self._arrived: dict[int, Pieces] = {}  # parts of the block of a step
+        self._arrived: dict[int, Pieces] = {}  # by step: results from others for its block
         self._group = mesh.q.group(tile.row(unit))
         self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
         self._kinds = mesh.q.partials
         self._results = self._pieces(map(head_group.local, self._kinds))
         keys = lowerings.keys(mesh.kv.spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
-        self._begun = False  # whether gradients of the keys hold something
+        self._begun = False  # whether an attention has filled gradients of the keys
         self.buffers: dict[str, Buffer] = {}
 
     def operations(self, task: Task) -> list[Operation]:
-        """Of an attention, of the transfer of a block or of its results, or of the end."""
         step, merge_rule = task.index[0], self._mesh.q.merge_rule
         match task.kind:
             case "Q":
@@ -100,11 +100,10 @@ class QueryRing:
                 return [self._attend(task)]
 
     def empty(self, task: Task) -> list[Operation]:
-        """Neutral gradients of keys that no query sees."""
+        """Zero gradients of the keys, if no attention of the unit has filled them."""
         return [] if self._begun else self._mesh.kv.empty(*task.index)
 
     def _attend(self, task: Task) -> Operation:
-        """The attention of the block of a step."""
         mesh, (step, _) = self._mesh, task.index
         calls, sums = self._calls[step], self._partial(f"{step}.sum")
         self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
@@ -120,7 +119,7 @@ class QueryRing:
 
     def _queries(self, step: int) -> Pieces:
         local = self._mesh.head_group.local
-        return self._pieces(f"{x}.{step}" if step else local(x) for x in self._mesh.q.inputs)
+        return self._pieces(f"{k}.{step}" if step else local(k) for k in self._mesh.q.inputs)
 
     def _partial(self, suffix: str) -> Pieces:
         """Partial results: `3.sum` of step 3, `3.wire` as it is sent, `3.in` as it arrives, ..."""
@@ -136,8 +135,8 @@ class QueryRing:
             self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)
 
     def _deliver(self, step: int) -> list[Operation]:
-        """Sends results of blocks, merged with the parts that came for them: direct parts wait
-        until all of a block have come, so that they are rounded once."""
+        """Sends results of blocks, merged with the results that arrived for them. On the direct
+        route those wait until the last has arrived, so that the sum is rounded once."""
         operations: list[Operation] = []
         for sent, to, source, block in self._deliveries[step]:
             parts = self._partial(f"{sent}.sum") + self._arrived.pop(sent, ())
@@ -156,7 +155,7 @@ class QueryRing:
         return operations
 
     def _exchange(self) -> list[Operation]:
-        """Pass-Q: every partial to its owner in one all-to-all; the own one stays."""
+        """Pass-Q: partial results go to their owners in one all-to-all; the unit's own stay."""
         mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q.reduce_kind, (0,))
         operations: list[Operation] = []
         sends: dict[int, Pieces] = {}
@@ -174,7 +173,7 @@ class QueryRing:
             sends[rotation.blocks[step]] = outgoing
             receives[rotation.users[step]] = incoming
         if rotation.size > 1:
-            by_step = (by_member(rotation.size, pieces) for pieces in (sends, receives))
-            operations.append(AllToAll(task, self._group, *by_step))
+            pieces = (by_member(rotation.size, by_place) for by_place in (sends, receives))
+            operations.append(AllToAll(task, self._group, *pieces))
         parts = self._partial("0.sum") + sum(receives.values(), ())
         return [*operations, Merge(task.at("merge"), mesh.q.merge_rule, parts, self._results)]

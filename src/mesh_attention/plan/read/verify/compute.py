@@ -15,7 +15,7 @@ from mesh_attention.plan.problem.spans import Spans
 from mesh_attention.plan.read.verify.atoms import Atoms, BufferCells
 from mesh_attention.plan.read.verify.calls import CallCheck, RowMap
 from mesh_attention.plan.read.verify.memory import DATA, Broken, Content, Memory, Partial
-from mesh_attention.plan.read.verify.structure import CALLER
+from mesh_attention.plan.read.verify.structure import CALLER_KINDS
 
 
 class SymbolicCompute:
@@ -23,7 +23,7 @@ class SymbolicCompute:
         self._plan = plan
         self._atoms = atoms
         self._memory = memory
-        self._final = (*CALLER[pass_.direction][0], Kind.DELTA)
+        self._final = (*CALLER_KINDS[pass_.direction][0], Kind.DELTA)
         self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))

@@ -1,7 +1,7 @@
-"""What `verify` reports, and the checks that it makes before it runs a plan symbolically.
+"""The findings of `verify`, and its checks of a plan's form before it runs the plan symbolically.
 
-Names must exist, pieces lie inside their buffers, ranks be members of their groups, and tasks
-follow the order of the schedule. `machine.py` calls `structure_findings` first.
+Names must exist, pieces must lie inside their buffers, ranks must be members of their groups, and
+tasks must follow the order of the schedule. `machine.py` calls `structure_findings` first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def structure_findings(plan: Plan, pass_: Pass) -> list[Finding]:
     return [Finding(str(pass_.direction), *fault) for fault in faults]
 
 
-CALLER = {
+# Kinds of the tensors that callers give, and of those that they get.
+CALLER_KINDS = {
     Direction.FORWARD: ((Kind.Q, Kind.K, Kind.V), (Kind.OUT, Kind.LSE)),
     Direction.BACKWARD: (
         (Kind.Q, Kind.K, Kind.V, Kind.OUT, Kind.LSE, Kind.GRAD_OUT),
@@ -95,13 +96,11 @@ _BETWEEN_PASSES = {Direction.FORWARD: Role.KEPT, Direction.BACKWARD: Role.RECALL
 
 
 def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
-    """The caller's tensors: each exactly once, the whole own partition, all heads. Tensors of
-    which rows are kept need not come again, and what is recalled was kept."""
-    wanted = {
-        (role, kind): _caller_buffer(plan, program.rank, kind)
-        for role, kinds in zip((Role.INPUT, Role.OUTPUT), CALLER[pass_.direction], strict=True)
-        for kind in kinds
-    }
+    """Each of the caller's tensors must be there once, as the whole partition of the rank with all
+    heads. A backward program may leave out tensors that were kept, and recalls only kept ones."""
+    inputs, outputs = CALLER_KINDS[pass_.direction]
+    kinds = [(Role.INPUT, kind) for kind in inputs] + [(Role.OUTPUT, kind) for kind in outputs]
+    wanted = {(role, kind): _caller_buffer(plan, program.rank, kind) for role, kind in kinds}
     for buffer in program.buffers:
         if buffer.role is Role.WORKSPACE:
             continue
@@ -137,7 +136,7 @@ def _kept_fault(plan: Plan, pass_: Pass, rank: int, buffer: Buffer) -> str | Non
     if pass_.direction is Direction.FORWARD:
         return None
     if Direction.FORWARD not in [other.direction for other in plan.passes]:
-        return None  # of a plan with one pass, the other is not looked at
+        return None  # a plan of the backward pass alone says nothing about the forward pass
     kept = plan.program(rank, Direction.FORWARD).buffer_table().get(buffer.name)
     if kept is None or replace(kept, role=buffer.role, offset=buffer.offset) != buffer:
         return "is recalled, and the forward pass does not keep a buffer of its rows and heads"
@@ -156,7 +155,7 @@ def _caller_buffer(plan: Plan, rank: int, kind: Kind) -> tuple[Spans, tuple[int,
 
 @lru_cache(maxsize=1024)
 def _shard_places(shards: Layout, layout: Layout, device: int) -> Spans:
-    """The places that the positions of a shard have in the layout, one by one."""
+    """The places in the layout of the positions of a shard, one by one."""
     places = _places(layout)[shards.positions(device)].tolist()
     return joined((place, place + 1) for place in places)
 
@@ -176,7 +175,7 @@ def _place_fault(plan: Plan, program: Program) -> tuple[str, str] | None:
     left_out = [name for name in lives if name not in placed]
     if left_out:
         return left_out[0], "has no place, though others have"
-    alive: list[tuple[int, int, int, str]] = []  # freed, start, stop
+    alive: list[tuple[int, int, int, str]] = []  # freed, start, stop, name
     for name in sorted((n for n in placed if n in lives), key=lambda n: lives[n]):
         born, freed = lives[name]
         start = placed[name].offset or 0
@@ -212,21 +211,21 @@ def _schedule_fault(pass_: Pass) -> tuple[int, str, str] | None:
 
 
 def _meeting_fault(pass_: Pass) -> tuple[int, str, str] | None:
-    """Members must come to the tasks of their group in the same order. Checked here, where the odd
-    rank can be named, rather than when all of them wait. Of two ranks, the odd one is the rank that
+    """Members must come to the tasks of their group in the same order. This check names the odd
+    rank, which a run could not when all of them wait. Of two ranks, the odd rank is the rank that
     does not follow the schedule."""
-    tasks = {task: at for at, task in enumerate(pass_.schedule.order())}
+    place = {task: at for at, task in enumerate(pass_.schedule.order())}
     orders: dict[str, dict[tuple[Task, ...], list[int]]] = {name: {} for name in pass_.groups}
     for program in pass_.programs:
         met: dict[str, list[Task]] = {}
         for op in program.operations:
-            if isinstance(op, Collective) and op.task in tasks:
+            if isinstance(op, Collective) and op.task in place:
                 met.setdefault(op.group, []).append(op.task)
-        for group, names in met.items():
-            orders[group].setdefault(tuple(names), []).append(program.rank)
+        for group, tasks in met.items():
+            orders[group].setdefault(tuple(tasks), []).append(program.rank)
 
     def scheduled(order: tuple[Task, ...]) -> bool:
-        return list(order) == sorted(order, key=tasks.__getitem__)
+        return list(order) == sorted(order, key=place.__getitem__)
 
     for group, by_order in orders.items():
         usual = max(
@@ -284,7 +283,7 @@ def _piece_fault(op: Operation, sizes: dict[str, tuple[int, int]]) -> str | None
 
 
 def overlap_fault(taken: Sequence[Piece], written: Sequence[Piece]) -> str | None:
-    """What a communication sends it must not receive into: what arrives first would be sent on."""
+    """A communication must not receive into rows that it sends: it might send received data."""
     arriving: dict[str, list[Piece]] = {}
     for piece in written:
         arriving.setdefault(piece.buffer, []).append(piece)
