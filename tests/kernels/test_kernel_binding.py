@@ -240,7 +240,7 @@ def test_flash_attn3_is_asked_for_them(
         return None, None
 
     monkeypatch.setattr(FlashAttn3, "forward_function", staticmethod(forward))
-    monkeypatch.setattr(FlashAttn3, "_alone", lambda self: False)
+    monkeypatch.setattr(FlashAttn3, "_uses_fa3_fwd", lambda self: False)
     x = torch.empty(1, 512 * 128, 1, width, device="meta")
     block = Block(x, x, x, Causal() if is_causal else Full(), 1.0, leave_sms=asked)
     FlashAttn3().run_forward(block, is_causal)

@@ -1,15 +1,14 @@
-"""One pass: shapes in the order of their promise, cuts of the best, and cuts beside the best cut.
+"""Searches the settings of one pass in one layout: which shapes and which cuts are tried.
 
 1. Shapes (`shapes.py`), the most promising first, each in its first cut. A shape is left out when
-   its bound exceeds the best so far.
-   The best shape of the other pass is looked at too.
-2. The best of them that can be cut in more cuts of their list (`cuts.py`).
-3. From the best of these to coarser cuts, to finer ones where coarser ones lose, and on from the
-   best of these as long as that gains; a short start and even chunks where the effort says so.
+   its bound exceeds the best score so far. The best shape of the other pass is tried too.
+2. The best of these shapes in more cuts of their list (`cuts.py`).
+3. Coarser cuts than the best, and finer cuts where coarser cuts lose, and so on from the new best
+   as long as that gains; a short start and even chunks where the effort says so.
 
-`pass_scores.py` scores each setting, and simulates the best few with all ranks.
-`SearchEffort` says how many in each step. `auto.py` runs a search for each pass and layout. Nothing
-here looks at a clock: ranks choose alike.
+`pass_scores.py` scores each setting, and simulates the best few with all ranks. `SearchEffort` says
+how many each step tries. `passes_together.py` and `tuning.py` run searches. Nothing here reads a
+clock, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mesh_attention.plan.problem.layout import LayoutKind
 
 
 class PassSearch:
-    """Of one pass in one layout."""
+    """The search of one pass in one layout; `scores` has the results."""
 
     def __init__(
         self, asked: SearchQuestion, direction: Direction, layout: LayoutKind | None
@@ -38,7 +37,7 @@ class PassSearch:
         self._asked, self._direction, self._layout = asked, direction, layout
         self._is_backward = direction is Direction.BACKWARD
         self.scores = PassScores(asked, direction, layout)
-        self._taken: dict[int, tuple[Score, Shape]] = {}  # the best cut of each of these shapes
+        self._taken: dict[int, tuple[Score, Shape]] = {}  # shapes by number, with their best scores
         # Programs of even chunks of thousands of ranks take seconds to make.
         few_ranks = asked.num_ranks <= asked.effort.ranks_of_even_chunks
         self._may_be_even = self.scores.ranks_wait and few_ranks
@@ -59,7 +58,7 @@ class PassSearch:
 
     @cached_property
     def _enough(self) -> Score:
-        """So near to the bound of all shapes as the tolerance."""
+        """A score that exceeds the bound of all shapes by the tolerance."""
         bound = min((shape.least_seconds for shape in self._shapes), default=0.0)
         return False, bound * (1 + self._asked.effort.tolerance)
 
@@ -68,7 +67,7 @@ class PassSearch:
         self.cut()
 
     def look(self) -> None:
-        """At the most promising shapes, each in its first cut."""
+        """Tries the most promising shapes, each in its first cut."""
         effort, boxes = self._asked.effort, set[str]()
         for number, shape in enumerate(self._shapes):
             if len(self._taken) >= effort.shapes:
@@ -79,8 +78,8 @@ class PassSearch:
             self._look_at(number)
 
     def look_as(self, other: PassSearch) -> None:
-        """At the best shape of the other pass too: what is best for both may not promise most for
-        either, and backward finds what forward keeps only where both have one setting."""
+        """Tries the best shape of the other pass: the best shape of both may not promise most for
+        either, and a backward pass finds kept rows only where both passes have one setting."""
         if not other._taken:
             return
         best = other._shapes[other._best_first()[0]]
@@ -90,7 +89,7 @@ class PassSearch:
 
     def _look_at(self, number: int) -> None:
         shape = self._shapes[number]
-        if number in self._taken or self._is_sure():
+        if number in self._taken or self._is_good_enough():
             return
         if self.scores.best is not None and self.scores.best < (False, shape.least_seconds):
             return
@@ -102,14 +101,14 @@ class PassSearch:
         return sorted(self._taken, key=lambda number: (self._taken[number][0], number))
 
     def cut(self) -> None:
-        """The best shapes in more cuts."""
+        """Tries more cuts of the best shapes."""
         effort = self._asked.effort
         for num_shapes, which in (
             (effort.in_four_cuts, slice(0, 4)),
             (effort.in_all_cuts, slice(4, effort.cuts)),
         ):
-            for number in [x for x in self._best_first() if self._may_be_cut(x)][:num_shapes]:
-                if self._is_sure():
+            for number in [n for n in self._best_first() if self._may_be_cut(n)][:num_shapes]:
+                if self._is_good_enough():
                     break
                 score, shape = self._taken[number]
                 best_cut = self._try_cuts(shape, which)
@@ -123,11 +122,12 @@ class PassSearch:
         _, shape = self._taken[number]
         return len([*cuts_of(shape, self._direction, sparse=self._sparse)]) > 1
 
-    def _is_sure(self) -> bool:
+    def _is_good_enough(self) -> bool:
         return self.scores.best is not None and self.scores.best <= self._enough
 
     def _first_cut(self, shape: Shape) -> tuple[Shape, Scored | None]:
-        """The shape too: with gradients of keys added inside nodes first, if that is faster."""
+        """The best setting in the first cut, and its shape, which adds gradients of keys inside
+        nodes first if that is faster."""
         first = self._try_cuts(shape, slice(0, 1))
         best_cut = self.scores.best_sums(first)
         if best_cut is first or best_cut is None:
@@ -147,9 +147,9 @@ class PassSearch:
         return min(taken, key=lambda scored: scored.score, default=None)
 
     def _refine(self, shape: Shape) -> None:
-        """Climbs from the best cut of a shape to the best beside it, as long as that gains more
-        than the tolerance: to whole heads, and to fewer and to more chunks. More hide less and
-        less: where half as many are as good, but for the tolerance, twice as many gain nothing."""
+        """Goes from the best cut of a shape to a better neighbour, as long as that gains more than
+        the tolerance. Neighbours have whole heads, fewer chunks or more chunks. More chunks gain
+        less and less: they are tried only where fewer lose more than the tolerance."""
         best, enough = self._best_of(shape), math.inf
         while best is not None and best.seconds < enough:
             enough = best.seconds / (1 + self._asked.effort.tolerance)
@@ -164,7 +164,7 @@ class PassSearch:
         if "chunks" not in best.options or "chunks" in self._asked.options:
             return
         if "head_slices" in best.options and "head_slices" not in self._asked.options:
-            whole = {name: x for name, x in best.options.items() if name != "head_slices"}
+            whole = {name: v for name, v in best.options.items() if name != "head_slices"}
             self.scores.attempt(shape.name, whole)
         enough = best.seconds * (1 + self._asked.effort.tolerance)
         for fewer, more in coarser_and_finer(best.options["chunks"]):
@@ -173,13 +173,13 @@ class PassSearch:
                 self.scores.attempt(shape.name, {**best.options, "chunks": more})
 
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
-        """Backward, chunks of unlike work cost more in waiting than even ones do in calls."""
+        """Backward, chunks of uneven work cost more by waiting than even chunks by more calls."""
         if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
 
     def _try_variants(self, shapes: Sequence[Shape]) -> None:
-        """Of the best cuts of the best of these shapes."""
+        """Tries variants of the best cuts of the best of these shapes."""
         effort = self._asked.effort
         shape_of = {shape_key(shape.name, shape.options): shape for shape in shapes}
         cuts: dict[str, list[Scored]] = {}

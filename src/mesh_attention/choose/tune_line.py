@@ -1,5 +1,5 @@
-"""The command that measures a question: files of `mesh-attention tune` that lack an answer name it.
-Used by `tuned.py` in its refusals.
+"""The command that measures a question. `tuned.py` names it where a file of `mesh-attention tune`
+lacks the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _ONE_NODE = 8
 def tune_line(
     problem: Problem | None, num_ranks: int | None, options: Mapping[str, Any], file: Path | str
 ) -> str:
-    """The command that measures a question, as a person would start it. None: whatever is asked.
+    """The command that measures a question, as a person would start it. An argument that is None
+    becomes a placeholder.
 
     >>> from mesh_attention.plan.problem.mask import Mask
     >>> problem = Problem(4096, 8, 64, num_kv_heads=2, mask=Mask(window=(128, 0)))
@@ -41,7 +42,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _problem_flags(problem: Problem) -> Iterator[str]:
-    """Those that are not the default of the command line."""
+    """Flags that differ from the defaults of the command line."""
     yield f"--tokens {problem.q_tokens}"
     if problem.keys != problem.q_tokens:
         yield f"--kv-tokens {problem.keys}"

@@ -1,10 +1,9 @@
-"""How long a pass takes as one rank sees it: its own program, with the others there on time.
+"""Estimates the seconds of a pass from the program of one rank, as if no rank waited for another.
 
-A search looks at hundreds of settings. To simulate all ranks takes seconds each, the program of one
-rank milliseconds. `seconds` is the estimate by which `choose/` ranks settings: both streams, slowed
-by each other as the cluster says, and links shared with the ranks of the node as if they did the
-same. `least_seconds` is a bound: no simulation of all ranks is shorter, since waiting for others
-and sharing links can only delay a program.
+A search looks at hundreds of settings. A simulation of all ranks takes seconds for each, an
+estimate milliseconds. `choose/` ranks settings by `seconds`: two streams slow each other as the
+cluster says, and the ranks of a node share links as if all did the same. `least_seconds` is a
+bound: no simulation of all ranks is shorter, since waiting and sharing links only delay a program.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of the slowest of the ranks that were looked at. `num_operations` is what a simulation of all
-    ranks would have to go through, about; in `moving_seconds` at least something is in flight."""
+    """The most of any rank that was looked at. A simulation of all ranks goes through about
+    `num_operations`; for at least `moving_seconds` a transfer is in flight."""
 
     seconds: float
     least_seconds: float
@@ -48,7 +47,7 @@ def estimate(
     overlap: Overlap = Overlap.EVENTS,
     kernel: str | None = None,
 ) -> Estimate:
-    """`ranks`: those to look at."""
+    """`ranks`: the ranks to look at."""
     with collector_paused():
         compiled = compiled_for(plan, direction, cluster, kernel)
         costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
@@ -64,7 +63,7 @@ def estimate(
 
 
 class _LinkSharing:
-    """Which links the ranks of a plan share with each other, as if all did the same at once."""
+    """The delay of a rank's transfers on links that it shares, as if all ranks did the same."""
 
     def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
         self._cluster, self._devices = cluster, compiled.plan.devices
@@ -72,41 +71,42 @@ class _LinkSharing:
         per_node = cluster.node.ranks
         self.nodes = [device // per_node for device in self._devices]
 
-    def _here(self, group: Sequence[int], rank: int) -> int:
+    def _members_in_node(self, group: Sequence[int], rank: int) -> int:
         """Members of a group in the node of `rank`."""
         nodes, node = self.nodes, self.nodes[rank]
         return sum([nodes[member] == node for member in group])
 
     def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
-        """How much longer a flow out of a node takes if every group of the node has one at once. If
-        it goes to the place in another node that its sender has in its own, every member has."""
-        cluster, network, here = self._cluster, self._cluster.network, self._here(group, rank)
-        flows = min(cluster.node.ranks, len(self._devices)) / here
+        """The factor by which a flow out of a node takes longer if every group of the node has a
+        flow at once: one of each member if sender and receiver have equal places in their nodes."""
+        cluster, network = self._cluster, self._cluster.network
+        members = self._members_in_node(group, rank)
+        flows = min(cluster.node.ranks, len(self._devices)) / members
         source, target = map(group.index, ends)
-        if (target - source) % here == 0:
-            flows *= here
+        if (target - source) % members == 0:
+            flows *= members
         room = network.peer_node_gb_per_second / network.peer.gb_per_second
         if cluster.ranks_share_nics:
-            each = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
-            room = min(room, each * network.nics)
+            of_nic = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+            room = min(room, of_nic * network.nics)
         return max(1.0, flows / room)
 
     def collective(self, name: str, rank: int) -> tuple[float, bool]:
-        """How much longer a collective between nodes takes on NICs that ranks share, and whether it
+        """The factor by which a collective takes longer on NICs that ranks share, and whether it
         leaves the node."""
         cluster, group = self._cluster, self._groups[name]
-        leaves = self._here(group, rank) < len(group)
+        leaves = self._members_in_node(group, rank) < len(group)
         if not leaves or not cluster.ranks_share_nics:
             return 1.0, leaves
         links, devices = cluster.links, self._devices
         nics = [links.nic_of(devices[member]) for member in group]
-        here = nics.count(links.nic_of(devices[rank]))
-        return max(1.0, cluster.node.ranks / cluster.network.nics / here), leaves
+        members = nics.count(links.nic_of(devices[rank]))  # behind the NIC of this rank
+        return max(1.0, cluster.node.ranks / cluster.network.nics / members), leaves
 
 
 class _Move(NamedTuple):
-    """A communication: seconds alone, the part of its speed that is lost beside computation, how
-    much longer it takes where others of the node do the same, and whether it leaves the node."""
+    """A communication: its index in the program, seconds alone, the part of its speed that it loses
+    beside computation, the factor of `_LinkSharing`, and whether it leaves the node."""
 
     at: int
     seconds: float
@@ -172,13 +172,13 @@ class _Rank:
             else:
                 calls = costs.compute(op, table)
                 self.compute.append((index, tuple(call for call in calls if call.seconds)))
-        # At once, collectives divide the link that they have in common; flows may have room.
+        # Collectives in flight together divide their link; flows may have room.
         one_by_one = flows + sum(collectives.values())
         self.moving_seconds = max(collectives.values()) if self.at_once else one_by_one
 
     def least_seconds(self) -> float:
-        """The longest chain of what waits for each other; and computation, which is no faster than
-        the rest of a GPU allows while something is in flight or waits to be."""
+        """The longer of two times: the longest chain of operations that wait for each other, and
+        all computation, slowed for as long as transfers are in flight at least."""
         calls = [call for _, several in self.compute for call in several]
         busy = sum(call.seconds for call in calls)
         lost = min(map(self.loss, calls), default=0.0)
@@ -199,15 +199,15 @@ class _Streams:
         self._rank, self._disturbed = rank, disturbed
         self._done = bytearray(rank.num_operations)
         self._compute, self._moves = deque(rank.compute), deque(rank.moves)
-        self._calls: deque[TimedCall] = deque()  # that are left of the current computation
+        self._calls: deque[TimedCall] = deque()  # the rest of the current computation
         self._computing_at = 0
         self._call: TimedCall | None = None
-        self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds that are left
+        self._moving: list[tuple[_Move, float]] = []  # in flight, with the seconds left
         self._call_left = 0.0
-        self._until_sms = math.inf  # for the next move, where it waits for them
+        self._until_sms = math.inf  # until the next move finds SMs, if it waits for them
         self._now, self._computed_until = 0.0, -1.0
-        self._began_idle: set[int] = set()  # of those in flight: while nothing was computed
-        self._is_late = False  # whether programs of the call found no place beside one of those
+        self._began_idle: set[int] = set()  # moves in flight that began beside no computation
+        self._is_late = False  # whether such a move leaves no place for programs of the call
 
     def run(self) -> float:
         while True:
@@ -240,8 +240,8 @@ class _Streams:
                     self._done[self._computing_at] = 1
 
     def _speed(self, move: _Move, *, beside: bool) -> float:
-        """Transfers that leave the node divide one link, the others another. For the bound all have
-        room."""
+        """Transfers that leave the node divide one link, and other transfers divide another link.
+        For the bound no link is divided."""
         if not self._disturbed:
             return 1.0
         speed = 1.0 - move.slowdown if beside else 1.0

@@ -1,9 +1,9 @@
 """The state of a simulation: the clock, the links that transfers share, and the streams of ranks.
 
-An activity (a kernel call or a transfer) has so many seconds of work left and a speed. A change of
-speed first settles what was done so far, so the clock knows when each activity ends. A
-capacity (a NIC, the rate of a node, a pair of ranks) is divided equally among the activities that
-use it. `simulator.py` decides what begins when; nothing here knows a cost.
+An activity (a kernel call or a transfer) has seconds of work left and a speed. A change of speed
+first subtracts the work done so far, so the clock knows when each activity ends. A capacity (a NIC,
+the rate of a node, a pair of ranks) is divided equally among the activities that use it.
+`simulator.py` starts activities; nothing here knows a cost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mesh_attention.plan.language.program import Communication, Operation
 
 
 class Activity:
-    """`alone` is its speed when it shares nothing; 1 does one second of work in a second.
-    `uses` are the capacities that it shares with others."""
+    """`alone` is its speed when it shares no capacity; at speed 1 it does a second of work in a
+    second. `uses` are the capacities that it shares with other activities."""
 
     __slots__ = ("alone", "ended", "left", "since", "speed", "uses", "version")
 
@@ -69,7 +69,7 @@ class Clock:
             self._adjust(activity)
 
     def shorten(self, activity: Activity, left: float) -> None:
-        """No more than so many seconds of work are left of it."""
+        """At most `left` seconds of its work remain."""
         self._adjust(activity)
         if activity.left > left:
             activity.left = left
@@ -80,7 +80,7 @@ class Clock:
         while events:
             at, _, version, activity = heappop(events)
             if version != activity.version:
-                continue  # its speed changed since
+                continue  # its speed has changed, so a later entry has its end
             self.now = at
             activity.version += 1
             for capacity in activity.uses:
@@ -130,12 +130,11 @@ class Transfer(Activity):
 
 
 class RankState:
-    """What is next on the compute and on the communication stream of a rank, and what is done.
+    """The next operations of a rank's compute and communication streams, and finished operations.
 
-    `calls` are the kernel calls that are left of the current computation, the next one last, and
-    `call` is the one that runs, if any does. `known_computing`: what the transfers of this rank
-    last heard about it. `at_once`: one thread goes through the program, and transfers that it
-    began run beside each other.
+    `calls` are the kernel calls left of the current computation, the next call last; `call` runs
+    now, if any does. `known_computing`: whether the transfers of this rank count it as computing.
+    `at_once`: one thread goes through the program, and its transfers run beside each other.
     """
 
     def __init__(
@@ -149,10 +148,10 @@ class RankState:
         self.call: TimedCall | None = None
         self.calls: list[TimedCall] = []
         self.computing_at = 0
-        self.in_flight: list[int] = []  # communications, and those that wait for other ranks
-        self.began_idle: set[int] = set()  # those in flight that began while nothing was computed
+        self.in_flight: list[int] = []  # communications that have begun, or wait for other ranks
+        self.began_idle: set[int] = set()  # those in flight that began beside no computation
         self.computed_until = -1.0  # the end of the last call
-        self.is_late = False  # whether the call that runs has programs that found no place
+        self.is_late = False  # whether programs of `call` find no place beside those
         self.waiting: int | None = None  # a communication that finds no SM yet
         self.known_computing = False
         self.transfers: list[Transfer] = []
@@ -184,7 +183,7 @@ class RankState:
         return self._take(self._communication)
 
     def _is_before(self, stream: deque[int], other: deque[int]) -> bool:
-        """Whether the next of one stream comes before that of the other in the program."""
+        """Whether the next operation of `stream` comes before that of `other` in the program."""
         return bool(stream) and (not other or stream[0] < other[0])
 
     def finish(self, at: int, now: float) -> None:
@@ -202,29 +201,29 @@ class RankState:
 
 
 class Capacities:
-    """NICs, nodes and pairs of ranks that transfers divide among themselves. `at_once`: transfers
-    of a rank run beside each other, and so divide its own links too."""
+    """NICs, nodes and pairs of ranks that transfers divide. `at_once`: transfers of a rank run
+    beside each other, so they divide its own links too."""
 
     def __init__(self, cluster: Cluster, *, at_once: bool) -> None:
         self._cluster, self._links, self._at_once = cluster, cluster.links, at_once
         network = cluster.network
-        # Flows for which a NIC has room.
-        self._flows = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
+        self._flows_of_nic = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
         self._known: dict[object, Capacity] = {}
         self._of_flows: dict[tuple[int, int], tuple[Capacity, ...]] = {}
 
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
-        """NICs that it uses between nodes; where each rank has its own they are never shared by
-        transfers that follow each other."""
+        """The NICs of a collective between nodes: none where each rank has its own NIC and its
+        transfers follow each other."""
         if len({self._links.node_of(device) for device in devices}) == 1:
             return self._inside(devices, devices)
         if not self._cluster.ranks_share_nics and not self._at_once:
             return ()
         nics = sorted({self._links.nic_of(device) for device in devices})
-        things: list[tuple[object, float]] = [(("nic", *nic), 1.0) for nic in nics]
+        rooms: list[tuple[object, float]] = [(("nic", *nic), 1.0) for nic in nics]
         if self._at_once:  # beside flows
-            things += [((way, *nic), self._flows) for nic in nics for way in ("send", "receive")]
-        return self._get(things)
+            ways = ("send", "receive")
+            rooms += [((way, *nic), self._flows_of_nic) for nic in nics for way in ways]
+        return self._get(rooms)
 
     def of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
         known = self._of_flows.get((source, target))
@@ -238,15 +237,15 @@ class Capacities:
         if nodes[0] == nodes[1]:
             return self._inside([source], [target])
         room = network.peer_node_gb_per_second / network.peer.gb_per_second
-        things: list[tuple[object, float]] = [
+        rooms: list[tuple[object, float]] = [
             (("out", nodes[0]), room),
             (("in", nodes[1]), room),
             (("pair", min(source, target), max(source, target)), network.flows_of_a_pair),
         ]
         if self._cluster.ranks_share_nics or self._at_once:
-            things.append((("send", *links.nic_of(source)), self._flows))
-            things.append((("receive", *links.nic_of(target)), self._flows))
-        return self._get(things)
+            rooms.append((("send", *links.nic_of(source)), self._flows_of_nic))
+            rooms.append((("receive", *links.nic_of(target)), self._flows_of_nic))
+        return self._get(rooms)
 
     def _inside(self, sources: list[int], targets: list[int]) -> tuple[Capacity, ...]:
         """The links of ranks in a node."""
@@ -255,5 +254,5 @@ class Capacities:
         ends = [("from", d) for d in sources] + [("to", d) for d in targets]
         return self._get((end, 1.0) for end in ends)
 
-    def _get(self, things: Iterable[tuple[object, float]]) -> tuple[Capacity, ...]:
-        return tuple(self._known.setdefault(thing, Capacity(room)) for thing, room in things)
+    def _get(self, rooms: Iterable[tuple[object, float]]) -> tuple[Capacity, ...]:
+        return tuple(self._known.setdefault(key, Capacity(room)) for key, room in rooms)

@@ -1,7 +1,7 @@
 """FlashAttention 3 and 4 from their own packages, where those are installed.
 
-Their low-level functions are used because the backward pass must take the log-sum-exp of the whole
-softmax; the signatures vary, see `ready_made.py`.
+`registry.py` lists the kernels. They call low-level functions, since a backward pass must take the
+log-sum-exp of the whole softmax; `ready_made.py` copes with signatures that vary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mesh_attention.machine.call_time import sms_left
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
 
-# Parameters of early releases of 3 that had no default and that dense attention leaves unset.
+# Parameters without a default in early releases of FlashAttention 3, unused by dense attention.
 _MAY_BE_NONE = frozenset(
     {
         *("k_new", "v_new", "qv", "out", "out_", "page_table", "kv_batch_idx", "leftpad_k"),
@@ -30,7 +30,7 @@ _MAY_BE_NONE = frozenset(
 
 
 class FlashPackage(DenseKernel):
-    generations: tuple[int, ...]  # first numbers of compute capabilities
+    generations: tuple[int, ...]  # major versions of compute capability
     head_dims: Sequence[int]
     head_dims_text: str
     forward_function: PackageFunction
@@ -54,8 +54,8 @@ class FlashPackage(DenseKernel):
 
 
 class FlashAttn3(FlashPackage):
-    """The fastest dense kernel on Hopper GPUs: from its own package, or its forward pass alone from
-    `fa3-fwd`. Alone among dense kernels it can leave multiprocessors to a transfer."""
+    """The fastest dense kernel on Hopper GPUs, from its own package; without it the forward pass
+    comes from `fa3-fwd`. No other dense kernel can leave multiprocessors to a transfer."""
 
     name = "flash_attn3"
     deterministic = "forward"
@@ -81,34 +81,34 @@ class FlashAttn3(FlashPackage):
 
     def why_no_forward(self, request: Request) -> str | None:
         package = super().why_no_forward(request)
-        alone = package and _why_not_fa3_fwd()
-        if package and not alone and request.dtype is torch.float16:
-            alone = "fa3_fwd is built without float16"
-        return f"{package}; {alone}" if alone else None
+        fa3_fwd = package and _why_not_fa3_fwd()
+        if package and not fa3_fwd and request.dtype is torch.float16:
+            fa3_fwd = "fa3_fwd is built without float16"
+        return f"{package}; {fa3_fwd}" if fa3_fwd else None
 
-    @cache  # noqa: B019  (there is one of it)
-    def _alone(self) -> bool:
+    @cache  # noqa: B019  (the registry has one object)
+    def _uses_fa3_fwd(self) -> bool:
         return self.forward_function.why_unusable() is not None
 
     def run_forward(self, block: Block, causal: bool) -> tuple[Tensor, Tensor]:
         q, k, v, _, scale, softcap, _, into, *_ = block
         leave_sms = _sms_left(block, causal)
-        if not self._alone():
+        if not self._uses_fa3_fwd():
             out, lse, *_ = self.forward_function(q, k, v, scale, causal, softcap, leave_sms)
             return out, lse
-        (wanted,) = into or (None,)
+        (target,) = into or (None,)
         out, lse, *_ = torch.ops.fa3_fwd.fwd(
             q,
             k,
             v,
-            out=wanted,
+            out=target,
             softmax_scale=scale,
             is_causal=causal,
             softcap=softcap,
-            num_splits=1,  # others would return parts to be added
+            num_splits=1,  # more splits would return parts to be added
             sm_margin=leave_sms,
         )
-        return out if wanted is None else wanted, lse
+        return out if target is None else target, lse
 
     def run_backward(
         self, block: Block, grad_out_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, causal: bool
@@ -137,7 +137,7 @@ def _num_sms(device: torch.device) -> int:
 
 @cache
 def _why_not_fa3_fwd() -> str | None:
-    extension = load("fa3_fwd._C", "__name__")  # which registers the operator
+    extension = load("fa3_fwd._C", "__name__")  # loading it registers the operator
     if isinstance(extension, str) and "is not installed" in extension:
         return extension
     try:

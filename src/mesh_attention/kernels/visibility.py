@@ -1,9 +1,9 @@
-"""Which queries see which keys: as a dense matrix, block by block, and as intervals of rows.
+"""The visible pairs of a mask in three forms: a dense matrix, states of blocks, intervals of rows.
 
-The dense form is the plain truth for the reference kernel. The block form answers, for a run
-of queries and a run of keys, whether none, all or some pairs are visible, from the smallest
-and largest positions alone, so that hidden blocks cost nothing (design.md, "Compute lowering").
-The intervals of rows are what cuDNN Frontend takes, where keys lie in a few runs.
+The reference kernel takes the dense matrix. The blockwise kernel and lists of visible blocks take
+states of blocks: whether none, all or some pairs of a block are visible, which the smallest and
+largest positions say, so hidden blocks cost nothing (design.md, "Compute lowering"). cuDNN Frontend
+takes intervals of rows, where keys lie in a few runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
 _NEVER = 2**31 - 1  # a position that no key has
 _MOST_RUNS = 4096
 _FAR = 1 << 40  # behind every row
-_MOST_CELLS = 1 << 19  # of queries by runs of keys, some eighty bytes for each
+_MOST_CELLS = 1 << 19  # queries x intervals of runs at a time, about eighty bytes each
 
 
 class Seen(Enum):
@@ -47,8 +47,8 @@ def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
 
 
 class Padding(NamedTuple):
-    """Rows that nobody sees, and that see nothing: they may hold anything, also NaN, and zero times
-    NaN is NaN. None where there are none."""
+    """Queries that see no key, and keys that no query sees; None where there are none. Padding may
+    hold NaN, and zero times NaN is NaN, so kernels clear it."""
 
     queries: Tensor | None  # (S,) bool
     keys: Tensor | None  # (T,) bool
@@ -70,7 +70,7 @@ class Padding(NamedTuple):
 
 
 def cleared(x: Tensor, padding: Tensor | None, rows: slice = slice(None), dim: int = 1) -> Tensor:
-    """Some rows of a dimension, with zeros in place of padding; a view where there is none."""
+    """These rows of `x` along `dim`, with zeros in place of padding; a view without padding."""
     part = x[(slice(None),) * dim + (rows,)]
     if padding is None:
         return part
@@ -82,7 +82,7 @@ def cleared(x: Tensor, padding: Tensor | None, rows: slice = slice(None), dim: i
 def dense_mask(
     mask: BlockMask, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor | None:
-    """(S, T) bool, True where visible; None when everything is."""
+    """(S, T) bool, True where visible; None if all pairs are."""
     check_mask(mask, num_queries, num_keys)
     if isinstance(mask, Full):
         return None
@@ -91,7 +91,7 @@ def dense_mask(
 
 
 class BlockVisibility:
-    """Visibility of blocks of `query_block` x `key_block`, the last of each may be shorter."""
+    """Visibility of blocks of `query_block` x `key_block`; the last of a side may be shorter."""
 
     def __init__(
         self,
@@ -137,10 +137,10 @@ class BlockVisibility:
 def block_states(
     lo: Tensor, hi: Tensor, key_position: Tensor, query_block: int, key_block: int
 ) -> tuple[Tensor, Tensor]:
-    """(blocks of queries, blocks of keys) bool: which see each other whole, and which in part.
+    """Two (blocks of queries, blocks of keys) bool: all pairs are visible, and only some are.
 
-    A block with a row that sees nothing, or with fewer rows than others, is never whole, so that
-    a kernel need not look at bounds in whole blocks.
+    A block with a row that sees nothing, or with fewer rows than others, never counts as all
+    visible, so that a kernel need not check bounds there.
     """
     low_K = _cut(key_position, key_block, _NEVER).amin(dim=1)
     high_K = _cut(key_position, key_block, -1).amax(dim=1)
@@ -174,7 +174,7 @@ def _positions(
         position = torch.arange(num_queries, device=device)
         return torch.zeros_like(position), position + 1, position
     key = ("positions", device)
-    if key not in mask.kept:  # of one mask many calls are made, and graphs take no copies
+    if key not in mask.kept:  # many calls have this mask, and CUDA graphs take no copies
         mask.kept[key] = tuple(x.to(device) for x in (mask.lo, mask.hi, mask.key_position))
     lo, hi, key_position = mask.kept[key]
     return lo, hi, key_position
@@ -189,14 +189,14 @@ def _visible(lo: Tensor, hi: Tensor, key_position_T: Tensor) -> Tensor:
 
 
 def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
-    """(2 n + 1, S) int32: what a query sees as `[0, F0) u [F1, F2) u ...`, sorted.
+    """(2 n + 1, S) int32: the rows that a query sees, as `[0, F0) u [F1, F2) u ...`, sorted.
 
-    Keys that follow each other in rows and positions form runs. What a query sees of a run are at
-    most its own intervals, in order; those that touch are one.
+    Keys that follow each other in rows and positions form runs. A query sees an interval of rows of
+    each run for each interval of its mask; intervals that touch are joined.
     """
     lo, hi, position = (x.to(device, torch.int32) for x in (mask.lo, mask.hi, mask.key_position))
     if mask.ascending and lo.dim() == 1:
-        # One interval of rows: nothing to look for, and nothing that the host would wait for.
+        # One interval of rows: no runs to find, and the host does not wait for the device.
         low, high = torch.searchsorted(position, torch.stack((lo, hi)), out_int32=True)
         high = torch.maximum(low, high)
         if mask.from_first:
@@ -205,7 +205,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     if len(position) == 0:
         return lo.new_zeros(1, lo.shape[-1])
     breaks = torch.ones_like(position, dtype=torch.bool)
-    # What follows padding, which is at -1, is the beginning of a run, though it be at 0.
+    # A key after padding, which is at -1, begins a run even at position 0.
     breaks[1:] = (position[1:] != position[:-1] + 1) | (position[:-1] < 0)
     first_row = breaks.nonzero().flatten()
     if len(first_row) * mask.num_intervals > _MOST_RUNS:
@@ -216,18 +216,17 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     start = position[first_row].long()[:, None]
     length = torch.diff(first_row, append=first_row.new_tensor([len(position)]))[:, None]
     runs = _Runs(first_row[:, None], start, length)
-    # Some queries at a time: all of a long sequence by all runs of keys are more memory than the
-    # pass takes that the mask is for.
-    some = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
+    # Part by part: all queries by all runs can take more memory than the attention itself.
+    size = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
     num_queries = lo.shape[1]
     parts = [
-        _pairs(runs, lo[:, at : at + some], hi[:, at : at + some])
-        for at in range(0, max(num_queries, 1), some)
+        _pairs(runs, lo[:, at : at + size], hi[:, at : at + size])
+        for at in range(0, max(num_queries, 1), size)
     ]
-    most = max(x.shape[1] for x in parts)
-    # Intervals that a query does not have are empty ones behind its last.
+    most = max(part.shape[1] for part in parts)
+    # A query with fewer intervals gets empty ones behind its last interval.
     pairs = torch.cat(
-        [torch.cat((x, x[:, -1:].expand(-1, most - x.shape[1])), dim=1) for x in parts]
+        [torch.cat((part, part[:, -1:].expand(-1, most - part.shape[1])), dim=1) for part in parts]
     )
     if bool((pairs[:, 0] > 0).any()):
         pairs = torch.cat((pairs.new_zeros(len(pairs), 1), pairs), dim=1)
@@ -237,7 +236,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
 
 
 class _Runs(NamedTuple):
-    """Of keys, each a column: the rows and the positions where they begin, and how many."""
+    """Runs of keys, as columns: first rows, first positions, and numbers of keys."""
 
     row: Tensor
     position: Tensor
@@ -245,8 +244,8 @@ class _Runs(NamedTuple):
 
 
 def _pairs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
-    """(S, 2 n) int32: where what queries see begins and ends, b0, e0, b1, e1, ..."""
-    # (S, runs * intervals): where what is seen of a run begins and ends, as rows.
+    """(S, 2 n) int32: begin and end of each interval of rows that a query sees: b0, e0, b1, ..."""
+    # (S, runs * intervals): the first row that a query sees of a run, and the row after the last.
     low, high = (
         (
             runs.row + torch.minimum((bound.T[:, None] - runs.position).clamp_(min=0), runs.length)

@@ -1,4 +1,4 @@
-"""The table of all methods on the page of `mesh-attention report`, and what its settings mean."""
+"""HTML of the table of all methods in `mesh-attention report`, and of its legend, for `page.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ side.</span></p>
 
 
 def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
-    """What the options of the table are, as the help of the command line says it."""
+    """The meaning of each option in the table, as the help of the command line says it."""
     settings = [p.setting for method in facts.methods for p in method.passes.values()]
     names = {word.partition("=")[0] for setting in settings for word in setting.split()}
     return {
@@ -88,8 +88,8 @@ def _row(facts: ReportFacts, method: MethodFacts) -> str:
         ratio = f"<small>{p.received_bytes / least:.2f} x least</small>" if least else ""
         cells.append((p.received_bytes, f"{bytes_text(p.received_bytes)}{ratio}"))
     other, peak = sum(p.other_node_bytes for p in passes), method.peak_bytes
-    much = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
-    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{much}")]
+    warning = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
+    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{warning}")]
     numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
     settings = list(dict.fromkeys(p.setting for p in passes))
     if len(settings) > 1:
@@ -97,10 +97,11 @@ def _row(facts: ReportFacts, method: MethodFacts) -> str:
     words = "<br>".join(map(escape, settings))
     words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
     name, is_choice = escape(method.name), method is facts.methods[0]
-    mark = "<small>as fast</small>" if method.is_tie else ""
-    mark, shown = ("<small>the choice</small>", ' class="chosen"') if is_choice else (mark, "")
+    mark, style = ("<small>as fast</small>" if method.is_tie else ""), ""
+    if is_choice:
+        mark, style = "<small>the choice</small>", ' class="chosen"'
     head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
-    return f"<tr{shown}>{head}{numbers}{words}</tr>\n"
+    return f"<tr{style}>{head}{numbers}{words}</tr>\n"
 
 
 def ms_text(seconds: float) -> str:

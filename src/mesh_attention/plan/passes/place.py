@@ -1,22 +1,22 @@
-"""Place the buffers of a program, and leave out what need not be made: copies, row sums and lse.
+"""Places the buffers of a program, and leaves out needless copies, row sums and lse.
 
-`compile.py` calls `placed`; it changes one program and looks at no other rank.
+`compile.py` calls `placed`, which changes one program and looks at no other rank;
+`runtime/session/rank_plan.py` calls `without_lse`.
 
-Copies: builders give every attention an accumulator in wide precision, because rectangles are
-merged there, and a copy that changes precision before results travel or are handed out. If one
-call does all, the accumulator holds only what the call returned: the attention then writes where
-the copy would, and two passes over memory are saved. Results are the same bit for bit.
-Accumulators that nothing uses any more leave the program too, so buffers are placed anew in less
-memory. Where other ranks know the places (shared memory), buffers stay: then a result is written
-early only where nothing else lies meanwhile.
+Copies: builders give every attention a wide accumulator, in which its calls are merged, and a copy
+that changes precision before results travel or leave the program. If an attention has one call, it
+writes where the copy would, which saves two passes over memory; results are the same bit for bit.
+Unused accumulators leave the program too, so buffers are placed anew in less memory. Where other
+ranks know the places (shared memory), buffers stay, and a result is written early only where no
+other buffer lies meanwhile.
 
 Row sums: where queries travel, `delta = rowsum(out * grad_out)` travels in place of `out`. Rows
-that stay, and that only one backward attention reads, do not need delta: kernels that want `out`
-have it, and kernels that want sums make them.
+that stay, and that only one backward attention reads, do not need delta: kernels that need `out`
+have it, and kernels that need sums make them.
 
-`without_lse`: a forward program that keeps lse for the backward pass hands it out for nothing but
-the caller. Transports look at the programs of other ranks too, so all of them are compiled from a
-plan without its exchange.
+lse: a forward program that keeps lse for the backward pass returns it only for the caller.
+Transports look at the programs of other ranks too, so all of them are compiled from a plan without
+the exchange of lse.
 """
 
 from __future__ import annotations
@@ -54,39 +54,39 @@ from mesh_attention.plan.problem.problem import Problem
 def placed(
     program: Program, problem: Problem, *, lse_gradient: bool, shows_workspace: bool
 ) -> Program:
-    """The program without needless copies and row sums, its buffers in places, in no more memory
-    than the plan says. Sums stay where a gradient of lse comes with a call: it is subtracted. The
-    rest is as `Target` has it."""
+    """The program without needless copies and row sums, with places for its buffers in no more
+    memory than the plan says. `lse_gradient`: row sums stay, as a gradient of lse is subtracted
+    from them. `shows_workspace`: buffers stay where other ranks know them (`Target`)."""
     changed = program if lse_gradient else without_row_sums(program)
     if not shows_workspace:
         if changed is not program:
             changed = _without_unused(changed, changed.operations)
         fused = without_copies(changed)
         memory = workspace_map(fused, problem)
-        # Most often less than what lives at once in the plan; to place that takes longer.
+        # Mostly true, and checked sooner than the plan's buffers are placed.
         if fused is program or memory.total_bytes <= peak_buffer_bytes(program, problem):
-            return _at(fused, memory)
+            return _with_places(fused, memory)
     planned = workspace_map(program, problem)
     if not shows_workspace and memory.total_bytes <= planned.total_bytes:
-        return _at(fused, memory)
+        return _with_places(fused, memory)
     fused = without_copies(changed, planned)
     used = _without_unused(fused, fused.operations)
-    return _at(replace(used, buffers=fused.buffers), planned)
+    return _with_places(replace(used, buffers=fused.buffers), planned)
 
 
-def _at(program: Program, memory: WorkspaceMap) -> Program:
+def _with_places(program: Program, memory: WorkspaceMap) -> Program:
     offsets = memory.offsets
     buffers = [b.at(offsets[b.name]) if b.name in offsets else b for b in program.buffers]
     return replace(program, buffers=tuple(buffers))
 
 
-@lru_cache(maxsize=1 << 14)  # ranks share them
+@lru_cache(maxsize=1 << 14)  # ranks share the buffers
 def at_offset(buffer: Buffer, offset: int | None) -> Buffer:
     return buffer.at(offset)
 
 
 def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Program:
-    """The program whose attentions write where a copy would. `memory`: where buffers must stay."""
+    """The program whose attentions write where a copy would. `memory`: places that must stay."""
     one_call = {
         at: op
         for at, op in enumerate(program.operations)
@@ -104,30 +104,31 @@ def without_copies(program: Program, memory: WorkspaceMap | None = None) -> Prog
             operations[at], copies = copies_of.of_forward(at, op)
         for copy in copies:
             operations[copy] = None
-    left = [op for op in operations if op is not None]
-    if len(left) == len(operations):
+    remaining = [op for op in operations if op is not None]
+    if len(remaining) == len(operations):
         return program
     if memory is not None:
-        return replace(program, operations=tuple(left))
-    return _without_unused(program, left)
+        return replace(program, operations=tuple(remaining))
+    return _without_unused(program, remaining)
 
 
 def _without_unused(program: Program, operations: Sequence[Operation]) -> Program:
     used = {name for op in operations if not isinstance(op, Free) for name in op.touched}
     unused = {b.name for b in program.buffers if b.role is Role.WORKSPACE} - used
-    left: list[Operation] = []
+    remaining: list[Operation] = []
     for op in operations:
         if isinstance(op, Free) and not unused.isdisjoint(op.buffers):
             names = tuple(name for name in op.buffers if name not in unused)
-            left += [Free(names)] if names else []
+            remaining += [Free(names)] if names else []
         else:
-            left.append(op)
+            remaining.append(op)
     buffers = tuple(b for b in program.buffers if b.name not in unused)
-    return replace(program, operations=tuple(left), buffers=buffers)
+    return replace(program, operations=tuple(remaining), buffers=buffers)
 
 
 class _Copies:
-    """Finds the copies that attentions make needless."""
+    """Finds copies that are needless, and lets attentions write their outputs. Operations are
+    named by their index in the program."""
 
     def __init__(self, program: Program, memory: WorkspaceMap | None) -> None:
         self._operations = program.operations
@@ -139,7 +140,7 @@ class _Copies:
                 self._users[name].append(at)
 
     def of_forward(self, at: int, op: Attend) -> tuple[Attend, list[int]]:
-        """The attention, and the places of copies that need not be made."""
+        """The attention with new outputs, and the copies that it replaces."""
         reader = self._only_reader(at, op.out)
         copy = None if reader is None else self._operations[reader]
         if reader is None or not isinstance(copy, Merge):
@@ -179,8 +180,8 @@ class _Copies:
         return replace(op, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v), left_out
 
     def _only_reader(self, at: int, piece: Piece) -> int | None:
-        """The place of the operation that reads what the attention at `at` writes to this piece, if
-        nothing else ever uses the buffer."""
+        """The operation that reads the result of the attention `at` in this piece, if no other
+        operation uses the buffer."""
         others = [i for i in self._users[piece.buffer] if i != at]
         if piece.buffer not in self._lifetimes or len(others) != 1:
             return None
@@ -188,12 +189,12 @@ class _Copies:
         return reader if reader > at and self._pieces(reader, piece.buffer) == [piece] else None
 
     def _pieces(self, at: int, buffer: str) -> list[Piece]:
-        """The pieces of a buffer that the operation at `at` uses."""
+        """The pieces of a buffer that the operation `at` uses."""
         op = self._operations[at]
         return [piece for piece in (*reads(op), *writes(op)) if piece.buffer == buffer]
 
     def _can_be_early(self, targets: Sequence[Piece], at: int, reader: int) -> bool:
-        """Whether these pieces can be written at `at` already, and not first at `reader`."""
+        """Whether operation `at` can write these pieces in place of the later `reader`."""
         return all(self._is_free(target, at, reader) for target in targets)
 
     def _is_free(self, target: Piece, at: int, reader: int) -> bool:
@@ -203,14 +204,14 @@ class _Copies:
             if any(piece.overlaps(target) for piece in self._pieces(i, target.buffer)):
                 return False
         memory = self._memory
-        if memory is None or target.buffer not in memory.offsets:  # or the caller's
+        if memory is None or target.buffer not in memory.offsets:  # a buffer of the caller
             return True
         place = memory.offsets[target.buffer]
         end = place + memory.sizes[target.buffer]
         for name, (born, freed) in self._lifetimes.items():
             start = memory.offsets[name]
-            there = start < end and place < start + memory.sizes[name]
-            if there and name != target.buffer and born <= reader and at <= freed:
+            overlaps = start < end and place < start + memory.sizes[name]
+            if overlaps and name != target.buffer and born <= reader and at <= freed:
                 return False
         return True
 
@@ -224,8 +225,8 @@ def without_row_sums(program: Program) -> Program:
         if not isinstance(op, Merge) or op.rule is not MergeRule.DELTA:
             continue
         (out, _), (delta,) = op.inputs, op.outputs
-        own = table[out.buffer].role is Role.INPUT and replace(delta, buffer=out.buffer) == out
-        readers = _readers(program, at, delta.buffer) if own else {}
+        stays = table[out.buffer].role is Role.INPUT and replace(delta, buffer=out.buffer) == out
+        readers = _readers(program, at, delta.buffer) if stays else {}
         pieces = [piece for _, piece in readers.values()]
         if not any(a.overlaps(b) for a, b in combinations(pieces, 2)):
             for i, (reader, piece) in readers.items():
@@ -237,7 +238,7 @@ def without_row_sums(program: Program) -> Program:
 
 
 def _readers(program: Program, writer: int, buffer: str) -> dict[int, tuple[AttendBackward, Piece]]:
-    """The attentions that read this buffer as delta, by place, with the piece that each reads. None
+    """By index: the attentions that read this buffer as delta, and the piece that each reads. Empty
     where other operations use the buffer too."""
     readers: dict[int, tuple[AttendBackward, Piece]] = {}
     for at, op in enumerate(program.operations):
@@ -250,7 +251,7 @@ def _readers(program: Program, writer: int, buffer: str) -> dict[int, tuple[Atte
 
 
 def without_lse(plan: Plan) -> Plan:
-    """The plan whose forward programs do not hand out lse, where they keep it."""
+    """The plan whose forward programs do not return lse, where they keep it."""
 
     def of_pass(pass_: Pass) -> Pass:
         if pass_.direction is not Direction.FORWARD:
@@ -262,11 +263,11 @@ def without_lse(plan: Plan) -> Plan:
 
 
 def _without_lse(program: Program) -> Program:
-    """The program without its output `lse`; as it is where no lse is kept, or where lse reaches its
-    owner otherwise than by an exchange."""
+    """The program without its output `lse`. It stays as it is where no lse is kept, or where an
+    operation other than an exchange writes the output."""
     table = program.buffer_table()
     of_lse = {name for name, buffer in table.items() if buffer.kind is Kind.LSE}
-    handed_out = {name for name in of_lse if table[name].role is Role.OUTPUT}
+    outputs = {name for name in of_lse if table[name].role is Role.OUTPUT}
     if all(table[name].role is not Role.KEPT for name in of_lse):
         return program
 
@@ -275,12 +276,12 @@ def _without_lse(program: Program) -> Program:
 
     operations: list[Operation] = []
     for op in program.operations:
-        if handed_out.isdisjoint(op.written):
+        if outputs.isdisjoint(op.written):
             operations.append(op)
             continue
         if not isinstance(op, AllToAll):
             return program
         sends, receives = (tuple(map(others, side)) for side in (op.sends, op.receives))
         operations.append(replace(op, sends=sends, receives=receives))
-    buffers = tuple(buffer for buffer in program.buffers if buffer.name not in handed_out)
+    buffers = tuple(buffer for buffer in program.buffers if buffer.name not in outputs)
     return replace(program, buffers=buffers, operations=tuple(operations))

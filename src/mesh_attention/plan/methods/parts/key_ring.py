@@ -1,7 +1,7 @@
 """Keys that rotate: the steps of one member of Ring-Attention (algorithm.md, section 9).
 
-Queries stay; KV blocks go round along a `Rotation`. The backward pass sends dK and dV after them,
-direct or with their block (`rotate.py`). Used by the rings of a box and by StarTrail.
+Queries stay; KV blocks go round along a `Rotation`. The backward pass sends dK and dV to the owners
+of their block, direct or with the block (`rotate.py`). `ring_order.py` and StarTrail use it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _EMPTY = Task("C", stage="empty")
 
 @lru_cache(maxsize=1 << 14)
 def _pair(k: str, v: str, rows: int) -> Pair:
-    """Members use the same names for what they hold at a step, so they share these pieces."""
+    """Members have the same buffer names at a step, so they share these pieces."""
     return Piece(k, 0, rows), Piece(v, 0, rows)
 
 
 @dataclass(frozen=True)
 class KeyRoute:
-    """How gradients reach their owners: `per_node` members follow each other in a node. Members
-    share all operations but transfers (`shared`): a ring of n has n^2 steps, which would take long
-    to plan and to read."""
+    """The way of gradients to their owners; `per_node` members follow each other in a node. Members
+    share all operations but transfers (`shared`): those of n members with n steps each would take
+    long to plan and to read."""
 
     gradients: GradientRoute
     per_node: int | None
@@ -45,14 +45,14 @@ class KeyRoute:
 
 
 class KeyRing:
-    """The steps of one member, whose queries are those of a tile row.
+    """The steps of one member, which has the queries of a tile row.
 
-    `rows` are the rows of the block of each step, `own` the pieces of the first block, and
-    `results` the pieces for the gradients of the own block.
+    `rows` are the rows of the block of each step, `own` the pieces of the member's own block, which
+    is that of step 0, and `results` the pieces for its gradients.
 
-    Where heads or keys are cut, each KV chunk (`part`) goes round in a ring of its own. Its steps,
-    and the names of their buffers, are numbered on from those of the parts before. `begun`: the Q
-    chunks whose accumulators hold something.
+    Where heads or keys are cut, each KV chunk (`part`) goes round in a ring of its own. Steps and
+    names of buffers are numbered through all rings. `begun`, which all rings of a member share: the
+    Q chunks with results in their accumulators.
     """
 
     def __init__(
@@ -77,9 +77,8 @@ class KeyRing:
         self._first = part * self.size  # the number of the first step
         self._travels = route.gradients is GradientRoute.TRAVEL
         self._deliveries = deliveries(rotation, route.gradients, route.per_node)
-        self._came: dict[int, list[Pair]] = {}  # what travels with the block of a step
-        self._begun = {0}  # steps whose gradients hold parts of others, or the own
-        self._own_begun = False
+        self._arrived: dict[int, list[Pair]] = {}  # by step: sums that came with its block
+        self._begun = set[int]()  # steps with gradients in their accumulators
         self._begun_q = set[int]() if begun is None else begun
         self._block_rows = sum(stop - start for start, stop in rows[0])
         first = part // mesh.kv.chunks_of_slice * mesh.q.chunks_of_slice
@@ -122,8 +121,7 @@ class KeyRing:
             self._declare(sums, _GRADS, step, Precision.ACCUMULATE)
         if not calls:
             return []
-        # The own gradients hold nothing before the first attention on them.
-        first = step not in self._begun or (step == 0 and not self._own_begun)
+        first = step not in self._begun
         key: object = (index, number, self._own, calls, begun, first)
         if key not in self._shared:
             task, totals = Task("C", (index, number)), mesh.q.sums(index) + sums
@@ -131,32 +129,32 @@ class KeyRing:
             self._shared[key] = [attention(task, *operands, calls, (not begun, first))]
         self._begun_q.add(index)
         self._begun.add(step)
-        self._own_begun |= step == 0
         return self._shared[key]
 
     def send_on(self, step: int) -> list[Operation]:
-        """Gradients of the keys of a step, once all queries have met them."""
+        """The transfers of gradients that are due once all queries have met the keys of a step."""
         if not self._backward:
             return []
         operations: list[Operation] = []
-        if not step and not self._own_begun:
+        if step == 0 and 0 not in self._begun:
+            self._begun.add(0)
             operations += [Merge(_EMPTY, MergeRule.SUM, (), (sums,)) for sums in self._sums(0)]
         for delivery in self._deliveries[step]:
             operations += self._deliver(delivery)
         return operations
 
     def empty(self, index: int) -> list[Operation]:
-        """Neutral results of queries that have seen nothing."""
+        """Neutral results of a Q chunk that no attention has computed."""
         if index in self._begun_q:
             return []
         self._begun_q.add(index)
         return [Merge(_EMPTY, self._mesh.q.merge_rule, (), self._mesh.q.sums(index))]
 
     def end(self) -> list[Operation]:
-        """The owner's total, with the sum that travelled."""
+        """The total gradients of the member's own block, with the sums that came with it."""
         if not self._backward:
             return []
-        parts = [self._sums(0), *self._came.get(0, ())]
+        parts = [self._sums(0), *self._arrived.get(0, ())]
         task = Task("dKV", stage="end")
         return [
             Merge(task, MergeRule.SUM, tuple(pair[side] for pair in parts), (result,))
@@ -187,11 +185,11 @@ class KeyRing:
             self.buffers[piece.buffer] = Buffer(piece.buffer, kind, rows, heads, precision)
 
     def _deliver(self, delivery: Delivery) -> list[Operation]:
-        """Sends this member's part of the gradients of a step's block, with the sum that came with
-        it. What arrives goes on with its block, or is added to the gradients of its block."""
+        """Sends this member's gradients of a step's block, with the sum that came with the block.
+        Arriving gradients go on with their block, or are added to its gradients here."""
         step, to, source, block = delivery
         number = self._first + step
-        parts = [self._sums(step)] * (step in self._begun) + self._came.pop(step, [])
+        parts = [self._sums(step)] * (step in self._begun) + self._arrived.pop(step, [])
         goes_on = self._travels and block
         outgoing = self._grads(f"{number}.wire")
         incoming = self._grads(f"{self._first + block}.sofar" if goes_on else f"back{number}")
@@ -206,7 +204,7 @@ class KeyRing:
         transfer = SendRecv(task, self._group, to, outgoing, source, incoming)
         operations = [*self._shared[key], transfer]
         if self._travels:
-            self._came[block] = [incoming]
+            self._arrived[block] = [incoming]
             return operations
         totals, begun = self._sums(block), block in self._begun
         self._declare(totals, _GRADS, block, Precision.ACCUMULATE)

@@ -1,8 +1,9 @@
-"""What methods on a tile grid share: layouts, devices, head groups, and the plan itself.
+"""The parts that methods on a tile grid share: layouts, devices, head groups, and the plan itself.
 
-A builder makes a `TilePlanner` of its problem and options, asks it for the `TilePass` of each
-direction, and ends with `planner.plan(problem, passes)`. If the options say the layout, none of it
-depends on the mask. Options that do not fit are refused here.
+A builder (`box.py`, `startrail.py`, `needed_rows.py`) makes a `TilePlanner` of its problem and
+options, asks it for the `TilePass` of each direction, and ends with `planner.plan(problem,
+passes)`. The mask matters only where the options name no layout. Options that do not fit are
+refused here.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Box(TileSetting, DegreeSetting, CutSetting):
-    """The options of a method with what it chose; StarTrail and needed rows have no more than a
-    tile of it. Other fields are the options of these names.
+    """The options of a method and its own choices, of which StarTrail and needed rows make only the
+    tile. Fields that are not named here are the options of these names.
 
     rotates    the side that goes round in blocks; the other side, or both, are gathered
-    route      how results of rotating blocks reach their owners; None: all at the end
-    inner      units of an inner ring, in a ring of rings
-    rotation   KV partition rotation: without it keys come by all-to-all
+    route      the way of results of rotating blocks to their owners; None: all at the end
+    inner      units of an inner ring, in a double ring
+    rotation   KV partition rotation; without it keys come by all-to-all
     """
 
     method: str = ""
@@ -69,21 +70,21 @@ class Box(TileSetting, DegreeSetting, CutSetting):
 
     @classmethod
     def of(cls, method: str, setting: Setting, **chosen: Any) -> Self:
-        """The fields that a setting has, by name, and the values that the method chose."""
+        """A box with the fields of a setting, and the values that the method chose."""
         names = {field.name for field in fields(cls)}
         asked = {f.name: getattr(setting, f.name) for f in fields(setting) if f.name in names}
         return cls(**{**asked, **chosen, "method": method})
 
 
 def layout_kind(problem: Problem, box: Box) -> LayoutKind:
-    """As it was asked for, or by the mask."""
+    """The layout that the options name, or else the usual layout of the mask."""
     return box.layout or (LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG)
 
 
 def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
     """The layouts of queries and of keys inside the method."""
     if box.relayout and box.ulysses == num_ranks:
-        # Every rank has all tokens of its heads in any layout: that of the shards is best.
+        # Every rank has all tokens of its heads in any layout, so the layout of shards is best.
         box = replace(box, layout=LayoutKind.CONTIGUOUS, stripe_block=1, stretches=None)
     kind = layout_kind(problem, box)
     if kind is LayoutKind.LISTED and problem.q_tokens != problem.keys:
@@ -98,7 +99,7 @@ def _layouts_of(problem: Problem, num_ranks: int, box: Box) -> Layouts:
 
 
 def _reduce_by(problem: Problem, box: Box, tile: Tile, nodes: tuple[int, ...]) -> ReduceBy:
-    """Auto: partials that could be added inside a node should not each leave it."""
+    """By default, partial results that can be added inside a node do not leave it one by one."""
     if box.combine is not Combine.AUTO:
         return ReduceBy(box.combine.value)
     groups = [tile.q_group(r) for r in range(tile.b)]
@@ -109,21 +110,21 @@ def _reduce_by(problem: Problem, box: Box, tile: Tile, nodes: tuple[int, ...]) -
 
 
 def cut_of(box: Box, direction: Direction, problem: Problem) -> PassCut:
-    """Chunks, and sizes of the slices of heads; those of the backward pass default to the forward
-    ones."""
+    """Chunks, and sizes of the slices of heads. The backward pass has the options of the forward
+    pass unless it has its own."""
 
-    def asked(name: str) -> tuple[str, tuple[int, int] | None]:
+    def option(name: str) -> tuple[str, tuple[int, int] | None]:
         other = f"backward_{name}"
         name = other if direction is Direction.BACKWARD and getattr(box, other) else name
         return name, getattr(box, name)
 
-    name, chunks = asked("chunks")
+    name, chunks = option("chunks")
     kq, kkv = chunks = chunks or (1, 1)
     if kq < 1 or kkv < 1 or kq * kkv > MAX_TASKS:
         raise PlanError(
             f"{name}={kq}x{kkv}: both must be at least 1 and their product at most {MAX_TASKS}"
         )
-    name, heads = asked("head_slices")
+    name, heads = option("head_slices")
     slices = sizes_for(problem, box.ulysses, heads, name)
     return PassCut(chunks, slices, box.even_chunks, box.short_start)
 
@@ -140,20 +141,20 @@ class TilePlanner:
             self.backward_tile = tile_for(box.backward_tile, units, rotation=box.rotation)
         places = {name: getattr(box, name) for name in PLACES}
         self._devices = devices_of(self.tile, box.ulysses, box.ranks_per_node, **places)
-        # Whatever the order of ranks in the grid, tokens lie where they do in any plan.
+        # The order of ranks in the grid does not change the device that holds a token.
         q, kv = (x.on_devices(self._devices) for x in _layouts_of(problem, num_ranks, box))
         self.layouts = q, q if q == kv else kv
-        self.shards: Layouts | None = None  # of the caller's tensors, where they are others
+        self.shards: Layouts | None = None  # of the caller's tensors, where they differ
         if box.relayout:
             kind = LayoutKind.CONTIGUOUS
             q, kv = (Layout(kind, x.num_tokens, num_ranks, order=x.order) for x in self.layouts)
             self.shards = None if (q, kv) == self.layouts else (q, kv)
-        per_node = box.ranks_per_node  # all in one node where that is not known
+        per_node = box.ranks_per_node  # unknown: all ranks count as one node
         firsts = self._devices[:: box.ulysses]  # the first rank of each unit
         self.nodes = tuple(device // per_node if per_node else 0 for device in firsts)
 
     def lowerings(self, problem: Problem) -> Lowerings:
-        """One call for a task takes all rows under any mask."""
+        """With `one_call` a task has one call, which takes all rows under any mask."""
         rows = (self._problem if self._box.one_call else problem).rows
         return lowerings_of(*self.layouts, rows, one_call=self._box.one_call)
 
@@ -165,13 +166,13 @@ class TilePlanner:
         keep: Keep | None = None,
         rotates: tuple[bool, bool] = (True, True),
     ) -> OnDemand[TilePass]:
-        """One pass on each head group. `keep`: another than asked for; `rotates`: whether queries,
-        and keys, go round and are not gathered."""
+        """One pass on each head group. `keep` replaces the option; `rotates`: whether queries, and
+        whether keys, go round and are not gathered."""
         problem, box, nodes = self._problem, self._box, self.nodes
         tile = self.tile if direction is Direction.FORWARD else self.backward_tile
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
         per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
-        # Rows that change their layout on the way are exchanged at once.
+        # Rows that change their layout are exchanged whole.
         whole = cut.chunks == (1, 1) and len(cut.slices) == 1
         at_once = box.ulysses == 1 or self.shards is not None or whole
         keep = keep or box.keep
