@@ -1,7 +1,7 @@
-"""A choice in words that the model can stand by: how it compares with what people would use
-otherwise, and what a rank receives and waits for. `advise` and the report print them.
+"""Explains a choice in words: its time against usual methods, and what a rank receives and waits
+for. `advise` and the report print them.
 
-Modelled times differ from measured ones by a few percent (`docs/simulate.md`), so plans within 3 %
+Modelled times differ from measured times by a few percent (`docs/simulate.md`), so plans within 3 %
 of each other are a tie.
 """
 
@@ -17,7 +17,7 @@ from mesh_attention.plan.problem.arguments import bytes_text
 
 TIE = 0.03
 TIE_TEXT = f"within {TIE:.0%}, which the model cannot tell apart".replace("%", " %")
-_LITTLE = 0.01  # of the time: not worth a word
+_LITTLE = 0.01  # of the time: not mentioned
 
 Passes = Mapping[Direction, Scored]
 
@@ -28,9 +28,8 @@ def explain(
     """Such as: mesh-usp takes 401 ms forward and backward: 12 % less time than usp (456 ms), 60 %
     less time than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
     seconds, names = seconds_of(chosen), [scored.name for scored in chosen.values()]
-    said = " and ".join(chosen)
     if len({*names}) == 1:
-        text = f"{names[0]} takes {about(chosen)} {said}"
+        text = f"{names[0]} takes {about(chosen)} {' and '.join(chosen)}"
     else:
         each = " and ".join(f"{scored.name} {direction}" for direction, scored in chosen.items())
         text = f"{each} take {about(chosen)} together"
@@ -92,7 +91,7 @@ def _compared(seconds: float, name: str, passes: Passes) -> str:
 
 
 def _idle(timelines: Sequence[Timeline]) -> str:
-    """What a rank does not compute in, in the mean: its own transfers, and others' work."""
+    """Time without computation, as the mean over ranks: transfers, and waiting for other ranks."""
     waiting = sum(timeline.waiting_for_ranks_seconds for timeline in timelines)
     exposed = sum(timeline.open_communication_seconds for timeline in timelines)
     total = sum(timeline.runtime_seconds for timeline in timelines)
@@ -105,7 +104,7 @@ def _idle(timelines: Sequence[Timeline]) -> str:
 
 
 def _received(timelines: Sequence[Timeline]) -> str:
-    """By the rank that receives most, in all passes."""
+    """Bytes of all passes; of each pass, those of the rank that receives most."""
     total = sum(max(timeline.received_bytes) for timeline in timelines)
     between = sum(max(timeline.far_bytes) for timeline in timelines)
     if not total:

@@ -1,7 +1,7 @@
-"""All methods of a search in order, each with what people compare: time, MFU, bytes and memory.
+"""Ranks all methods of a search, each with its time, MFU, bytes and memory.
 
-`advise` and the report show the rows. Ranking may correct the choice of the search: a method that
-seemed slower by its estimate is simulated here, and wins if it is faster.
+`advise` and the report show the rows. Ranking may correct the choice of the search: it simulates a
+method that seemed slower by its estimate, and the method becomes the choice if it is faster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Passes = dict[Direction, Scored]
 
 @dataclass(frozen=True)
 class RankedMethod:
-    """A method at its best in every pass asked for, or a choice of one for each."""
+    """A method at its best in each pass, or a choice of a method for each pass."""
 
     passes: Passes
     asked: SearchQuestion
@@ -50,7 +50,7 @@ class RankedMethod:
 
     @property
     def is_simulated(self) -> bool:
-        """Otherwise `seconds` are what one rank sees, to which waiting for others may come."""
+        """If not, `seconds` are an estimate without the time that ranks wait for each other."""
         return all(scored.is_simulated for scored in self.passes.values())
 
     @cached_property
@@ -72,7 +72,7 @@ class RankedMethod:
 
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
-        """In all, and from other nodes, by the rank that receives most of each."""
+        """Bytes in all, and from other nodes: each of the rank that receives most."""
         received = {}
         for direction, scored in self.passes.items():
             if scored.timeline is not None:
@@ -97,16 +97,16 @@ class RankedMethod:
 
     @property
     def is_short(self) -> bool:
-        """Whether to simulate it does not take long."""
-        return all(x.operations <= SEARCH.simulated_operations for x in self.passes.values())
+        """Whether a simulation of it takes little time."""
+        return all(s.operations <= SEARCH.simulated_operations for s in self.passes.values())
 
     def too_large(self, batch: int = 1) -> list[str]:
-        """A line where it does not fit: then nothing fits, since what does is ranked before it.
-        `batch`: so many sequences at a time, of which each has its part of the cluster's memory."""
-        much = [(d, scored.peak_bytes) for d, scored in self.passes.items() if not scored.fits]
-        if not much:
+        """A line if the choice does not fit: then no method fits, since fitting methods are first.
+        `batch`: sequences at a time, each with its part of the cluster's memory."""
+        sizes = [(d, scored.peak_bytes) for d, scored in self.passes.items() if not scored.fits]
+        if not sizes:
             return []
-        needs = " and ".join(f"{bytes_text(size * batch)} {direction}" for direction, size in much)
+        needs = " and ".join(f"{bytes_text(size * batch)} {direction}" for direction, size in sizes)
         limit = bytes_text(gpu_bytes(self.asked.cluster) * batch)
         fewer = "tokens or heads" if batch == 1 else "tokens, heads or sequences"
         return [
@@ -115,8 +115,8 @@ class RankedMethod:
         ]
 
     def setting(self, direction: Direction) -> str:
-        """As the method takes it, in Python and on a command line. A shape that the method has no
-        option for, as that of a ring, is left out."""
+        """The options of a pass, as Python and the command line take them. A shape for which the
+        method has no option, such as the tile of a ring, is left out."""
         scored = self.passes[direction]
         words = {name: value_text(value) for name, value in scored.options.items()}
         chosen = self.plans[direction].direction(direction).setting
@@ -150,8 +150,7 @@ class RankedMethod:
 
 @dataclass(frozen=True)
 class Ranking:
-    """`rows`: the choice first, then the methods that it is not, the best first. `default`: where
-    it was given."""
+    """`rows`: the choice, then other methods, the best first. `default`: a row of that choice."""
 
     choice: PlanChoice
     rows: list[RankedMethod]
@@ -168,15 +167,15 @@ class Ranking:
         return explain(self.choice.chosen, methods, [*self.refused], self.choice.asked.num_ranks)
 
     def is_tie(self, row: RankedMethod) -> bool:
-        """With the choice."""
+        """Whether a row and the choice are a tie."""
         return is_tie(self.chosen.seconds, row.seconds) and row.fits_gpu == self.chosen.fits_gpu
 
 
 @collector_paused()
 def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
-    """All methods that the search was about, simulated if that does not take long. No row is before
-    the choice: a method that seems to be is simulated, and if it is faster it becomes the choice.
-    `default`: what doors take."""
+    """All methods of a search, simulated if that takes little time. A method that seems better than
+    the choice is simulated in any case, and becomes the choice if it is. `default`: the choice that
+    `ContextParallel` makes, which may become the choice too."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -202,7 +201,7 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
 
 
 def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) -> RankedMethod:
-    """What one rank sees of the most promising shape of a method."""
+    """An estimate of the most promising shape of a method."""
     choice = find_best(
         asked.problem,
         asked.num_ranks,
@@ -219,7 +218,7 @@ def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) 
 
 
 def _simulated(row: RankedMethod) -> RankedMethod:
-    passes = {direction: row.asked.simulated(x) for direction, x in row.passes.items()}
+    passes = {direction: row.asked.simulated(scored) for direction, scored in row.passes.items()}
     return RankedMethod(passes, row.asked)
 
 
@@ -228,8 +227,8 @@ def name_of(passes: Passes) -> str:
 
 
 def received_bytes(plan: Plan, pass_: Pass) -> tuple[int, int]:
-    """What a rank receives in a pass, in all and from other nodes: the most of two ranks in the
-    middle, in two nodes where there are several. Programs of all ranks would take long to make."""
+    """Bytes that a rank receives in a pass, in all and from other nodes: the most of two ranks in
+    the middle, in two nodes where there are several. Programs of all ranks take long to make."""
     most_received = most_far = 0
     for rank in {max(0, plan.num_ranks // 2 - 1), plan.num_ranks // 2}:
         program = pass_.programs[rank]

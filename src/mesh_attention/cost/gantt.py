@@ -1,6 +1,6 @@
 """A Gantt chart of timelines: two streams for each of the first ranks, with matplotlib.
 
-`simulate --gantt` and the demo write it; the report has the colours in common.
+`simulate --gantt` and the demo write it; the report uses its colours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mesh_attention.files import replacing
 
 _FORMATS = (".png", ".svg")
 WAIT = "waits for other ranks"
-# The colours of Okabe and Ito, which people who see fewer colours can tell apart.
+# The colours of Okabe and Ito, which colour-blind people can tell apart.
 COLOURS = {
     "Attend": "#e69f00",
     "AttendBackward": "#d55e00",
@@ -30,8 +30,8 @@ _LABEL_SHARE = 0.012  # of the width of the chart for each letter of a label
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot` without a screen, or an error that says what to install: it is an extra
-    (`plots`), and imported when a picture is drawn."""
+    """`matplotlib.pyplot` without a screen, imported when a picture is drawn. Where it is missing,
+    an error names the package to install (the extra `plots`)."""
     try:
         import matplotlib
     except ImportError:
@@ -43,7 +43,7 @@ def pyplot() -> Any:
 
 
 def check_gantt(path: Path | str, num_ranks: int) -> None:
-    """Refuses now what `draw_gantt` would refuse after a long search."""
+    """Refuses arguments now that `draw_gantt` would refuse after a long search."""
     if not isinstance(path, str | Path) or Path(path).suffix.lower() not in _FORMATS:
         raise MeshAttentionError(f"{path}: a Gantt chart is written as .png or .svg")
     if num_ranks < 1:

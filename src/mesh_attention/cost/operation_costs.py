@@ -1,8 +1,8 @@
-"""Seconds of a plan's operations when nothing disturbs them, as estimate and simulator add them up.
+"""Seconds of a plan's operations when nothing disturbs them, for `estimate.py` and `simulator.py`.
 
-`OperationCosts` is what both ask for; `ClusterCosts` answers by the description of a cluster and of
-its kernels. A computation is a few `TimedCall`s: how long each lasts, and how it shares the GPU
-with transfers.
+`OperationCosts` is the interface; `ClusterCosts` implements it by the descriptions of a cluster and
+of its kernels. A computation is a few `TimedCall`s, which say how long they last and how they share
+the GPU with transfers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OperationCosts(Protocol):
 
 
 class ClusterCosts:
-    """What the descriptions of a cluster and of its kernels say of a compiled plan."""
+    """Costs of a compiled plan by the descriptions of a cluster and of its kernels."""
 
     def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
         plan, direction = compiled.plan, compiled.pass_.direction
@@ -126,8 +126,8 @@ class ClusterCosts:
         return tuple(calls)
 
     def _rounds(self, op: Attention, sizes: Sequence[CallSize], at: int) -> float | None:
-        """Of a call that was split so that its second part leaves SMs: both together last a whole
-        number of rounds."""
+        """Rounds of the call `at`, if it is a part of a call that was split so that the second part
+        leaves SMs: both parts together last a whole number of rounds."""
         first = at if not op.calls[at].leave_sms else at - 1
         if not 0 <= first < len(op.calls) - 1:
             return None
@@ -142,8 +142,8 @@ class ClusterCosts:
         return before / sms if at == first else filled_rounds(before + after, sms) - before / sms
 
     def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:
-        """A call that leaves SMs loses them while a transfer is in flight; one that could and does
-        not keeps transfers waiting."""
+        """A call that leaves SMs loses them while a transfer is in flight. A call that could leave
+        SMs and does not keeps transfers waiting."""
         rates, sms = self._rates(call.kernel), self._target.gpu.sms
         seconds = self._clock.kernel(rates, size, rounds)
         assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
@@ -153,11 +153,11 @@ class ClusterCosts:
             late = seconds * late_pairs(rates, sms, size, call.leave_sms)
         elif self._beside:
             waits = not rates.lets_transfers_begin or bool(rates.sm_margin)
-        keys, turn = rates.tile_keys, 0.0
+        keys, interval = rates.tile_keys, 0.0
         if keys and self._beside:
             programs = -(-size.columns // keys) * size.heads
-            turn = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
-        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=turn, late=late)
+            interval = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
+        return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=interval, late=late)
 
     def _rates(self, kernel: str) -> PassRates:
         rates = self._target.kernels[kernel].of(self._direction) if kernel else None

@@ -1,7 +1,7 @@
-"""From numbers that differ to what is most likely wrong, in words.
+"""Names the most likely cause of differing numbers, for `doctor.py`. Nothing here runs a model.
 
-The first tensor that differs says most: everything before it was right. Each mistake that people
-make leaves its own trace there, which is looked for by name.
+The first tensor that differs says most: all tensors before it are right. Each common mistake leaves
+its own trace there, and each function looks for the traces of a few.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def of_heads(where: str | None) -> Cause | None:
 def of_activations(
     seen: Activations, model: nn.Module, of_pytorch: str | None = None
 ) -> Cause | None:
-    """`of_pytorch`: where ranks call PyTorch's attention."""
+    """`of_pytorch`: the module where ranks call PyTorch's attention."""
     name = seen.first
     if name is None or seen.shards is None:
         return None
@@ -97,8 +97,9 @@ def _other_way(seen: Activations, name: str) -> str | None:
 
 
 def _attention_before(seen: Activations, name: str) -> str | None:
-    """The module whose attention made the first tensor that differs: it is that itself, or ranks
-    attend, and one process attends unseen, between it and the last tensor that is equal."""
+    """The module whose attention made the first tensor that differs. That is the attention's result
+    itself; or the attention lies before it and after the last equal tensor, and has no compared
+    result, since the recorder did not see the attention of one process."""
     if _RESULT in name:
         return name.partition(": ")[0]
     attention = None
@@ -139,7 +140,7 @@ def _of_attention(seen: Activations, name: str, where: str, of_pytorch: str | No
 
 
 def of_randomness(where: str) -> Cause:
-    """Of two runs on ranks with different seeds, which differ."""
+    """The cause if two runs on ranks with different seeds differ."""
     return Cause(
         "randomness",
         f"{where} draws random numbers or is given some (dropout that is not PyTorch's, noise, "
@@ -151,7 +152,7 @@ def of_randomness(where: str) -> Cause:
 
 
 def of_parameters(names: list[str], ranks: list[int]) -> Cause:
-    """That differ, or modules that are in another mode."""
+    """The cause if parameters differ between ranks, or modules are in different modes."""
     return Cause(
         "parameters",
         f"{names[0]} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} is not that of "
@@ -162,11 +163,11 @@ def of_parameters(names: list[str], ranks: list[int]) -> Cause:
     )
 
 
-Sums = dict[int, tuple[float, float]]  # of losses and of targets, by the tokens of a shift
+Sums = dict[int, tuple[float, float]]  # by shift of labels: sum of losses, number of targets
 
 
 def sums_of_labels(logits: Tensor | None, labels: Any) -> Sums:
-    """Were labels shifted once more, and further."""
+    """Sums of the loss if the labels were shifted by 0, 1 or 2 more tokens."""
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
         return {}
     if labels.shape != logits.shape[:2] or int(labels.max()) >= logits.shape[2]:
@@ -181,14 +182,14 @@ def sums_of_labels(logits: Tensor | None, labels: Any) -> Sums:
 
 
 def of_loss(loss: float, targets: list[Sums], labels: Sums, tol: float) -> Cause:
-    """All modules are right, and the loss is not. `targets`: of each rank, which are shifted
-    already; `labels`: of one process, which are not."""
+    """The cause if only the loss is wrong. `targets`: sums of each rank, by labels that are shifted
+    already; `labels`: sums of one process, by labels that are not."""
 
     def is_loss(value: float) -> bool:
         return abs(value - loss) <= tol * abs(loss)
 
     def means(shift: int) -> list[float]:
-        """Over all targets, and of the means of ranks."""
+        """The mean over all targets, and the mean of the ranks' means."""
         sums = [rank[shift] for rank in targets if shift in rank]
         if len(sums) < len(targets):
             return []
@@ -228,8 +229,8 @@ def of_gradients(
     size: int,
     by_hand: list[float] | None,
 ) -> Cause | None:
-    """`apart`: their sum and mean over ranks, where no framework takes any. `by_hand`: where the
-    caller reduces them, by what each rank has multiplied its own before, if that is known."""
+    """`apart`: the sum and the mean over ranks, where no framework reduces gradients. `by_hand`:
+    the factor of each rank before the caller reduces them; None: the caller does not."""
     wrong, tol = limits.exceeded(ours.errors), limits.least
     if not wrong:
         return None

@@ -1,5 +1,7 @@
-"""A step of training code without its optimizer, on ranks or on one process, that leaves nothing
-behind: parameters, buffers, gradients and random numbers are as before."""
+"""Runs a step of training code without its optimizer, on ranks or on one process, for `doctor.py`.
+
+A step inside `nothing_changed` leaves buffers, gradients and random numbers as before.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,12 @@ Step = Callable[[Any, Any], Tensor | TokenMean]
 
 @dataclass
 class StepRun:
-    """
-    value    the loss of all ranks where the step says it, else this rank's
+    """The results of a step.
+
+    value    the loss of all ranks where the step gives it (`is_of_all`), otherwise of this rank
     grads    of each parameter, this rank's part where ranks hold parts
     apart    the same before `reduce_gradients`, if that reduces them
-    shards   how the batch was cut, and `targets` what became of labels, by the object
+    shards   the layout in which the object cut the batch, and `targets` the labels that it made
     """
 
     record: Recorder
@@ -45,7 +48,7 @@ class StepRun:
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """Without DDP and torch.compile around it."""
+    """The model without DDP and torch.compile around it."""
     while True:
         inside = getattr(model, "_orig_mod", None)
         if inside is None and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -65,8 +68,8 @@ def run(
     reduce_gradients: Callable[[Any], None] | None = None,
     seed: int = 0,
 ) -> StepRun:
-    """`cp`: on ranks, by this object; otherwise on one process."""
-    done = StepRun(record)
+    """`cp`: the object by which ranks run the step; without it one process does."""
+    outcome = StepRun(record)
     own = inner(model)
     for parameter in own.parameters():
         parameter.grad = None
@@ -74,7 +77,7 @@ def run(
         set_seed(seed)
     with ExitStack() as held:
         held.enter_context(torch.compiler.set_stance("force_eager"))
-        held.enter_context(_averaging(own) if cp is None else _watched(cp, done))
+        held.enter_context(_averaging(own) if cp is None else _watched(cp, outcome))
         held.enter_context(record)
         held.enter_context(record.of(own))
         result = step(model, batch)
@@ -88,17 +91,17 @@ def run(
                 "step returns no loss: give the tensor that backward is called on, or what "
                 "cross_entropy of the object returns"
             )
-        done.value, done.is_of_all = float(value.detach()), isinstance(result, TokenMean)
-        if cp is None and done.is_of_all and done.value:
+        outcome.value, outcome.is_of_all = float(value.detach()), isinstance(result, TokenMean)
+        if cp is None and outcome.is_of_all and outcome.value:
             loss = loss * (value.detach() / loss.detach())  # not scaled for other ranks
         loss.backward()  # type: ignore[no-untyped-call]
         if reduce_gradients is not None and cp is not None:
-            done.apart = _grads(own)
+            outcome.apart = _grads(own)
             reduce_gradients(model)
-    done.grads = _grads(own)
+    outcome.grads = _grads(own)
     for parameter in own.parameters():
         parameter.grad = None
-    return done
+    return outcome
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor | None]:
@@ -109,7 +112,7 @@ def _grads(model: nn.Module) -> dict[str, Tensor | None]:
 
 @contextmanager
 def _averaging(model: nn.Module) -> Iterator[None]:
-    """All processes run the whole batch, so the mean of their gradients is that of each."""
+    """FSDP2 averages gradients: all processes run the whole batch, so the mean is that of each."""
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     groups: list[Any] = [m._get_fsdp_state()._fsdp_param_group for m in modules]
     factors = [(group, group.gradient_divide_factor) for group in groups if group is not None]
@@ -123,28 +126,28 @@ def _averaging(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(cp: ContextParallel, done: StepRun) -> Iterator[None]:
-    """Notes how batches are cut, or what attention took tensors for that were cut elsewhere."""
+def _watched(cp: ContextParallel, outcome: StepRun) -> Iterator[None]:
+    """Records how the object cuts batches, or the layout that attention assumes if it cuts none."""
     calls: Any = cp._calls
     cut, shard_batch = calls.cut, cp.shard_batch
 
     def watched_cut(documents: Any) -> Shards:
-        done.shards = cut(documents)
-        return done.shards
+        outcome.shards = cut(documents)
+        return outcome.shards
 
     def watched_batch(**arguments: Any) -> Any:
         batch = shard_batch(**arguments)
-        done.targets = batch.labels
+        outcome.targets = batch.labels
         return batch
 
     calls.cut, cp.shard_batch = watched_cut, watched_batch  # type: ignore[method-assign]
     try:
         yield
-        if done.shards is None and (calls.fixed or calls.latest) is not None:
+        if outcome.shards is None and (calls.fixed or calls.latest) is not None:
             taken = calls.source.first
             plan, starts = taken.plan, (0, taken.plan.problem.q_tokens)
             (queries, keys), both = plan.shards, (starts, starts)
-            done.shards = Shards(queries, keys, plan.devices[taken.rank], taken.words, both)
+            outcome.shards = Shards(queries, keys, plan.devices[taken.rank], taken.words, both)
     finally:
         del calls.cut, cp.shard_batch
 
@@ -157,10 +160,10 @@ _OF_ATTENTION = (
 
 @contextmanager
 def on_one_rank(objects: Sequence[ContextParallel]) -> Iterator[None]:
-    """These objects attend, cut and take means as those of a single process do."""
+    """These objects attend, cut and take means as if there were one process."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     before = [(cp, cp._calls) for cp in objects]
-    lone = []
+    alone = []
     try:
         for cp, calls in before:
             arguments: dict[str, Any] = {n: calls.arguments.get(n) for n in _OF_ATTENTION}
@@ -168,21 +171,21 @@ def on_one_rank(objects: Sequence[ContextParallel]) -> Iterator[None]:
                 problem = calls.source.first.plan.problem
                 lengths = {"seq_len": problem.q_tokens, "kv_seq_len": problem.kv_tokens}
                 arguments |= {**lengths, "mask": problem.mask}
-            lone.append(ContextParallel(group, **arguments))
-            cp._calls = lone[-1]._calls
+            alone.append(ContextParallel(group, **arguments))
+            cp._calls = alone[-1]._calls
         yield
     finally:
         for cp, calls in before:
             cp._calls = calls
-        for cp in lone:
+        for cp in alone:
             cp.close()
         dist.destroy_process_group(group)
 
 
 @contextmanager
 def nothing_changed(model: nn.Module) -> Iterator[list[str]]:
-    """Gives the names of modules whose dropout is left out meanwhile, also in checkpoints that a
-    backward pass computes again, in another thread, where no recorder sees it."""
+    """Restores what steps change, and yields the names of modules whose dropout is off meanwhile. A
+    recorder would miss dropout where a backward pass computes a checkpoint in another thread."""
     own = inner(model)
     grads = [(p, p.grad) for p in own.parameters()]
     buffers = [(b, b.clone()) for b in own.buffers()]

@@ -1,12 +1,12 @@
-"""Work on rows between the attention calls: merging, adding, rescaling, and what backward needs.
+"""Work on rows between the attention calls: merging, adding, rescaling, and inputs of backward.
 
-`RowKernels` does it in plain PyTorch, on any device, dtype and shape, and is the truth;
-`fused.rows.FusedRows` has one Triton kernel for each, on CUDA. `registry.choose_rows` chooses.
+`RowKernels` does it in plain PyTorch, on any device, dtype and shape, and is the reference;
+`fused.rows.FusedRows` has a Triton kernel for each method, on CUDA. `registry.choose_rows` chooses.
 
-Partial results are joined by their log-sum-exp (algorithm.md, section 4). One is a weighted mean of
-values (`out`) and the logarithm of its total weight (`lse`); a row that has seen no key has
-lse = -inf and its `out` is ignored. Every formula here subtracts the larger exponent first, so
-differences of 1e4 and -inf on either side give no NaN.
+Partial results are merged by their log-sum-exp (algorithm.md, section 4). A partial result is a
+weighted mean of values (`out`) and the logarithm of its total weight (`lse`); a row that has seen
+no key has lse = -inf, and its `out` is ignored. Every formula here subtracts the larger exponent
+first, so differences of 1e4 and -inf on either side give no NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def delta(out_BSHE: Tensor, grad_out_BSHE: Tensor) -> Tensor:
-    """(B, H, S): all that the backward pass needs of the output, `rowsum(out * grad_out)`."""
+    """`rowsum(out * grad_out)` as (B, H, S): the backward pass needs no more of the output."""
     dtype = accumulator_dtype(out_BSHE.dtype)
     return (out_BSHE.to(dtype) * grad_out_BSHE.to(dtype)).sum(dim=-1).transpose(1, 2).contiguous()
 
@@ -63,18 +63,18 @@ class RowKernels:
             out.copy_(outs[0])
             lse.copy_(lses[0])
             return
-        # Merged one by one in the accumulator's precision, and rounded once.
         total = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
         for at, (part, part_lse) in enumerate(zip(outs, lses, strict=True)):
             self.merge_into(total, lse, part, part_lse, fresh=at == 0)
         out.copy_(total)
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
-        """The log-sum-exp of the whole, from those of at least one part."""
+        """The log-sum-exp of the whole, from the log-sum-exps of at least one part."""
         dtype = accumulator_dtype(parts[0].dtype)
         target.copy_(torch.logsumexp(torch.stack([lse.to(dtype) for lse in parts]), dim=0))
 
     def rescale(self, out: Tensor, partial_lse: Tensor, global_lse: Tensor, target: Tensor) -> None:
+        """A part times its weight in the whole, so that a plain sum of parts is the output."""
         dtype = accumulator_dtype(out.dtype)
         unseen = partial_lse == -torch.inf
         weight = torch.exp((partial_lse - global_lse).masked_fill(unseen, -torch.inf))
@@ -126,8 +126,8 @@ class RowKernels:
         return out
 
     def finite_lse(self, lse: Tensor) -> Tensor:
-        """A contiguous copy in which rows that saw nothing take no part: with their -inf
-        exp(score - lse) would be inf, so they get `UNSEEN_LSE`, which makes it zero."""
+        """A contiguous copy with `UNSEEN_LSE` in rows that see no key, where -inf would make
+        exp(score - lse) infinite."""
         return lse.masked_fill(lse == -torch.inf, UNSEEN_LSE).contiguous()
 
 

@@ -1,7 +1,7 @@
 """Our own attention kernels in Triton: any row ranges in one call, forward and backward.
 
-The kernels are in `fused/attention_*.py`, their launches in `launches.py`. This file chooses sizes
-of tiles, allocates results, and keeps one launch for all calls of the same kind.
+The kernels are in `fused/attention_*.py`, their launches in `launches.py`. `TritonRanges`, which
+`registry.py` lists, chooses tiles, allocates results, and keeps a launch for all calls of a kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_INTERVALS = 32  # a kernel compares a masked block with each, one after an
 
 
 class KernelTiles(NamedTuple):
-    """`block` rows and keys are a block of the lists of visible blocks; tiles divide it."""
+    """Tiles of the kernels, which divide a visible block of `block` rows and keys."""
 
     block: int
     forward: KernelTile
@@ -43,7 +43,7 @@ class KernelTiles(NamedTuple):
 def tiles_for(
     capability: tuple[int, int], dtype: torch.dtype, head_dim: int, v_head_dim: int
 ) -> KernelTiles:
-    """A row of the table is what was fastest there."""
+    """The fastest tiles that were measured."""
     head_dim, smaller = max(head_dim, v_head_dim), min(head_dim, v_head_dim)
     if dtype == torch.float32:
         if head_dim <= 128:
@@ -121,15 +121,15 @@ class TritonRanges:
         return results + 2 * 4 * rows * block.num_heads
 
     def prepare(self, direction: Direction, block: Block) -> None:
-        """Lists of visible blocks: the host waits for their number."""
+        """Makes the lists of visible blocks, for whose lengths the host waits."""
         if block.q.numel() and block.k.numel():
             self._blocks(block, (self._tiles or _tiles_of(block)).block)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = block
         B, S, H, _ = q.shape
-        (wanted,) = block.into or (None,)
-        out = _result(wanted, (B, S, H, v.shape[3]), q)
+        (target,) = block.into or (None,)
+        out = _result(target, (B, S, H, v.shape[3]), q)
         lse = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
         if k.numel() == 0 or out.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -175,15 +175,15 @@ class TritonRanges:
         return launches
 
 
-def _result(wanted: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
-    """Memory for a result: where it is wanted, if that has rows that the kernels can write."""
-    if wanted is not None and wanted.dtype == q.dtype and wanted.stride(3) == 1:
-        return wanted
+def _result(target: Tensor | None, shape: Sequence[int], q: Tensor) -> Tensor:
+    """Memory for a result: the caller's, if the kernels can write its rows."""
+    if target is not None and target.dtype == q.dtype and target.stride(3) == 1:
+        return target
     return torch.empty(shape, dtype=q.dtype, device=q.device)
 
 
 def _kind(q: Tensor, *others: Tensor) -> tuple[Any, ...]:
-    """All that a launch depends on."""
+    """A key of all properties of the tensors that a launch depends on."""
     kind: list[Any] = [q.dtype, q.device, q.shape, q.stride(), q.data_ptr() % 16]
     for x in others:
         kind += (x.shape, x.stride(), x.data_ptr() % 16)
@@ -249,7 +249,7 @@ def _backward(
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """(batch, row, head) of each."""
+    """Strides of batch, row and head of each tensor."""
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 

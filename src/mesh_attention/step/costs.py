@@ -31,16 +31,16 @@ BF16, FP32 = 2, 4
 RESERVED_BYTES = 2 << 30  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 _BLOCKS_IN_FLIGHT = 2  # on their way to the host or back
 _TILE_TOKENS = 8192  # of a tiled MLP: products as fast as whole ones
-_LOGITS_BYTES = 1 << 30  # of the loss at a time, as it takes by itself
+_LOGITS_BYTES = 1 << 30  # of logits that the loss makes at a time
 _OPTIMIZER_BYTES = 28  # a parameter: AdamW reads four fp32 numbers and writes three
 
 
 class LayerAttention(NamedTuple):
-    """Of the rank that has most.
+    """Attention of a layer; seconds and bytes are the most of any rank.
 
     local_tokens     rows of a shard, padding included
     flops            of all ranks forward, by the area of the mask; backward has 2.5 times as many
-    held_bytes       between the passes; of shards alone not counted: they are computed again
+    held_bytes       between the passes; 0 if only shards are kept: they are computed again
     backward_bytes   at the peak of the backward pass, with the caller's tensors
     workspace_bytes  the part of it that is not the caller's: buffers and kernels
     """
@@ -58,8 +58,8 @@ class LayerAttention(NamedTuple):
 def layer_attention(
     problem: Problem, num_ranks: int, cluster: Cluster, *, keeps_shards: bool
 ) -> LayerAttention:
-    """`keeps_shards`: the forward pass leaves nothing but out and lse, which a checkpoint keeps;
-    otherwise also what it exchanged for heads, so that the backward pass need not."""
+    """`keeps_shards`: the forward pass leaves only out and lse, which a checkpoint keeps. Otherwise
+    it also leaves tensors exchanged for heads, which the backward pass need not exchange again."""
     choice = find_default(problem, num_ranks, cluster, {"keep": "shards"} if keeps_shards else {})
     forward, backward = (choice.timeline(direction) for direction in Direction)
     plan, kernel = choice.plan(), _kernel_bytes(backward)
@@ -76,7 +76,7 @@ def layer_attention(
 
 
 def _kernel_bytes(backward: Timeline) -> int:
-    """What the largest call holds: its results, and fp32 sums of dq, and of dk and dv where query
+    """Memory of the largest call: its results, and fp32 sums of dq, and of dk and dv where query
     heads share them (as `scratch_bytes` of the fastest backward kernel counts)."""
     problem, programs = backward.plan.problem, backward.pass_.programs
     program = programs[len(programs) // 2]
@@ -94,7 +94,7 @@ def _kernel_bytes(backward: Timeline) -> int:
 
 
 class Keeps(StrEnum):
-    """What stays of a block between its passes; what does not is computed again."""
+    """Activations that a block keeps between its passes; others are computed again."""
 
     EVERYTHING = "everything"
     INPUTS = "block inputs"
@@ -160,8 +160,8 @@ def step_memory(
     hidden, q, kv, middle = (BF16 * tokens * width for width in widths)
     out = q + FP32 * tokens * model.num_heads  # with lse
     # Of a block that goes backward: the first norm's result, and q and k before their own norms.
-    before = hidden + (q + kv if model.qk_norm else 0)
-    between = 2 * hidden  # the residual and the second norm's result
+    to_attention = hidden + (q + kv if model.qk_norm else 0)
+    to_mlp = 2 * hidden  # the residual and the second norm's result
     products = 0 if policy.tile_tokens else 4 * middle  # gate, up, its activation, their product
     # While the product of gate and up goes backward: both, the activation, three gradients, and one
     # more, as replays on a GPU have it.
@@ -169,12 +169,12 @@ def step_memory(
     at_attention = hidden + attention.backward_bytes
     kept_attention = others = 0
     if keeps is Keeps.EVERYTHING:
-        kept_attention, others = attention.held_bytes, before + between + products
+        kept_attention, others = attention.held_bytes, to_attention + to_mlp + products
         at_mlp -= products
     else:
-        at_attention += before
+        at_attention += to_attention
         kept_attention = out if policy.keeps_attention else 0
-        at_mlp += before + between + q + 2 * kv + out - kept_attention
+        at_mlp += to_attention + to_mlp + q + 2 * kv + out - kept_attention
     layers = min(_BLOCKS_IN_FLIGHT, model.layers) if keeps is Keeps.HOST else model.layers
     # bf16 gradients of a block, fp32 sums of the one before it, the head's gradient.
     in_flight = (BF16 + FP32) * model.block_parameters + BF16 * model.head_parameters
@@ -225,7 +225,7 @@ def step_time(
     num_ranks: int,
     sequences: int,
 ) -> StepTime:
-    """Of so many sequences, one after the other on the same ranks."""
+    """Seconds of a step on this number of sequences, one after the other on the same ranks."""
     rates, tokens, links = cluster.step, attention.local_tokens, cluster.links
     if rates is None:
         raise ClusterError(

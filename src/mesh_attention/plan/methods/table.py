@@ -1,7 +1,7 @@
-"""All methods by name, with their options: the one place outside a builder that names methods.
+"""All methods by name, with their options: the only place outside builders that names methods.
 
-The command line, the tests and the support matrix read this table; adding a method is one builder
-and one row here. `candidates` are the settings that a search for the best one should try.
+The command line, the search, the tests and the support matrix read this table; a new method is a
+builder and a row here. `candidates` are the settings that a search should try.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _unit_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Set
 def _unit_places(
     degree: int, tile: tuple[int, int], ranks_per_node: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Units in order, and as many units in a node as possible. In the latter case gathers stay in
-    the node and exchanges leave it, as most of them do anyway where units are large."""
+    """Units in order, and then as many units in a node as possible: gathers stay in the node, and
+    exchanges leave it, as most exchanges of large units do anyway."""
     yield {}
     p = ranks_per_node or 1
     if p < degree or (p == degree and tile[0] * tile[1] > 1):
@@ -115,7 +115,7 @@ def _unit_places(
 
 
 def _inner_rings(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Degrees that leave several units in a node: with inner rings of one unit it is USP."""
+    """Degrees that leave several units in a node; inner rings of one unit would be USP."""
     sizes = {
         u: box.usual_inner(ranks // u, u, ranks_per_node) for u in ulysses_degrees(problem, ranks)
     }
@@ -127,7 +127,7 @@ def _teams(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings
 
 
 def _row_or_tiles(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:
-    """Own queries only, for masks that show little, and the tiles of a mesh."""
+    """A tile with the rank's own queries only, for masks that show little, and tiles of a mesh."""
     tiles = dict.fromkeys([(1, ranks), *_near_best(problem, ranks)])
     return [{"tile": tile} for tile in tiles]
 
@@ -210,7 +210,7 @@ def all_options() -> dict[str, tuple[Option, tuple[str, ...]]]:
     return options
 
 
-# Arguments that are no options of plans, and which functions take them.
+# Arguments that are not options of plans, and the functions that take them.
 _TAKEN_ELSEWHERE = {
     "cluster": "plan_on(cluster, problem, ranks, ...) of mesh_attention.cost.planning plans for "
     "one, find_best of mesh_attention.choose.auto searches on it, and ContextParallel("

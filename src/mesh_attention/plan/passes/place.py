@@ -146,9 +146,8 @@ class _Copies:
         if reader is None or not isinstance(copy, Merge):
             return op, []
         both = copy.rule is MergeRule.SOFTMAX and copy.inputs == (op.out, op.lse)
-        if both and self._only_reader(at, op.lse) != reader:
-            return op, []
-        if not (both or (copy.rule is MergeRule.SUM and copy.inputs == (op.out,))):
+        of_out = copy.rule is MergeRule.SUM and copy.inputs == (op.out,)
+        if not (of_out or (both and self._only_reader(at, op.lse) == reader)):
             return op, []
         if not self._can_be_early(copy.outputs, at, reader):
             return op, []

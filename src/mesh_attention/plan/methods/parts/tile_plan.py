@@ -1,9 +1,8 @@
 """The parts that methods on a tile grid share: layouts, devices, head groups, and the plan itself.
 
 A builder (`box.py`, `startrail.py`, `needed_rows.py`) makes a `TilePlanner` of its problem and
-options, asks it for the `TilePass` of each direction, and ends with `planner.plan(problem,
-passes)`. The mask matters only where the options name no layout. Options that do not fit are
-refused here.
+options, asks it for the `TilePass` of each direction, and ends with its `plan`. The mask matters
+only where the options name no layout. Options that do not fit are refused here.
 """
 
 from __future__ import annotations

@@ -98,30 +98,27 @@ _BETWEEN_PASSES = {Direction.FORWARD: Role.KEPT, Direction.BACKWARD: Role.RECALL
 def _caller_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
     """Each of the caller's tensors must be there once, as the whole partition of the rank with all
     heads. A backward program may leave out tensors that were kept, and recalls only kept ones."""
-    inputs, outputs = CALLER_KINDS[pass_.direction]
+    direction = pass_.direction
+    inputs, outputs = CALLER_KINDS[direction]
     kinds = [(Role.INPUT, kind) for kind in inputs] + [(Role.OUTPUT, kind) for kind in outputs]
     wanted = {(role, kind): _caller_buffer(plan, program.rank, kind) for role, kind in kinds}
     for buffer in program.buffers:
         if buffer.role is Role.WORKSPACE:
             continue
-        if buffer.role is _BETWEEN_PASSES[pass_.direction]:
-            fault = _kept_fault(plan, pass_, program.rank, buffer)
-            if fault:
+        if buffer.role is _BETWEEN_PASSES[direction]:
+            if fault := _kept_fault(plan, pass_, program.rank, buffer):
                 return buffer.name, fault
             continue
         want = wanted.pop((buffer.role, buffer.kind), None)
         if want is None:
-            return (
-                buffer.name,
-                f"is not an {buffer.role} of the {pass_.direction} pass, or is twice",
-            )
+            return buffer.name, f"is not an {buffer.role} of the {direction} pass, or is twice"
         if buffer.name != str(buffer.kind):  # callers give and get their tensors by name
             return buffer.name, f"must be called {buffer.kind}, as it is the caller's"
         if (buffer.rows, buffer.heads, buffer.precision) != want:
             return buffer.name, f"is not the whole {buffer.kind} partition of its rank"
     # Backward, what was kept need not come again; forward, a caller may not ask for a kept lse.
     spared = set(_MAY_BE_KEPT)
-    if pass_.direction is Direction.FORWARD:
+    if direction is Direction.FORWARD:
         spared = {b.kind for b in program.buffers if b.role is Role.KEPT} & {Kind.LSE}
     missing = [(role, kind) for role, kind in wanted if kind not in spared]
     if missing:
