@@ -73,7 +73,7 @@ def many_kinds(rank: int, world_size: int, way: str, times: int, most: int) -> t
         end = resources()
     assert dist.group.WORLD is not None
     shared = sessions.session_of(dist.group.WORLD)
-    kept = (len(shared.plans), len(shared.calls._kept[False]), len(shared.asked))
+    kept = (len(shared.plans), len(shared.calls._caches[False]), len(shared.asked))
     gc.collect()
     return begin, end, kept, len(shared.calls._living)
 
@@ -169,13 +169,15 @@ def held_backward(rank: int, world_size: int) -> tuple[bool, bool, bool]:
         out = cp.attention(*leaves)
         assert isinstance(out, Tensor)
         shared = cp._calls.session
-        (kind,) = shared.calls._kept[False].values()
+        (kind,) = shared.calls._caches[False].values()
         (call,) = kind.calls.values()
         held = weakref.ref(call)
         del call, kind
         for number in range(70):
             by_function(number, world_size)
-        kept = [call for kind in shared.calls._kept[False].values() for call in kind.calls.values()]
+        kept = [
+            call for kind in shared.calls._caches[False].values() for call in kind.calls.values()
+        ]
         gone = held() not in kept
         del kept
         grads = torch.autograd.grad(out, leaves, cp.shard(tensors[3], 1))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import inspect
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta

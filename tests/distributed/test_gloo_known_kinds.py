@@ -55,7 +55,7 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     cases = [replace(CASE, batch=n) for n in (1, 2, 3, 4)]
     cp = context(CASE)
     shared = cp._calls.session
-    shared.calls._kept[False]._limit = 3
+    shared.calls._caches[False]._limit = 3
     shared.calls._agreed._limit = 3
     results = [is_right(cp, case) for case in cases[:3]]
     for usual, other in ((0, 1), (1, 2)):
@@ -72,7 +72,7 @@ def kinds_that_come_and_go(rank: int, world_size: int) -> list[bool]:
     for at in (3, 0, 1, 2, 3):
         results.append(is_right(cp, cases[at]))
     if rank == ODD:  # by whatever fault: it asks again, and the others answer
-        shared.calls._kept[False].clear()
+        shared.calls._caches[False].clear()
     results.append(is_right(cp, cases[3]))
     return results
 

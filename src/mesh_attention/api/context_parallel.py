@@ -51,7 +51,7 @@ class ContextParallel(Batches, Training, Reports):
     `causal`, `mask` or a `plan`.
 
     group_or_mesh   a ProcessGroup or a 1-D DeviceMesh; None: the default group
-    causal          True or False. Where keys and queries differ in number, the last query sees the
+    causal          True or False. If keys and queries differ in number, the last query sees the
                     last key, as in flash-attn
     mask            a `Mask` instead of causal: windows, packed documents, prefix-LM, slices
     window_size     (left, right) as in flash-attn; -1 is no limit
@@ -62,18 +62,18 @@ class ContextParallel(Batches, Training, Reports):
     softmax_scale   None: 1 / sqrt(head_dim)
     softcap         scores become softcap * tanh(scores / softcap), on kernels that have it
     differentiable_lse   needed if a loss depends on lse: only kernels that can do it are chosen
-    relayout        True: your shards are contiguous, rank r has the r-th. Every call then exchanges
-                    them for the layout that the method works in, and back
+    relayout        True: shards are contiguous, and rank r holds shard r. Every call then exchanges
+                    them for the layout of the method, and results back
     method, tile, layout, chunks, ...   options of plans: `mesh-attention plan --help-all` lists
-                    them. Left out, they are chosen; `cp.choice` says what and why
+                    them. Left out, they are chosen; `cp.choice` says how and why
     cluster         the name or file of the cluster to choose for; left out: found from the machine
-    plan            run this plan: made by `make_plan`, or the file of `advise --output`. It says
-                    sizes, mask and method, which are then left out
+    plan            run this plan, made by `make_plan` or in a file of `advise --output`. It says
+                    sizes, mask and method: leave these out
     tuned           a file of `mesh-attention tune`, the same on all ranks: run the plan that was
                     measured for these sizes and options
-    dtype           what `cp.plan` is made for, bfloat16 unless given; calls in other dtypes get
-                    plans of their own
-    kernel          force an attention kernel by name; None: chosen by what it can do and by speed
+    dtype           the dtype that `cp.plan` is made for, by default bfloat16; calls in other dtypes
+                    get plans of their own
+    kernel          the name of the attention kernel to use; None: the fastest that fits
     transport       "auto": shared (symmetric) memory inside a node where it works, else
                     torch.distributed; "distributed"; "symmetric": an error where it does not work
     cuda_graph      capture each kind of call as a CUDA graph and replay it; over NCCL only
@@ -183,16 +183,16 @@ class ContextParallel(Batches, Training, Reports):
         q, k and v are (batch, local_seq, heads, head_dim), cut by `shard` or `shard_batch`; the
         result has the shape of q. Padding rows give 0.
 
-        documents     what `documents()` or `shard_batch` made of this batch, if its documents or
-                      its length are not those of every batch
+        documents     the result of `documents()` or `shard_batch` for this batch, if batches differ
+                      in their documents or length
         return_lse    also return the log-sum-exp, (batch, heads, local_seq), -inf in padding rows.
                       A loss may depend on it only with `differentiable_lse`
         sinks         (num_heads,), the same on all ranks: learnable logits that take weight and
                       have no value, as in gpt-oss. softcap does not touch them; lse includes them.
-                      Their gradient is that of this rank's rows: DDP or FSDP over the group, or
-                      your all-reduce, adds up the ranks' as for any parameter
+                      Their gradient is that of this rank's rows; DDP, FSDP or your all-reduce over
+                      the group adds up all ranks' gradients, as for any parameter
         label         for instance the number of the layer. Ranks compare every call before they
-                      use each other's data; labels tell calls apart that look alike
+                      use each other's data; labels distinguish calls that look alike
         dropout_p, alibi_slopes   refused, with what to use instead
 
         DTensors are taken if q, k and v are sharded evenly over heads on a mesh beside the group's,
@@ -213,11 +213,11 @@ class ContextParallel(Batches, Training, Reports):
         return (out, lse) if return_lse is True else out
 
     def check(self) -> None:
-        """Raises if a call on this process group went wrong, on any rank that has told the job's
-        store. It never waits for a device.
+        """Raises if a call on this process group went wrong, here or on a rank that has reported it
+        to the job's store. It never waits for a device.
 
         On a GPU calls return before their work is done. If ranks turn out to be at different calls,
-        or one of them has ended, results are NaN; this, or the next call, says why.
+        or one of them has ended, results are NaN; `check`, or the next call, says why.
         """
         self._calls.user.refuse_if_closed()
         self._calls.session.guard.hear()
@@ -225,11 +225,11 @@ class ContextParallel(Batches, Training, Reports):
     # End.
 
     def close(self) -> None:
-        """Close this object. The last one to be closed on a process group releases process groups
-        and memory. Safe to call twice.
+        """Close this object. Closing the last object on a process group releases its memory and
+        connections. Safe to call twice.
 
-        Afterwards whatever communicates (`attention`, its backward pass, `unshard`) is refused;
-        what only reads the plan (`shard`, `positions`, `padding`, `volume`, ...) still answers.
+        Afterwards methods that communicate (`attention`, its backward pass, `unshard`) raise;
+        methods that only read the plan (`shard`, `positions`, `padding`, `volume`, ...) still work.
         """
         self._calls.user.close()
 

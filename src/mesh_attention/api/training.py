@@ -1,5 +1,5 @@
-"""What training code asks of a `ContextParallel` besides attention: losses over all ranks, less
-memory, and a block in which PyTorch's own attention is this one."""
+"""The methods of `ContextParallel` for training besides attention: losses over all ranks, ways to
+save memory, and a block in which PyTorch's own attention runs over all ranks."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from mesh_attention.train.whole_batch import MARK
 
 
 class Training:
+    """A base of `ContextParallel`, which sets `_calls`."""
+
     _calls: ObjectCalls
 
     @outside_compile
@@ -56,26 +58,27 @@ class Training:
         Call `.loss.backward()`; print `.value`, which is the mean. Parameters get the gradient of
         the mean, however the targets are shared out. Without any target the loss is 0.
 
-        reduce          what becomes of gradients: "ddp" or "fsdp" if they are averaged over all
-                        ranks, "sum" if they are added up
+        reduce          how your code reduces gradients over all ranks: "ddp" or "fsdp" if it
+                        averages them, "sum" if it adds them up
         data_parallel   the ranks that hold the same tokens of other batches (`mesh["dp"]`), or a
                         group of all ranks. Gradients must be reduced over exactly these and the
                         ranks of this object
-        num_targets     where gradients of several batches are accumulated: how many targets these
-                        have in all, on all ranks, data-parallel ones too
+        num_targets     if gradients of several batches are accumulated: the number of targets of
+                        all these batches on all ranks, data-parallel ranks included
         kernel          "liger": Liger's kernel for losses (the extra `liger`); "plain": PyTorch's
                         operators; None: the first that can. `kernels()` says which, and why
         label           as in `attention`, for several losses of one batch
 
-        With S the sum over this rank's targets, N the number of all targets and R that of all
-        ranks, `.loss` is S / N for "sum" and S R / N for the others. Sums are float64, logits of 16
-        bits become float32; gradients are made in the forward pass. It costs one all-reduce of ten
-        numbers over each of the groups. Ranks and replicas that call differently get an error, on
-        CUDA a loss of NaN.
+        With S the sum over this rank's targets, N the number of all targets and R the number of all
+        ranks, `.loss` is S / N for "sum", else S R / N. Sums are float64, 16-bit logits become
+        float32, and gradients are computed in the forward pass. The cost is one all-reduce of ten
+        numbers over each group. If ranks or replicas call with different arguments, all get an
+        error, or on CUDA a loss of NaN.
         """
         means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
-        how: dict[str, Any] = {"label_smoothing": label_smoothing}
-        return cross_entropy(means, logits, targets, None, kernel, ignore_index, **how)
+        return cross_entropy(
+            means, logits, targets, None, kernel, ignore_index, label_smoothing=label_smoothing
+        )
 
     @outside_compile
     @collective_call(of_object)
@@ -98,24 +101,23 @@ class Training:
         kernel: LossKernel | None = None,
         label: str | int | None = None,
     ) -> TokenMean:
-        """`cross_entropy` of the logits `hidden @ weight.T + bias`, which are made a chunk at a
-        time: from hidden states (batch, local tokens, width) and a weight (vocabulary, width).
+        """`cross_entropy` of the logits `hidden @ weight.T + bias`, computed a chunk of tokens at a
+        time. `hidden` is (batch, local tokens, width), `weight` (vocabulary, width).
 
         softcap         logits become softcap * tanh(logits / softcap)
-        low_rank        a second product that is added to the logits, of (batch, local tokens, few)
-                        and (vocabulary, few): LoRA's, as (scaling * lora_A(hidden), lora_B.weight)
-        z_loss          times the square of the log-sum-exp of each target's logits is added
-        chunk_tokens    tokens whose logits are there at a time; None: as many as 1 GiB holds
+        low_rank        two factors, (batch, local tokens, few) and (vocabulary, few), whose product
+                        is added to the logits. LoRA: (scaling * lora_A(hidden), lora_B.weight)
+        z_loss          z_loss * log-sum-exp(logits)^2 is added to the loss of each target
+        chunk_tokens    tokens in a chunk; None: as many as have 1 GiB of logits
 
-        A weight that FSDP2 holds in parts is gathered, and its gradient reduced to the parts as
-        `reduce` says, over the ranks of FSDP2: those of this object and of `data_parallel`. In the
-        forward of the module that holds it, it is whole without that.
+        If FSDP2 shards the weight, it is gathered, and its gradient is reduced to the shards as
+        `reduce` says, over the ranks of FSDP2: those of this object and of `data_parallel`. Inside
+        the forward of the module that holds the weight, FSDP2 has gathered it already.
 
-        Gradients are made in the forward pass, that of the weight in float32, and scaled in the
-        backward pass; under `torch.no_grad` or for a frozen weight they are not made. Under
-        autocast products are in its dtype, for which the weight is copied. Sums are float32 or
-        better, and so are logits; with Liger's kernel logits have the dtype of products, as those
-        of `nn.Linear` have.
+        Gradients are computed in the forward pass, the weight's in float32, and scaled in the
+        backward pass; under `torch.no_grad` or for a frozen weight they are not computed. Under
+        autocast products have its dtype, to which the weight is copied. Sums and logits are float32
+        or wider; with Liger's kernel logits have the dtype of products, as in `nn.Linear`.
         """
         return cross_entropy(
             self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
@@ -146,24 +148,23 @@ class Training:
         statistics: Sequence[str] = (),
         label: str | int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probabilities of this rank's tokens (batch, local tokens), such as the labels of
-        `shard_batch`, and entropies, both differentiable, 0 where a token is `ignore_index`.
+        """Log-probabilities of this rank's tokens (batch, local tokens), for instance the labels of
+        `shard_batch`, and entropies. Both are differentiable, and 0 for tokens of `ignore_index`.
 
-        Takes logits, or hidden states and a `weight`: then logits are made in chunks, and again in
-        the backward pass. Logits are divided by `temperature`, after `softcap`. Nothing is sent,
-        unless FSDP2 holds the weight in parts, which are gathered: `reduce` then says what becomes
-        of its gradient, as it does in `token_mean`. With `reduce` all ranks make the call, and an
-        error of one of them is told to the others, also where the weight is whole.
+        Takes logits, or hidden states and a `weight`: then logits are computed in chunks, and again
+        in the backward pass. Logits are divided by `temperature`, after `softcap`. Nothing is sent,
+        unless FSDP2 shards the weight: it is gathered, and its gradient reduced as `reduce` says.
+        With `reduce` all ranks make the call, sharded weight or not, and an error reaches all.
 
-        statistics  what is returned besides, for each token and without gradients: "is_top1",
-                    whether it is the most likely one; "mean_logits", over the vocabulary;
-                    "log_sum_sq_probs", the logarithm of the sum of squared probabilities
-        label       as in `attention`, where a weight is gathered: for those of several models, say
+        statistics  further results for each token, without gradients: "is_top1", whether the token
+                    is the most likely; "mean_logits", over the vocabulary; "log_sum_sq_probs", the
+                    logarithm of the sum of squared probabilities
+        label       as in `attention`, if a weight is gathered: tells apart calls of several models
         """
-        call = LossCall("log_probs", *self._of_call(reduce, label, tokens))
-        # Who says `reduce` trains the weight: all ranks do, also where it is whole at the moment.
-        together = reduce is not None
-        together = together or any(is_of_fsdp(x, self._calls.ranks) for x in (weight, bias))
+        call = LossCall("log_probs", *self._loss_fields(reduce, label, tokens))
+        # With `reduce` the weight is trained, on all ranks, even if it is whole at the moment.
+        ranks = self._calls.ranks
+        together = reduce is not None or any(is_of_fsdp(x, ranks) for x in (weight, bias))
         return (log_probs_together if together else log_probs)(
             call,
             hidden_or_logits,
@@ -196,22 +197,22 @@ class Training:
         count if `documents` or the sizes of this object say where it is.
 
         per="sequence": the mean over documents of the mean over each document's tokens. `documents`
-        says where they lie; those in which the mask is false do not count. `num_targets` then
-        counts sequences, of all accumulated batches.
+        says where the documents lie; documents whose mask is all false do not count. `num_targets`
+        is then the number of sequences in all accumulated batches.
         """
         shards = None
         if per == "sequence" or documents is not None or self._calls.fixed is not None:
             shards = self._calls.shards(documents)
         if per == "token" and documents is None and shards is not None:
             fits = getattr(values, "shape", ())[1:] == (shards.q_layout.slots,)
-            shards = shards if fits else None  # of a batch whose documents are not said
+            shards = shards if fits else None  # else the values are of a batch with documents
         means = self._means("token_mean", reduce, data_parallel, num_targets, label, mask)
         return token_mean(means, values, mask, per=per, shards=shards)
 
     def keep_attention(
         self, *, offload: bool = False, host_bytes: int | None = None
     ) -> KeepAttention:
-        """Activation checkpoints that keep the results of attention and compute the rest again, so
+        """Activation checkpointing that keeps the results of attention and recomputes the rest, so
         that attention's forward pass runs and communicates once.
 
             keep = cp.keep_attention()  # once, for all blocks and steps
@@ -219,20 +220,20 @@ class Training:
             out = checkpoint(keep.reentrant(block), x, use_reentrant=True)
 
         It keeps out and lse of all objects' calls; q, k and v are computed and exchanged again in
-        the backward pass. All ranks must do the same. With `offload`, what is kept and the inputs
-        of blocks go to pinned host memory, and come back one block ahead of their use; what exceeds
-        `host_bytes` stays on the device. `keep.host` says how much there is. The `checkpoint` may
-        stand in compiled code, without `offload`, or around it.
+        the backward pass. All ranks must do the same. With `offload`, kept results and the inputs
+        of blocks go to pinned host memory, at most `host_bytes`, and come back one block ahead of
+        their use; the rest stays on the device. `keep.host` says how much is on the host.
+        `checkpoint` may be called around compiled code or, without `offload`, inside it.
         """
-        if is_dynamo_compiling():  # which makes no objects of a class derived from `partial`
+        if is_dynamo_compiling():  # Dynamo makes no objects of a class derived from `partial`
             return partial(in_compiled_code, offload or host_bytes is not None)  # type: ignore[return-value]
         return KeepAttention(offload=offload, host_bytes=host_bytes)
 
     def tiled(
         self, block: Callable[[Tensor], Tensor], *, tokens: int = 4096
     ) -> Callable[[Tensor], Tensor]:
-        """Runs an MLP, or another block that looks at each token by itself, on `tokens` of (...,
-        tokens, width) at a time, so that its intermediate values are those of one tile.
+        """Runs an MLP, or another block that treats each token by itself, on a tile of `tokens`
+        tokens of (..., tokens, width) at a time, so that intermediate values exist for one tile.
 
             self.tiled_mlp = cp.tiled(self.mlp)  # in a model, or from outside:
             layer.mlp.forward = cp.tiled(layer.mlp.forward)  # also if fully_shard has it
@@ -250,16 +251,16 @@ class Training:
         data_parallel: dist.ProcessGroup | DeviceMesh | None,
         num_targets: int | Tensor | None,
         label: str | int | None,
-        of_batch: Any,
+        tokens: Any,
     ) -> Means:
-        of_call = self._of_call(reduce, label, of_batch)
-        return Means(name, *of_call, data_parallel, num_targets)
+        fields = self._loss_fields(reduce, label, tokens)
+        return Means(name, *fields, data_parallel, num_targets)
 
-    def _of_call(
-        self, reduce: Reduce | None, label: str | int | None, of_batch: Any
+    def _loss_fields(
+        self, reduce: Reduce | None, label: str | int | None, tokens: Any
     ) -> tuple[User, CallOptions, Reduce | None, str | int | None, BatchIdentity | None]:
-        """Fields of a `LossCall`; `of_batch` says of which, where shard_batch made it."""
-        mark = getattr(of_batch, MARK, None)
+        """The fields of a `LossCall` after its name. `tokens` from `shard_batch` name its batch."""
+        mark = getattr(tokens, MARK, None)
         batch = mark and BatchIdentity(*mark)
         return self._calls.user, self._calls.options, reduce, label, batch
 
@@ -271,25 +272,24 @@ class Training:
         no_restore_buffers: Collection[Tensor] | None = None,
         documents: Documents | None = None,
     ) -> AbstractContextManager[Documents | None]:
-        """A block in which `torch.nn.functional.scaled_dot_product_attention` is attention over all
-        ranks, with the arguments of PyTorch's `context_parallel`.
+        """A block in which `torch.nn.functional.scaled_dot_product_attention` attends over all
+        ranks. Takes the arguments of PyTorch's `context_parallel`.
 
             with cp.context_parallel(buffers=[ids, positions], buffer_seq_dims=[1, 0]) as documents:
 
-        buffers             whole tensors, the same on all ranks, that hold this rank's part in the
-                            block and are restored after it, also after an exception. The first says
-                            the length, where the object does not; lengths that need padding are
-                            refused
-        buffer_seq_dims     the dimension of the tokens, of each
-        no_restore_buffers  those of them that keep this rank's part
-        documents           of this batch, where it has several; what the block gives (`as`) is
-                            this, or what was made of the length: for `unshard` and inner blocks
+        buffers             whole tensors, the same on all ranks. In the block they hold this rank's
+                            part; after it, even by an exception, they are restored. The first says
+                            the length if the object does not; it must need no padding
+        buffer_seq_dims     the dimension of the tokens of each buffer
+        no_restore_buffers  buffers that keep this rank's part after the block
+        documents           of this batch, if it has several. `as` gives these, or documents made
+                            from the length, for `unshard` and inner blocks
 
         Calls have (batch, heads, local_seq, head_dim) and may say `scale`, `enable_gqa` and an
-        `is_causal` that is the object's; attn_mask and dropout are refused on all ranks. It holds
-        for this thread, and the innermost block counts. In eager code the name of the module that
-        calls is the label of the call. Backward may come after the block; with activation
-        checkpointing, which attends again, it belongs inside, or is refused.
+        `is_causal` that is the object's; attn_mask and dropout are refused on all ranks. The block
+        holds for this thread; of nested blocks the innermost counts. In eager code the name of the
+        calling module is the label of the call. The backward pass may come after the block, except
+        with activation checkpointing, which attends again: then it must be inside, or is refused.
         """
         return replaced_attention(
             self._calls,

@@ -1,7 +1,7 @@
-"""Readers of option values: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, a file of JSON.
+"""Readers of option values for argparse: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, JSON files.
 
-Each reader takes the text of a value and raises with an example when it does not fit. Patterns say
-[0-9], since \\d would also match digits of other scripts.
+A reader takes the text of a value, and raises an error with an example if the text does not fit.
+Patterns say [0-9], since \\d would also match digits of other scripts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _UNITS = {"": 1, "b": 1} | {
     for ending, base in (("ib", 1024), ("b", 1000))
 }
 _NUMBER = r"[0-9]{1,18}(?:(?:\.[0-9]{1,6})?[kKmMgG])?"  # 18 digits fit into 64 bits
-_MOST_BYTES = 1 << 26  # of a file that is a value
+_MOST_BYTES = 1 << 26  # of a JSON file
 
 
-def _matched(text: str, pattern: str, what: str) -> re.Match[str]:
+def _matched(text: str, pattern: str, expected: str) -> re.Match[str]:
     match = re.fullmatch(pattern, text)
     if not match:
-        raise ArgumentTypeError(f"{text!r} is not {what}")
+        raise ArgumentTypeError(f"{text!r} is not {expected}")
     return match
 
 
@@ -57,7 +57,7 @@ def _whole_number(text: str, *, at_least: int) -> int:
 
 
 def _number(text: str) -> int:
-    """k, M and G are powers of 1,024, as lengths of contexts are written."""
+    """k, M and G are powers of 1,024, as is usual for the length of a context."""
     power = " kmg".find(text[-1].lower())
     value = Fraction(text.rstrip("kKmMgG")) * 1024 ** max(power, 0)
     if value.denominator != 1:
@@ -71,9 +71,9 @@ def fraction(text: str) -> float:
     return float(_matched(text, pattern, "a number above 0 such as 1.05")[0])
 
 
-def pair(what: str) -> Callable[[str], tuple[int, int]]:
+def pair(expected: str) -> Callable[[str], tuple[int, int]]:
     def read(text: str) -> tuple[int, int]:
-        match = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", what)
+        match = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", expected)
         first, second = int(match[1]), int(match[2])
         if first < 1 or second < 1:
             raise ArgumentTypeError(f"{text}: both numbers must be at least 1")
@@ -117,7 +117,7 @@ def starts(text: str) -> tuple[int, ...]:
 
 
 def json_file(path: str) -> Any:
-    """The contents of a file."""
+    """The contents of a JSON file."""
     try:
         return json.loads(read_text(path, most_bytes=_MOST_BYTES))
     except FileError as error:
@@ -126,13 +126,13 @@ def json_file(path: str) -> Any:
         raise ArgumentTypeError(f"{path} is not JSON: {error}") from error
 
 
-def one_of(what: str, names: Iterable[str]) -> Callable[[str], str]:
+def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     known = tuple(names)
 
     def read(text: str) -> str:
         if text not in known:
             raise ArgumentTypeError(
-                f"{text!r} is not a {what}{did_you_mean(text, known)}; known: {', '.join(known)}"
+                f"{text!r} is not a {kind}{did_you_mean(text, known)}; known: {', '.join(known)}"
             )
         return text
 

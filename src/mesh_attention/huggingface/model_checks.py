@@ -1,9 +1,9 @@
-"""Which models may attend over ranks: everything that would be wrong in silence is refused here, by
-name, before a model is touched.
+"""`refuse_model` refuses models that would silently give wrong numbers when ranks share a sequence.
+`ModelContextParallel` calls it before it changes a model.
 
-`models.toml` has the types of transformers models that are shown to have losses, logits and
-gradients of one process, and those that do not. `tests/huggingface/model_sweep.py` makes it, and
-the table of `docs/models.md`.
+`models.toml` lists the types of transformers models whose losses, logits and gradients were shown
+to be those of one process, and the types that differ. `tests/huggingface/model_sweep.py` makes it,
+and the table of `docs/models.md`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ def _by_type(section: str) -> dict[str, str]:
     return {name: text for text, names in _TABLE[section].items() for name in names}
 
 
-SHOWN = _by_type("exact")  # by type, what its layers have
-REFUSED = _by_type("refused")  # why: what is seen of each model anew
-DIFFERENT = _by_type("different")  # why: what is not seen, so they are always refused
+SHOWN = _by_type("exact")  # by type, the features of its layers
+REFUSED = _by_type("refused")  # by type, a fault that the checks below see in the model itself
+DIFFERENT = _by_type("different")  # by type, a fault that no check sees: always refused
 
 
 def transformers_model(model: nn.Module) -> Any:
+    """`model` itself, or the model that peft has wrapped; raises if it is not of transformers."""
     base: Any = getattr(model, "get_base_model", None)  # of peft
     if base is not None:
         model = base()
@@ -61,9 +62,10 @@ def refuse_model(
     reduce: Any,
     options: dict[str, Any],
 ) -> None:
-    said = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
-    if said:
-        raise MeshAttentionError(f"{', '.join(said)}: the model says this; leave it out")
+    """`handled`: classes of modules that mix tokens, which the caller has adapted."""
+    repeated = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
+    if repeated:
+        raise MeshAttentionError(f"{', '.join(repeated)}: the model says this; leave it out")
     _refuse_head(model)
     name = config.model_type
     if name in DIFFERENT:
@@ -94,7 +96,7 @@ def refuse_model(
     if getattr(config, "output_attentions", False):
         raise MeshAttentionError("output_attentions=True: attention weights are never made")
     for module in model.modules():
-        rope_types = getattr(module, "rope_type", None)  # or one for each kind of layer
+        rope_types = getattr(module, "rope_type", None)  # a name, or names by kind of layer
         for name in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
             if isinstance(name, str) and ("dynamic" in name or name == "longrope"):
                 raise MeshAttentionError(
@@ -104,7 +106,7 @@ def refuse_model(
 
 
 def _refuse_head(model: Any) -> None:
-    """Heads that read one token, or all, would read those of this rank."""
+    """A head that reads one token, or all tokens, would read the tokens of this rank alone."""
     known = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "Model")
     other = ("PreTrainedModel", "DoubleHeadsModel")
     names = [base.__name__ for base in type(model).__mro__]
@@ -121,16 +123,15 @@ def _refuse_head(model: Any) -> None:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether its labels are those of each token itself and the next one is learned. Not of models
-    that classify tokens or fill in masked ones."""
+    """Whether the model's loss shifts labels by one token, as for causal models. Losses of models
+    that classify tokens or fill in masked tokens do not."""
     kind = getattr(model, "loss_type", None) or "ForCausalLM"
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss
 
 
-# Modules that mix tokens outside of attention are found by what they hold (a convolution over
-# tokens, a recurrent layer of PyTorch) and by the names of their classes in transformers. What is
-# computed by functions alone is not seen.
-_NAMES = re.compile(
+# Modules that mix tokens outside of attention are recognised by type (a convolution over tokens, a
+# recurrent layer of PyTorch) or by the name of their class. Functions that mix tokens are not seen.
+_MIXER_NAMES = re.compile(
     r"(Mixer|Mamba\d*|MambaLayer|SSM|DeltaNet|DeltaAttention|LinearAttention|LightningAttention|"
     r"ShortConv(olution)?|RecurrentBlock|Rglru|RetNet|Retention|Hyena|Indexer|Compressor|"
     r"NGramEmbedding)$"
@@ -138,7 +139,7 @@ _NAMES = re.compile(
 
 
 def _refuse_token_mixers(model: nn.Module, handled: Collection[str]) -> None:
-    """But those whose classes the caller says are `handled`, with all in them."""
+    """Modules of a class in `handled` are allowed, with all modules inside them."""
     if isinstance(handled, str) or not all(isinstance(name, str) for name in handled):
         raise MeshAttentionError(f"handled={handled!r}: give a list of the names of classes")
     mixers = dict(_mixers(model, "", handled))
@@ -151,14 +152,14 @@ def _refuse_token_mixers(model: nn.Module, handled: Collection[str]) -> None:
         )
 
 
-def _mixers(module: nn.Module, holder: str, handled: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Names of classes, and why; a convolution is named by what holds it."""
+def _mixers(module: nn.Module, parent: str, handled: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(class, reason) of each token mixer; a convolution goes by the class of its parent."""
     name = type(module).__name__
     if name in handled:
         return
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-        yield holder, "convolves"
-    elif isinstance(module, nn.RNNBase) or _NAMES.search(name):
+        yield parent, "convolves"
+    elif isinstance(module, nn.RNNBase) or _MIXER_NAMES.search(name):
         yield name, "by its name"
     for child in module.children():
         yield from _mixers(child, name, handled)

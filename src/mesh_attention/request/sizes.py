@@ -1,4 +1,5 @@
-"""Sizes that come with the tensors of calls, where an object was made without them."""
+"""Sizes of an object that was made without them, for `ObjectCalls`: from the mask, from the tensors
+of a call, or, before the first call, usual sizes."""
 
 from __future__ import annotations
 
@@ -11,21 +12,21 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.session import Session
 
-USUAL_TOKENS = 1 << 20  # of batches whose length is not known yet: long, as others need no ranks
+USUAL_TOKENS = 1 << 20  # assumed while the length is unknown: short batches need no ranks
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 SIZES = ("seq_len", "kv_seq_len", "dtype", *_HEADS)
 
 
 def has_sizes(arguments: Mapping[str, Any]) -> bool:
-    """Whether all that must be known of tensors is said; otherwise they say it themselves."""
+    """Whether the arguments say all sizes; otherwise the tensors of calls do."""
     if arguments.get("plan") is not None:
         return True
     return all(arguments.get(name) is not None for name in ("seq_len", "num_heads", "head_dim"))
 
 
 def with_lengths(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With the lengths that the documents of the mask say, where none are given. Slices say none:
-    tokens that see nothing may follow them."""
+    """The arguments, with the length of the mask's documents if no length is given. The slices of a
+    mask say no length: tokens that see nothing may follow them."""
     mask, lengths = arguments.get("mask"), {}
     if isinstance(mask, Mask) and mask.documents is not None and arguments.get("plan") is None:
         lengths["seq_len"] = mask.documents[-1]
@@ -35,7 +36,7 @@ def with_lengths(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fault_of_length(arguments: Mapping[str, Any]) -> MeshAttentionError:
-    """Of an object without seq_len, asked for what only a length can answer."""
+    """The error for a question that needs a length, to an object without seq_len."""
     queries, keys = _reach(arguments.get("mask"))
     if not queries:
         return MeshAttentionError(
@@ -59,7 +60,7 @@ def _reach(mask: Any) -> tuple[int, int]:
 
 
 def usual_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With sizes of many models where none are said: enough to check all other arguments, and to
+    """The arguments, with usual sizes for missing sizes: enough to check all other arguments and to
     choose a layout before the first call."""
     usual, kv_heads = 32, arguments.get("num_kv_heads")
     if isinstance(kv_heads, Integral) and int(kv_heads) > 0:
@@ -72,8 +73,8 @@ def usual_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes_of(session: Session, arguments: Mapping[str, Any], call: AttentionCall) -> dict[str, Any]:
-    """What the shapes of the shards say: without a length every slot is a token. A length of 0 was
-    given too, and is refused later."""
+    """The sizes of a call, from the shapes of its tensors. Without seq_len every slot of a shard
+    counts as a token. seq_len=0 counts as given: it is refused later."""
     q, k, v = call[:3]
     raise_fault(fault_of_kind(q=q, k=k, v=v))
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -91,8 +92,8 @@ def sizes_of(session: Session, arguments: Mapping[str, Any], call: AttentionCall
             f"q has {q.shape[2]} heads and k {k.shape[2]}: those of q must be a multiple of those "
             "of k"
         )
-    size = len(session.groups.ranks)
-    lengths = q.shape[1] * size, k.shape[1] * size
+    num_ranks = len(session.groups.ranks)
+    lengths = q.shape[1] * num_ranks, k.shape[1] * num_ranks
     queries, keys = arguments.get("seq_len"), arguments.get("kv_seq_len")
     if keys is None:
         keys = queries if queries is not None and lengths[0] == lengths[1] else lengths[1]

@@ -1,9 +1,8 @@
-"""The executor: interprets one rank's program, and nothing else.
+"""The executor: runs one rank's compiled program of one pass, and decides nothing.
 
-`run` is a generator that yields while it has to wait for ranks of the same process, so one loop
-serves all ranks in one process and one rank of many. Communication is started in program order and
-waited for only by the operations that need it. Operations on workspace buffers are bound to their
-tensors once; only those that touch the caller's tensors are bound again in a warm call.
+`make_executor` (`runtime/session/prepare.py`) makes it, `PreparedCall` runs it. Communication is
+started in program order and waited for only by the operations that need it. Operations on workspace
+buffers are bound to their tensors once, operations on the caller's tensors in every call.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from mesh_attention.runtime.transport.interface import Counters, Handle
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
 
-Trace = Callable[[Operation], AbstractContextManager[Any]]  # is entered around each operation
+Trace = Callable[[Operation], AbstractContextManager[Any]]  # entered around each operation
 
 
 class Executor:
@@ -52,47 +52,46 @@ class Executor:
         deterministic: bool,
         mask_device: torch.device,
         known_ranges: KnownRanges,
-        leaving: Callable[[Plan], Program] | None = None,
+        program_for_mask: Callable[[Plan], Program] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`kernels` by the names that calls have. `known_ranges`: masks made so far, by the pass
-        that came before. `leaving`: the program with calls that leave SMs to transfers as the mask
-        of a plan wants. `make_executor` (`runtime/session/prepare.py`) finds all of this."""
+        """`kernels`: by name. `known_ranges`: masks that the other pass has made; new masks are
+        added. `program_for_mask`: the program whose calls leave SMs to transfers as the mask of a
+        plan needs."""
         self.call_shape, self.program = frame.call_shape, frame.program
         self._frame, self._trace = frame, trace
         self._problem, self._kernels = plan.problem, kernels
         self._masks_for = partial(masks_of, program=self.program, device=mask_device)
-        self._leaving = leaving
+        self._program_for_mask = program_for_mask
         masks = self._masks_for(plan, known=known_ranges)
         self._attentions = Attentions(frame, masks, kernels, scores, deterministic=deterministic)
         scratch = scratch_bytes(self.program, plan.problem, kernels, two_streams=frame.two_streams)
         self.workspace_bytes = frame.workspace_bytes
         self.scratch_bytes = scratch * self.call_shape.batch
         self.counters = Counters()
-        # Why these kernels, for people; and what was predicted of the calls.
+        # For `PassReport`: why these kernels were chosen, and how they are called.
         self.choices: dict[MaskKind, Choice] = {}
         self.row_choice: RowChoice | None = None
-        self.calls = ""
+        self.call_summary = ""
 
     @property
     def memory(self) -> PassMemory:
-        masks = [mask for of_calls in self._attentions.masks.values() for mask in of_calls]
-        held = mask_bytes(masks, self.call_shape.device)
-        return PassMemory(self.workspace_bytes, self.scratch_bytes, held, self._frame.kept_bytes)
+        masks = mask_bytes(chain(*self._attentions.masks.values()), self.call_shape.device)
+        return PassMemory(self.workspace_bytes, self.scratch_bytes, masks, self._frame.kept_bytes)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges, *, by_mask: bool = False) -> Executor:
-        """The same program for a plan that differs in its mask alone, where all calls go by row
-        ranges. What was made ready or bound for this executor serves the other, but for attention.
-        `by_mask`: calls leave SMs to transfers as this mask wants."""
+        """An executor for a plan that differs in its mask alone, if all calls of the program take
+        row ranges. It shares all but the attentions. `by_mask`: the number of SMs that calls leave
+        to transfers follows the mask too."""
         other = copy(self)
-        if by_mask and self._leaving is not None:
-            other.program = self._leaving(plan)
+        if by_mask and self._program_for_mask is not None:
+            other.program = self._program_for_mask(plan)
         masks = self._masks_for(plan, known=known_ranges)
         other._attentions = self._attentions.with_masks(masks, other.program.operations)
         return other
 
     def prepare_kernels(self) -> None:
-        """Let kernels make of masks what they can make ahead of a call."""
+        """Let kernels make their own tables of the masks before the first call."""
         table = self.program.buffer_table()
         done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
         for at, masks in self._attentions.masks.items():
@@ -108,7 +107,8 @@ class Executor:
                     prepare(self._frame.direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
-        """Inputs are (rows, batch, heads, width), contiguous; so are the outputs."""
+        """Yields where it waits for another rank of this process, so one thread can run all ranks
+        in turns. Inputs and outputs are (rows, batch, heads, width), contiguous."""
         frame = self._frame
         block = frame.workspace.take(self.workspace_bytes, self.call_shape.device)
         bound, works = block.bound.get(self) or self._bind(block)
@@ -117,7 +117,7 @@ class Executor:
         in_flight: dict[int, Handle] = {}
         with ExitStack() as stack:
             stack.enter_context(block.in_use())
-            if frame.workspace.poisons:  # before the call begins: communications wait for that
+            if frame.workspace.poisons:  # before `streams` mark the begin, which transfers wait for
                 frame.workspace.poison(block.memory, outputs.values())
             if streams is not None:
                 stack.enter_context(streams)
@@ -141,7 +141,7 @@ class Executor:
         return outputs
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:
-        """What comes now on either stream needs a communication."""
+        """Lets the compute streams wait for a communication."""
         streams = self._frame.streams
         while not handle.ready:
             if streams is not None:
@@ -155,17 +155,17 @@ class Executor:
             streams.wait(handle.wait)
 
     def _work(self, step: ProgramStep, views: Views, shared: Work | None = None) -> Work:
-        """The operation on its tensors. `shared`: as the frame has bound it."""
-        work = shared
-        if work is None:
-            attends = isinstance(step.op, Attention)
-            work = (
-                self._attentions.bind(step.at, views) if attends else self._frame.work(step, views)
-            )
+        """The operation, bound to its tensors and traced. `shared`: already bound by the frame."""
+        if shared is not None:
+            work = shared
+        elif isinstance(step.op, Attention):
+            work = self._attentions.bind(step.at, views)
+        else:
+            work = self._frame.work(step, views)
         return work if self._trace is None else partial(_traced, self._trace, step.op, work)
 
     def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
-        """Everything that can be done once for a block of workspace."""
+        """Binds the operations on a block of workspace; None: bound in each call."""
         views, shared = self._frame.bind(block)
         works = [
             self._work(step, views, work) if step.fixed else None
@@ -181,13 +181,13 @@ def _traced(trace: Trace, op: Operation, work: Callable[..., Any], *arguments: A
 
 
 def nvtx_span(op: Operation) -> AbstractContextManager[None]:
-    """A `Trace` for profilers: every operation is a range under its own name."""
+    """A `Trace` for profilers: every operation is an NVTX range with the operation's name."""
     span: AbstractContextManager[None] = torch.cuda.nvtx.range(op.name)
     return span
 
 
 def run_to_end(execution: Generator[None, None, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Run an execution whose transport never makes it wait for its own process."""
+    """Runs a program whose transport never waits for a rank of the same process."""
     while True:
         try:
             next(execution)

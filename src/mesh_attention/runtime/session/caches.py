@@ -118,7 +118,7 @@ class CallCache(AgreedCache[CallsOfKind]):
     """Prepared calls by kind."""
 
     def of_kind(self, key: CallKey) -> CallsOfKind:
-        """Those that are kept, or none yet."""
+        """The kept calls of the key's kind; of a new kind there are none."""
         plan, options, shape = key
         compared = plan, options.compared, shape.batch, shape.dtype, shape.device.type
         return self.get(compared) or CallsOfKind(compared)

@@ -1,7 +1,8 @@
-"""The calls of a session: ranks agree on each new kind once, and the latest kinds are kept.
+"""The calls of a session: ranks agree on each new kind of call once, and keep the latest kinds.
+`ObjectCalls` prepares attention here; losses and `unshard` agree on their kinds of call here.
 
-All ranks are at the same calls in the same order, and so keep and drop the same kinds of call;
-nothing that ranks do together depends on when an object is garbage collected.
+All ranks make the same calls in the same order, and so keep and drop the same kinds of call:
+nothing that ranks do together depends on garbage collection.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import TransportName, Transports
 from mesh_attention.runtime.transport.groups import Groups
 
-NUM_BASES = 16  # calls that serve any mask: of both kinds of lse, of a few layers and orders
+NUM_BASES = 16  # calls that serve any mask: with and without lse, for a few layers
 NUM_CAPTURED_CALLS = 16  # a CUDA graph keeps copies of inputs and outputs
 
 BaseKey = tuple[RankPlan, CallOptions, CallShape]
-_LATER = "made when calls come"  # in place of a plan
+_LATER = "made when calls come"  # stated in place of a plan
 
 
 class Calls:
@@ -50,16 +51,16 @@ class Calls:
     ) -> None:
         self._groups, self._handshake = groups, handshake
         self._guard, self._transports = guard, transports
-        # By whether they are captured.
-        self._kept = {False: CallCache(NUM_CALLS), True: CallCache(NUM_CAPTURED_CALLS)}
-        # Of plans whose programs serve any mask.
+        # By `options.cuda_graph`.
+        self._caches = {False: CallCache(NUM_CALLS), True: CallCache(NUM_CAPTURED_CALLS)}
+        # Calls whose programs serve any mask.
         self._bases: LruCache[BaseKey, PreparedCall] = LruCache(NUM_BASES)
         self._living: WeakSet[PreparedCall] = WeakSet()  # also calls that only autograd holds
-        # Kinds of call that are no attention.
+        # Kinds of call other than attention.
         self._agreed: AgreedCache[AgreedKind] = AgreedCache(NUM_CALLS)
         self._prefetch = PrefetchStreams()
-        self._making = RLock()  # batches are made ready by another thread
-        self.num_begun = 0  # calls that all ranks were at together
+        self._making = RLock()  # `prefetch` runs in another thread
+        self.num_begun = 0  # calls that all ranks have begun together
 
     def prepare(
         self,
@@ -69,18 +70,18 @@ class Calls:
         needs_grad: bool,
         sample: Callable[[], str | None] | None = None,
     ) -> PreparedCall:
-        """The call that all ranks are about to make: of a kind agreed on before, or agreed on now.
-        `sample`: of tensors that must not be the same on all ranks."""
+        """The call that all ranks are about to make. If its kind is new, ranks agree on it now.
+        `sample`: returns a digest of tensors that must differ between ranks."""
         error: Exception | None = None
         statement: Statement = {}
         meetings: Statement = {}
-        known = ahead = False  # `ahead`: of the others, without agreement
+        known = ahead = False  # `ahead`: ranks compare the call itself, without agreement before
         directions = tuple(Direction) if needs_grad else (Direction.FORWARD,)
         try:
-            kept = self._kept[options.cuda_graph] if source.calls is None else source.calls
+            cache = self._caches[options.cuda_graph] if source.calls is None else source.calls
             rank_plan = source.of(call_shape.dtype.itemsize)
             key = (rank_plan.key, options, call_shape)
-            of_kind = kept.of_kind(key)
+            of_kind = cache.of_kind(key)
             call = of_kind.calls.find(key) or self._new_call(
                 options, call_shape, rank_plan, of_kind.kind
             )
@@ -93,7 +94,7 @@ class Calls:
                 "device": call_shape.device.type,
                 "needs_grad": needs_grad,
             }
-            # A kernel may refuse what only some ranks have to do: all must know.
+            # A kernel may refuse the work of some ranks alone: then `agree` tells all.
             call.make_ready(directions)
             call.transport.check()
             if source.calls is not None:
@@ -118,12 +119,13 @@ class Calls:
             self._connect(call, directions)
         if not known:
             call.kind.agreed[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
-        kept.keep_call(of_kind, key, call)
+        cache.keep_call(of_kind, key, call)
         self._living.add(call)
         return call
 
-    def make_ready(self, source: PlanSource, like: CallKey, needs_grad: bool) -> None:
-        """Ahead of the call, in a thread of its own: other ranks learn nothing of it."""
+    def prefetch(self, source: PlanSource, like: CallKey, needs_grad: bool) -> None:
+        """Makes ready a call that may come, in another thread and without other ranks. `like`: the
+        key of a call with the same options and shape."""
         assert source.calls is not None
         _, options, call_shape = like
         rank_plan = source.of(call_shape.dtype.itemsize)
@@ -161,11 +163,10 @@ class Calls:
         error: Exception | None,
         chosen_by: str | None = None,
     ) -> str | None:
-        """The same plan and options on all ranks, or an error on all of them. `chosen_by`: what the
-        plan was chosen by, if it was; where ranks differ in it, that of the first is returned.
+        """Raises on all ranks unless all have the same plan and options and none has an `error`.
 
-        `error` is what is wrong with this rank's arguments; the plan may then be missing, as it is
-        where calls say the sizes.
+        `rank_plan` is None after an error, or if calls say the sizes. `chosen_by` is the reason for
+        a chosen plan; if ranks differ in it, returns the first rank's.
         """
         statement: Statement = {}
         try:
@@ -186,8 +187,8 @@ class Calls:
     def agree_on(
         self, statement: Statement, options: CallOptions, *, ahead: bool = False
     ) -> AgreedKind:
-        """A kind of call that is no attention: known, or agreed on now. Ranks that go `ahead` leave
-        it to the call to compare."""
+        """The kind of a call other than attention. If it is new, ranks agree on it now; with
+        `ahead` they compare it in the call itself, once a process group of all ranks is made."""
         self._guard.refuse_if_broken()
         if ahead and self._groups.has_everybody:
             return AgreedKind(statement)
@@ -204,11 +205,11 @@ class Calls:
         return known
 
     def agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
-        """See `Handshake.agree`. A disagreement that leaves ranks in a call breaks off all."""
+        """See `Handshake.agree`. A disagreement that leaves ranks in a call breaks the group."""
         guard, timeout = self._guard, self._groups.timeout(options.timeout)
         self._groups.set_timeout(timeout)
-        # Ranks that know a kind of call may be in it already; where none does nobody can be.
-        first = not any((*self._kept.values(), self._agreed))
+        # Other ranks can be inside a call already only if its kind was agreed on before.
+        first = not any((*self._caches.values(), self._agreed))
         try:
             return self._handshake.agree(
                 statement, error, call=guard.place, timeout=timeout, first=first
@@ -235,9 +236,9 @@ class Calls:
             self.agree({"transport": "symmetric"}, call.options, refusal)
         with self._guard.whole_or_broken():
             self._groups.everybody()
-            # Where memory is shared no longer, older calls need groups as well.
-            kinds = [of_kind for kept in self._kept.values() for of_kind in kept.values()]
-            for of_kind in kinds:  # as many, and in the same order, on all ranks
+            # If memory is shared no longer, older calls need groups too, in one order on all ranks.
+            kinds = [of_kind for cache in self._caches.values() for of_kind in cache.values()]
+            for of_kind in kinds:
                 older = [*of_kind.calls.values()][-1]
                 older.transport.make_groups(older.directions)
             call.transport.make_groups(directions)
@@ -246,7 +247,7 @@ class Calls:
         for call in self._living:
             call.clear()
         self._living.clear()
-        for kept in self._kept.values():
-            kept.clear()
+        for cache in self._caches.values():
+            cache.clear()
         self._bases.clear()
         self._agreed.clear()

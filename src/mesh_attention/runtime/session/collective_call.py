@@ -1,8 +1,8 @@
-"""Whatever ends a call that one rank has entered is told to the others.
+"""`collective_call`: an error that ends a call on one rank is told to the other ranks.
 
-Anything can be raised anywhere: a mistake that only one rank makes, Ctrl-C, no memory, the `repr`
-of an argument, a keyword that nobody knows. Caught by the caller, it leaves a rank one call behind
-the others, and their next calls would look alike. So every entry is a `collective_call`.
+Any line may raise: a mistake of one rank, Ctrl-C, lack of memory, the `repr` of an argument. If the
+caller catches the error, this rank is one call behind the others, whose next calls would look like
+its own. So every function that ranks call together is decorated with `collective_call`.
 """
 
 from __future__ import annotations
@@ -22,49 +22,48 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SessionAndOptions = tuple[Session, CallOptions]
 
-# A checkpoint ends its second forward pass by it, on all ranks, when it has all it needs.
+# No error: activation checkpointing raises it on all ranks to end a recomputation early.
 _STOP: Any = getattr(checkpoint, "_StopRecomputationError", ())
 
 
 def collective_call(
     find: Callable[..., SessionAndOptions],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function that ranks call together. `find`: its session and options, from its
-    arguments; where it raises, other ranks cannot be told."""
+    """Decorates a function that ranks call together. `find` takes the function's arguments and
+    returns its session and options; if it raises, other ranks cannot be told."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call_together(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_dynamo_compiling():  # the op that it becomes is a collective call
+            if torch.compiler.is_dynamo_compiling():  # the traced operator is a collective call
                 return function(*args, **kwargs)
-            session = entered = None
+            session = guard = None
             try:
                 session, options = find(*args, **kwargs)
                 if not session.guard.turn.acquire(blocking=False):
                     session.refuse_other_thread()
-                entered = session.guard
-                entered.enter()
+                guard = session.guard
+                guard.enter()
                 result = function(*args, **kwargs)
-                if entered.crossed is not None:
-                    entered.refuse_if_broken()
+                if guard.crossed is not None:
+                    guard.refuse_if_broken()
                 return result
             except _STOP:
                 raise
             except BaseException as error:
-                if session is None:  # ended before it was there, or there is none
+                if session is None:  # Ctrl-C in `find`, or `find` raised and will again
                     with suppress(Exception):
                         session, options = find(*args, **kwargs)
                 if session is None:
                     raise
-                # Before anything else, which may fail in its turn: nothing can be called where
-                # the stack is full.
+                # First of all, without a call: on a full stack calls fail. The next call tells it.
                 session.guard.left_by = error.__class__.__name__
                 session.tell_of(error, options)
                 raise
             finally:
-                if entered is not None:
-                    entered.compared = False
-                    entered.turn.release()
+                if guard is not None:
+                    guard.compared = False
+                    guard.turn.release()
 
         return call_together
 
@@ -72,10 +71,10 @@ def collective_call(
 
 
 def of_calls(calls: Any, *_: Any, **__: Any) -> SessionAndOptions:
-    """For a function that takes an `ObjectCalls` first."""
+    """`find` for a function whose first argument is an `ObjectCalls`."""
     return calls.user.session, calls.options
 
 
 def of_object(self: Any, *_: Any, **__: Any) -> SessionAndOptions:
-    """For a method of a `ContextParallel`."""
+    """`find` for a method of a `ContextParallel`."""
     return self._calls.user.session, self._calls.options

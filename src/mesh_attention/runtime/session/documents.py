@@ -64,14 +64,14 @@ class BatchPlans:
             self._sources[layer, keeps] = PlanSource(question, session.planned, of_batch=True)
         return self._sources[layer, keeps]
 
-    def make_ready_like(self, other: BatchPlans) -> None:
-        """For the kinds of call that another batch was used for."""
+    def prefetch_like(self, other: BatchPlans) -> None:
+        """Makes ready the kinds of call that another batch was used for."""
         for kind_of_layer, source in list(other._sources.items()):
             source_here = self.source(self.session, *kind_of_layer)
             for of_kind in list((source.calls or {}).values()):
                 for like in list(of_kind.calls):
                     needs_grad = True in of_kind.kind.agreed
-                    self.session.calls.make_ready(source_here, like, needs_grad)
+                    self.session.calls.prefetch(source_here, like, needs_grad)
 
 
 BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(
@@ -169,7 +169,7 @@ def prefetch(
         documents = make(batch)  # type: ignore[arg-type]
         if like is not None:
             with suppress(Exception):  # the call meets it again, and tells all ranks
-                documents.plans.make_ready_like(like.plans)
+                documents.plans.prefetch_like(like.plans)
         return batch, documents  # type: ignore[return-value]
 
     used: Documents | None = None

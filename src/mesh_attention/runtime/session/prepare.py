@@ -153,11 +153,11 @@ def make_executor(
     # Also for kinds of mask that no call of the program has.
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
     target = target_here(request, kernels, call_shape, transport, links or usual_links())
-    leaving: Callable[[Plan], Program] | None = None
+    program_for_mask: Callable[[Plan], Program] | None = None
     if plan.target is None:
         compiler = PassCompiler(plan, pass_, target)
         program, summary = compiler.compiled(at)
-        leaving = partial(compiler.leaving_sms, at)
+        program_for_mask = partial(compiler.leaving_sms, at)
     else:
         program, summary = pass_.programs[at], CallSummary()
     calls = [c for op in program.operations if isinstance(op, Attention) for c in op.calls]
@@ -200,10 +200,10 @@ def make_executor(
         deterministic=deterministic is not Determinism.ANY,
         mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
-        leaving=leaving if beside else None,
+        program_for_mask=program_for_mask if beside else None,
         trace=trace,
     )
-    executor.choices, executor.row_choice, executor.calls = choices, row_choice, str(summary)
+    executor.choices, executor.row_choice, executor.call_summary = choices, row_choice, str(summary)
     return executor
 
 

@@ -56,7 +56,7 @@ class PassReport:
     @staticmethod
     def of(executor: Executor, transport: CallTransport) -> PassReport:
         kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
-        kernels["calls"] = (("predicted", executor.calls),)
+        kernels["calls"] = (("predicted", executor.call_summary),)
         if executor.row_choice is not None:
             kernels["rows"] = executor.row_choice.reasons
         without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)

@@ -1,8 +1,8 @@
-"""A plan as one rank sees it: the part it plays, and what it states of its plan to other ranks.
+"""`RankPlan`: a plan as one rank sees it, with the digests that ranks compare before they run it.
 
-`Session` makes these from questions and from plans that the caller brings; prepared calls and
-transports read them. A rank asks only for its own programs, and for the backward one when gradients
-are needed.
+`Session` makes rank plans from questions and from plans that the caller brings; prepared calls and
+transports read them. Only this rank's programs are made, the backward program only if gradients are
+needed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
 from mesh_attention.plan.read.count import recalled
 
-_BOUNDS = 8  # of documents that a message names
+_BOUNDS = 8  # document bounds that a message names
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """
     rank       the logical rank of this process
-    base       a plan with the same passes, and no mask: what is made ready for it serves any
-    by_mask    how many SMs calls leave to transfers depends on the mask all the same
+    base       a plan with the same passes for any mask; a call prepared for it serves this plan too
+    by_mask    the number of SMs that calls leave to transfers still depends on the mask
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class RankPlan:
 
     @staticmethod
     def on(plan: Plan, place: int, num_ranks: int) -> RankPlan:
-        """`place`: of this process in its group."""
+        """`place`: the rank of this process in its group."""
         if plan.num_ranks != num_ranks:
             raise PlanError(
                 f"the plan is for {plan.num_ranks} ranks, and the process group has {num_ranks}"
@@ -50,7 +50,7 @@ class RankPlan:
 
     @cached_property
     def words(self) -> str:
-        """A digest of the question, and enough for people to see in what two plans differ."""
+        """A digest of the question, and a summary that shows people how two plans differ."""
         plan, p = self.plan, self.plan.problem
         heads = f"{p.num_heads} heads of {p.head_dim}, {p.kv_heads} KV heads"
         heads += "" if p.v_dim == p.head_dim else f", v_head_dim {p.v_dim}"
@@ -65,11 +65,11 @@ class RankPlan:
 
     @cached_property
     def programs(self) -> str:
-        """A digest of programs that were parsed, compiled or put together by hand. Programs that a
-        method makes follow from the question: they need no digest, and are not made for one."""
+        """A digest of programs that were parsed, compiled or put together by hand. Programs made by
+        a method follow from the question: making all of them for a digest would take time."""
         plan = self.plan
         made = plan.target is None and all(isinstance(p.programs, Programs) for p in plan.passes)
-        return AS_MADE if made else digest(self.plan)
+        return AS_MADE if made else digest(plan)
 
     @cached_property
     def key(self) -> tuple[str, str]:
@@ -78,14 +78,14 @@ class RankPlan:
 
     @cached_property
     def recalled(self) -> tuple[Buffer, ...]:
-        """What the backward pass takes of the forward pass."""
+        """The buffers of the forward pass that the backward pass reads."""
         return recalled(self._backward)
 
     @cached_property
     def retaken(self) -> tuple[str, ...]:
-        """The caller's q, k, v and lse that the backward pass takes again."""
-        taken = [buffer.name for buffer in self._backward.buffers if buffer.role is Role.INPUT]
-        return tuple(name for name in ("q", "k", "v", "lse") if name in taken)
+        """The names of the forward call's tensors that the backward pass reads."""
+        inputs = [buffer.name for buffer in self._backward.buffers if buffer.role is Role.INPUT]
+        return tuple(name for name in ("q", "k", "v", "lse") if name in inputs)
 
     @property
     def _backward(self) -> Program:
@@ -93,21 +93,22 @@ class RankPlan:
 
     @cached_property
     def keeps_lse(self) -> bool:
+        """Whether the forward pass keeps lse for the backward pass."""
         buffers = self.plan.program(self.rank, Direction.FORWARD).buffers
         return any(b.kind is Kind.LSE and b.role is Role.KEPT for b in buffers)
 
     @cached_property
     def without_lse(self) -> RankPlan:
-        """For callers that do not ask for lse."""
+        """This plan for callers that do not ask for lse."""
         if self.base is not None:
             return self.base.without_lse.for_mask(self.plan.problem, by_mask=self.by_mask)
         return RankPlan(without_lse(self.plan), self.rank)
 
     def for_mask(self, problem: Problem, *, by_mask: bool = False) -> RankPlan:
-        """The plan for a problem of another mask, where programs serve any."""
+        """This plan for a problem that differs in its mask, if the programs serve any mask."""
         return RankPlan(replace(self.plan, problem=problem), self.rank, self, by_mask)
 
     def meetings(self, directions: Iterable[Direction]) -> dict[str, Meetings]:
-        """The collectives of this rank's programs, as ranks compare them."""
+        """Digests of the collectives of this rank's programs, for ranks to compare."""
         passes = tuple(self.plan.direction(direction) for direction in directions)
         return meetings(replace(self.plan, passes=passes), self.rank)

@@ -39,8 +39,8 @@ from mesh_attention.version import TESTED_TORCH
 
 _LISTEN_SECONDS = 1.0
 _DESCRIPTORS = Path("/proc/self/fd")
-# What NCCL's watchdog does with an error: it leaves the process alone, and it sleeps four times this
-# long (a minute by default), in which the group cannot be closed.
+# After an error NCCL's watchdog leaves the process alone, and sleeps four times this long (a minute
+# by default), in which the group cannot be closed.
 _WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
