@@ -1,4 +1,4 @@
-"""The question that `advise`, `report` and `tune` read from a command line, of all methods."""
+"""The question to all methods that `advise`, `report` and `tune` read from a command line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class AskedOfAll:
-    """`cluster` has the memory of one sequence; `found_by` says how it was chosen."""
+    """The GPUs of `cluster` have the memory for one sequence; `found_by` says how it was chosen."""
 
     problem: Problem
     ranks: int

@@ -1,8 +1,8 @@
 """The flags that describe a question, and the question that a command line asks.
 
 Flags of a plan are made from the options of the methods; flags of a problem are listed here. Each
-keeps its value under its Python name, so that errors of the planner can be told in flags. A flag
-that was left out is None: the planner has the defaults, except for the sizes of a problem.
+keeps its value under its Python name, by which errors of the planner are put in terms of flags. A
+flag that was left out is None: the planner has the defaults, except for the sizes of a problem.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     plan = ask(
         problem_of(args), ranks_of(args), directions=directions, **method, **options_of(args)
     ).plan()
-    # Not before: where the planner refuses them, it says what fits.
+    # After planning: if the planner refuses them, its error is the better one.
     for name in PLACES:
         if getattr(args, name) is not None and args.ranks_per_node is None:
             flag = name.replace("_", "-")

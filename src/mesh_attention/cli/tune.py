@@ -79,12 +79,12 @@ def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _log(line: str) -> None:
-    """In place of a bar, where standard error is no terminal."""
+    """Prints progress in place of a bar, if standard error is no terminal."""
     print(f"tune: {line}", file=sys.stderr, flush=True)
 
 
 def _rows(outcome: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
-    """What was measured, the fastest first."""
+    """The measured settings, the fastest first."""
     measured = outcome.tuning.measured
     known = [scored for scored in outcome.tuning.contenders[direction] if scored.key in measured]
     return [

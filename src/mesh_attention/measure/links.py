@@ -1,9 +1,9 @@
-"""What links carry: each collective at a few sizes, inside nodes and between them.
+"""`LinkMeter` measures links for `profile.py`: each collective at a few sizes, inside nodes and
+between them, with the calls that the runtime makes.
 
-`profile.py` uses it. The calls are those that the runtime makes. Inside nodes all nodes measure at
-once, and groups of half a node too, which tells a hop from the beginning of a collective. Between
-nodes the first ranks of all nodes measure alone, and then all ranks of each node at once: their
-loss tells how many NICs they share.
+Inside nodes all nodes measure at once. Groups of half a node measure too, which tells the time of a
+hop from the fixed time of a collective. Between nodes the first ranks of all nodes measure alone,
+then all ranks of each node at once: the loss of speed tells how many NICs the ranks share.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from mesh_attention.measure.curve_fit import fit_terms, short
 from mesh_attention.measure.ranks import Ranks
 from mesh_attention.measure.transfers import Begin, TimedTransfers, done
 
-_SLOW = 3.0  # times the seconds of a measurement: larger transfers are not tried
+_SLOW = 3.0  # after a transfer of so many times `lasting`, larger transfers are not tried
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured transfer: bytes of a part (what one rank hands over, or one message)."""
+    """A measured transfer; a part is one message, or the data that one rank hands over."""
 
-    what: str
+    name: str
     members: int
     part_bytes: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.what}, {self.part_bytes >> 10} KiB a part: {self.seconds * 1e6:.4g} us"
+        return f"{self.name}, {self.part_bytes >> 10} KiB a part: {self.seconds * 1e6:.4g} us"
 
 
 class LinkMeter:
-    """Measures links. `samples` are what they were fitted to, by section of the cluster's file;
-    `largest` is the largest size at which all transfers so far could be measured."""
+    """`measure` fits links to samples, which stay in `samples`, by section of the cluster's file.
+    `largest`: the largest size at which all transfers so far were measured. `lasting`: seconds for
+    each measurement; `tell` is called after each."""
 
     def __init__(
         self, ranks: Ranks, sizes: Sequence[int], lasting: float, tell: Callable[[], None]
@@ -56,7 +57,7 @@ class LinkMeter:
             assert network is not None  # there are two ranks at least
             node = Node(1, network.peer, network.collective, network.many_peers.gb_per_second)
         if network is None:
-            # Nothing was measured, so nothing is better or worse than inside.
+            # There is one node: between nodes links are assumed to be as inside.
             k, rate = node.ranks, node.peer.gb_per_second
             network = Network(k, node.peer, k * rate, 2.0, node.collective)
         return node, network
@@ -98,7 +99,7 @@ class LinkMeter:
         flow = self._counterparts(1, "one rank of each node to the next")
         flows = self._counterparts(k, "all ranks of each node to the next") if k > 1 else flow
         pair = self._flows_of_a_pair(flows[-1].part_bytes)
-        # Whatever loses by the others: one flow may be too slow to fill a NIC, or one gather.
+        # The greater loss counts: a single flow or gather may be too slow to fill a NIC.
         nics = min(nics_of(k, alone, together or alone), nics_of(k, flow, flows))
         # Gathers alone: a reduction over gloo is no ring.
         gathers = ("all-gather",)
@@ -137,7 +138,7 @@ class LinkMeter:
         )
 
     def _flows_of_a_pair(self, part_bytes: int) -> list[Sample]:
-        """Between the first ranks of the first two nodes: one way, and both ways at once."""
+        """Messages between the first ranks of two nodes: one way, and both ways at once."""
         first, second = 0, self.ranks.per_node
         samples = []
         for name, both_ways in (("one way", False), ("both ways", True)):
@@ -158,81 +159,78 @@ class LinkMeter:
         kinds: Sequence[str] = ("all-gather", "reduce-scatter"),
     ) -> list[Sample]:
         members = self.transfers.group(groups)
-        size, taking = len(groups[0]), sum(map(len, groups))
+        size, num_ranks = len(groups[0]), sum(map(len, groups))
         samples = []
         for kind in kinds:
             begin = partial(self.transfers.collective, kind, members) if members else None
-            samples += self._samples(f"{kind} of {size} ranks, {where}", size, taking, begin)
+            samples += self._samples(f"{kind} of {size} ranks, {where}", size, num_ranks, begin)
         return samples
 
     def _all_to_alls(self, members: tuple[int, ...], where: str) -> list[Sample]:
         size, begin = len(members), partial(self.transfers.all_to_all, members)
         return self._samples(f"all-to-all of {size} ranks, {where}", size, self.ranks.size, begin)
 
-    def _counterparts(self, taking: int, where: str) -> list[Sample]:
-        """The first ranks of each node to those of the next node, round all nodes."""
+    def _counterparts(self, first: int, where: str) -> list[Sample]:
+        """Messages from the `first` ranks of each node to their counterparts in the next node."""
         rank, n, k = self.ranks.rank, self.ranks.size, self.ranks.per_node
-        peers = [((rank + k) % n, True), ((rank - k) % n, False)] if rank % k < taking else []
-        return self._messages(peers, where, self.ranks.num_nodes, taking * self.ranks.num_nodes)
+        peers = [((rank + k) % n, True), ((rank - k) % n, False)] if rank % k < first else []
+        return self._messages(peers, where, self.ranks.num_nodes, first * self.ranks.num_nodes)
 
     def _messages(
-        self, peers: Sequence[tuple[int, bool]], where: str, size: int, taking: int
+        self, peers: Sequence[tuple[int, bool]], where: str, size: int, num_ranks: int
     ) -> list[Sample]:
+        """`peers`: the ranks that this rank sends to (True) or receives from (False)."""
         begin = partial(self.transfers.messages, peers) if peers else None
-        return self._samples(where, size, taking, begin)
+        return self._samples(where, size, num_ranks, begin)
 
     def _samples(
-        self, what: str, size: int, taking: int, begin: Callable[[int], Begin] | None
+        self, name: str, members: int, num_ranks: int, begin: Callable[[int], Begin] | None
     ) -> list[Sample]:
-        """At all sizes, up to the first that takes too long; `begin` is None on ranks that do not
-        take part."""
+        """Samples of growing sizes, until one takes too long. `num_ranks` take part, in groups of
+        `members`; `begin` is None on other ranks."""
         samples: list[Sample] = []
         for part in self._sizes:
             if len(samples) > 1 and samples[-1].seconds > _SLOW * self._lasting:
                 break
             work = done(begin(part)) if begin else None
-            lasts = self.ranks.seconds(work, lasting=self._lasting, members=taking, of_last=True)
-            samples.append(Sample(what, size, part, lasts))
+            lasts = self.ranks.seconds(work, lasting=self._lasting, members=num_ranks, of_last=True)
+            samples.append(Sample(name, members, part, lasts))
             self._tell()
         self.largest = min(self.largest, samples[-1].part_bytes)
         return samples
 
 
-def _seconds(samples: Sequence[Sample]) -> list[float]:
-    return [s.seconds for s in samples]
-
-
 def _peer_link(samples: Sequence[Sample]) -> PeerLink:
     terms = [(1.0, s.part_bytes) for s in samples]
-    latency, per_byte = fit_terms(terms, _seconds(samples), needed=(1,))
+    latency, per_byte = fit_terms(terms, [s.seconds for s in samples], needed=(1,))
     return PeerLink(_gb(per_byte), _micro(latency))
 
 
 def _latency_and_rate(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Base, hop and seconds of a byte. Groups of one size cannot tell a base from hops: then all
-    of it is hops."""
+    """Seconds of the base, of a hop and of a byte. The base is 0 if all groups have one size, which
+    cannot tell it from hops."""
     terms = [(1.0, s.members - 1.0, (s.members - 1.0) * s.part_bytes) for s in samples]
+    seconds = [s.seconds for s in samples]
     if len({s.members for s in samples}) > 1:
-        base, hop, per_byte = fit_terms(terms, _seconds(samples), needed=(2,))
+        base, hop, per_byte = fit_terms(terms, seconds, needed=(2,))
         return base, hop, per_byte
-    hop, per_byte = fit_terms([term[1:] for term in terms], _seconds(samples), needed=(1,))
+    hop, per_byte = fit_terms([term[1:] for term in terms], seconds, needed=(1,))
     return 0.0, hop, per_byte
 
 
 def _beyond(
     known: Sequence[float], times: float, num_bytes: Sequence[float], samples: Sequence[Sample]
 ) -> tuple[float, float]:
-    """Fits what is left of samples after their `known` seconds: seconds of a hop or message, of
-    which each sample has `times`, and of a byte. At least a tenth of a sample is left, since the
-    known seconds were fitted too."""
+    """Seconds of a hop (or message) and of a byte, fitted to samples of `times` hops less their
+    `known` seconds. At least a tenth of each sample is left, as known seconds were fitted too."""
     left = [max(s.seconds - x, s.seconds / 10) for s, x in zip(samples, known, strict=True)]
     each, per_byte = fit_terms([(times, b) for b in num_bytes], left, needed=(1,))
     return each, per_byte
 
 
 def nics_of(per_node: int, alone: Sequence[Sample], together: Sequence[Sample]) -> int:
-    """The divisor of the ranks of a node that explains best what a rank loses when all of them use
-    the network, by the largest transfers that were measured of both."""
+    """The number of NICs of a node, a divisor of its ranks, that best explains how much slower the
+    largest transfers are when all ranks of a node use the network `together`."""
     size = min(max(s.part_bytes for s in samples) for samples in (alone, together))
     times = [[s.seconds for s in each if s.part_bytes == size] for each in (alone, together)]
     few = min(map(len, times))  # larger transfers of slow kinds were left out

@@ -1,7 +1,5 @@
-"""What people hand to `ContextParallel` and `mesh_attention`, read into a question, or the plan
-that they give, and the options of calls.
-
-Whatever is wrong is raised here as an error that the caller must tell all ranks.
+"""Reads the arguments of `ContextParallel` and `mesh_attention` into a question, or the plan among
+them, and the options of calls. The caller must tell all ranks of an error that is raised here.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _OWN = (
 )  # fmt: skip
 _DOCUMENTS = "documents=cp.documents(cu_seqlens), once a batch"
 _MASK = "ContextParallel(..., mask=Mask(...)), once for all calls, as a rule and not a tensor"
-_PLACES = {  # of what flash-attn and PyTorch take in the call
+_PLACES = {  # where arguments go that flash-attn and PyTorch take in the call
     "scale": "ContextParallel(..., softmax_scale=...), once for all calls",
     "is_causal": "ContextParallel(..., causal=...), once for all calls",
     "attn_mask": _MASK,
@@ -66,7 +64,8 @@ _PLACES = {  # of what flash-attn and PyTorch take in the call
 def read_arguments(
     group: dist.ProcessGroup, arguments: Mapping[str, Any]
 ) -> tuple[AskedPlan | Plan, CallOptions]:
-    """By name; None stands for "left out". What no name here fits is an option of the method."""
+    """`arguments`: by name; None means left out. Names that are not known here are options of the
+    method."""
     raise_fault(fault_of_unsupported(**arguments))
     same_bits = wants_same_bits(arguments)
     arguments = with_same_bits(
@@ -92,8 +91,8 @@ def read_arguments(
             )
         if isinstance(plan, str | Path):
             plan = read_plan(plan, dist.get_world_size(group))
-        # Plans of methods are proven by tests. One that was parsed or put together may be anything:
-        # it would compute something else without a word.
+        # Tests prove the plans of methods. A plan that was parsed or put together by hand may be
+        # wrong, and would silently give wrong results.
         if not all(isinstance(pass_.programs, Programs) for pass_ in a_plan(plan).passes):
             refuse_if_wrong(plan)
         return plan, calls
@@ -114,7 +113,7 @@ def read_arguments(
 
 @dataclass(frozen=True)
 class AskedPlan:
-    """What arguments ask for, before a method is chosen."""
+    """A question without its method, which `choose` may choose."""
 
     problem: Problem
     num_ranks: int
@@ -132,13 +131,13 @@ class AskedPlan:
 
     @cached_property
     def any_question(self) -> Question:
-        """With the method that is named, or the first that has all options: what such a question
-        says of layouts and nodes is the same for all."""
+        """A question with the named method, or with the first method that has all the options:
+        layout and nodes are the same with all such methods."""
         method = methods_with(self._others)[0] if self.is_auto else self.options["method"]
         return ask(self.problem, self.num_ranks, method=method, **self._others)
 
     def choose(self, group: dist.ProcessGroup) -> AutoChoice | None:
-        """By a file of `tune`, or by a search, where the method is not named."""
+        """A choice by a file of `tune`, or by a search; None if the method is named."""
         if not self.is_auto:
             return None
         if self.tuned is not None:
@@ -154,7 +153,7 @@ class AskedPlan:
 def layer_of_batches(
     asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
 ) -> Layer:
-    """What an object asks for, for batches that bring their own documents and length."""
+    """An object's question, for batches that bring their own documents and length."""
     if wants_same_bits(arguments):
         raise MeshAttentionError(
             "same_bits=True: documents that change with every batch are packed by the number of "
@@ -186,10 +185,10 @@ def layer_of_batches(
             "transport='symmetric' is not supported with documents that change with every batch; "
             "leave it out"
         )
-    others = {"layout", "ranks_per_node", "relayout"}  # that leave the method to us
+    of_any_method = {"layout", "ranks_per_node", "relayout"}
     if is_auto(arguments):
-        others.add("method")
-    says_how = any(arguments.get(name) is not None for name in _method_options() - others)
+        of_any_method.add("method")
+    is_fixed = any(arguments.get(name) is not None for name in _method_options() - of_any_method)
     question = asked.any_question
     setting = question.setting
     if setting.stripe_block > 1:
@@ -198,10 +197,10 @@ def layer_of_batches(
             "come with batches, which are dealt token by token: leave it out, or cut tensors of "
             "one length by shard"
         )
-    layout = None if arguments.get("layout") is None else setting.layout  # not one that was chosen
+    layout = None if arguments.get("layout") is None else setting.layout  # None: not named
     return Layer(
         asked.problem,
-        question if says_how else None,
+        question if is_fixed else None,
         layout,
         setting.ranks_per_node,
         relayout=setting.relayout,
@@ -211,8 +210,8 @@ def layer_of_batches(
 def kept_source(
     session: Session, arguments: dict[str, Any], *, chosen: bool = True
 ) -> tuple[PlanSource, CallOptions]:
-    """What these arguments ask for, read once while they are among the latest. Not `chosen`: by any
-    method that takes them, for its layout alone."""
+    """The plans and options that arguments ask for, kept for the latest arguments of the session.
+    `chosen` False: plans of any method that takes the arguments, for their layout alone."""
     mask = arguments["mask"]
     rest = repr([(name, x) for name, x in arguments.items() if name != "mask"])
     key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)
@@ -262,7 +261,8 @@ def _method_options() -> frozenset[str]:
 
 
 def fault_of_keywords(keywords: Mapping[str, Any]) -> MeshAttentionError | None:
-    """What `ContextParallel.attention` does not take: each has its place, or is not known."""
+    """The error for keywords that `ContextParallel.attention` does not take, with the place where
+    they belong."""
     for name in keywords:
         place = f"ContextParallel(..., {name}=...), once for all calls" if name in _OWN else None
         place = place or _PLACES.get(name)
@@ -273,7 +273,7 @@ def fault_of_keywords(keywords: Mapping[str, Any]) -> MeshAttentionError | None:
 
 
 def _refuse_near_names(options: Mapping[str, Any]) -> None:
-    """An option that is nearly the name of an argument was meant as one."""
+    """Raises if the name of an option is close to the name of an argument."""
     for name in sorted(options.keys() - _method_options()):
         close = [argument for argument in _OWN if name in argument]
         close += get_close_matches(name, _OWN, n=1, cutoff=0.7)

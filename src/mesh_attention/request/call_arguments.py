@@ -1,9 +1,10 @@
-"""Arguments that say how calls are made, whatever is asked for: read into `CallOptions`.
+"""Reads the arguments that say how calls are made, and not on what plan, into `CallOptions`.
+`read_arguments` (`arguments.py`) calls it.
 
 `same_bits=True`: n ranks give the bits that one rank gives, in both passes, for reinforcement
-learning, whose trainer must equal a sampler. Each head is whole on one rank, its rows are in the
-order of the tokens, and one kernel call computes it. In the backward pass delta is made from the
-rows of a shard, so the kernel must be one that is given it.
+learning, where trainer and sampler must agree. Each head is whole on one rank, its rows are in the
+order of the tokens, and one kernel call computes it. In the backward pass delta is computed from
+the rows of a shard, so the kernel must be one that takes delta.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FOR_SAME_BITS: dict[str, Any] = {
 
 
 def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOptions:
-    """From those of `CALL_ARGUMENTS` that are not left out."""
+    """`chosen`: the arguments among `CALL_ARGUMENTS` that are not left out, by name."""
     scale, softcap = chosen.get("softmax_scale"), chosen.get("softcap")
     none = softcap is None or (isinstance(softcap, Real) and softcap == 0)
     cap = 0.0 if none else real("softcap", softcap)
@@ -69,7 +70,7 @@ def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOpt
         raise MeshAttentionError(
             "cuda_graph=True with transport='symmetric' is not supported; leave one of them out"
         )
-    always = Determinism.REQUIRED if asked["deterministic"] else asked_of_torch()
+    deterministic = Determinism.REQUIRED if asked["deterministic"] else asked_of_torch()
     return CallOptions(
         softmax_scale=None if scale is None else real("softmax_scale", scale),
         softcap=cap,
@@ -80,7 +81,7 @@ def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOpt
         nvtx=asked["nvtx"],
         timeout=timeout,
         must_be_deterministic=asked["deterministic"],
-        deterministic=Determinism.ANY_RANKS if asked["same_bits"] else always,
+        deterministic=Determinism.ANY_RANKS if asked["same_bits"] else deterministic,
     )
 
 
@@ -90,23 +91,23 @@ def wants_same_bits(arguments: Mapping[str, Any]) -> bool:
 
 
 def with_same_bits(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with all that `same_bits` asks for."""
+    """The arguments, with the values that `same_bits` needs; raises if they say other values."""
     if not wants_same_bits(arguments):
         return arguments
-    left_to_us = {"method": AUTO, "deterministic": False, "differentiable_lse": False}
+    defaults = {"method": AUTO, "deterministic": False, "differentiable_lse": False}
     for name in ("plan", "tuned", "head_slices", "relayout"):
         if arguments.get(name):
             raise _refused(f"{name}={arguments[name]!r} says otherwise; leave it out")
     for name, wanted in _FOR_SAME_BITS.items():
         value = arguments.get(name)
-        if value not in (None, wanted) and value != left_to_us.get(name):
+        if value not in (None, wanted) and value != defaults.get(name):
             raise _refused(f"{name} must be {wanted!r}, not {value!r}; leave it out")
     return arguments | _FOR_SAME_BITS
 
 
 def check_same_bits(problem: Problem, num_ranks: int) -> None:
-    """Raises where a head, or what shares a KV head, would be on several ranks; and for masks whose
-    calls are cut by the shards they come from, which adds up in another order."""
+    """Raises if heads cannot be dealt to ranks whole, or if the mask makes a kernel call stop at
+    the bounds of shards, which changes the order of sums."""
     mask = problem.mask
     for name, value in (("window", mask.window), ("prefix", mask.prefix), ("slices", mask.slices)):
         if value:

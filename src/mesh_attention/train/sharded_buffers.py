@@ -1,6 +1,6 @@
-"""Buffers that hold this rank's tokens inside a block, and their own data again after it.
-
-What autograd has saved of them keeps the data of the block, so backward may come after it.
+"""Buffers that hold this rank's tokens inside a block of `ContextParallel.context_parallel`, and
+their whole data again after it. Tensors that autograd saved in the block keep the data of the
+block, so the backward pass may come after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def sharded_buffers(
     dims: Sequence[int],
     no_restore: Collection[Tensor],
 ) -> Iterator[None]:
-    """After `check_buffers`; `shards` is needed where there are some."""
+    """Replaces the data of `buffers` inside the block. Call `check_buffers` before. `shards` may be
+    None if there are no buffers."""
     parts = [
         _shard(shards, number, x, dim)
         for number, (x, dim) in enumerate(zip(buffers, dims, strict=True))
@@ -31,21 +32,21 @@ def sharded_buffers(
     ]
     restored = {id(x): x for x in buffers if not any(x is kept for kept in no_restore)}
     wholes = {name: x.data for name, x in restored.items()}
-    last_versions: dict[int, int] = {}  # of the data in the block, once it is left
+    last_versions: dict[int, int] = {}  # of the block's data, after the block
 
-    # Autograd saves tensors, not their data: a buffer would bring its whole data to backward. It
-    # asks whether a saved tensor was changed only where there are no hooks, so we ask here.
+    # Autograd saves tensors, not their data: without hooks the backward pass would see a buffer's
+    # whole data. With hooks autograd does not check versions of saved tensors, so `unpack` does.
     def pack(x: Tensor) -> tuple[Tensor, Tensor, int]:
         return x.data if id(x) in restored else x, x, _version(x)
 
     def unpack(saved: tuple[Tensor, Tensor, int]) -> Tensor:
-        data, x, then = saved
-        now = last_versions[id(x)] if id(x) in last_versions else _version(x)
-        if now != then:
+        data, x, expected = saved
+        version = last_versions[id(x)] if id(x) in last_versions else _version(x)
+        if version != expected:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(data.shape)} of {data.dtype} is at version {now}; "
-                f"expected version {then} instead"
+                f"inplace operation: {tuple(data.shape)} of {data.dtype} is at version {version}; "
+                f"expected version {expected} instead"
             )
         return data
 

@@ -1,7 +1,5 @@
-"""What the executors of a program for several masks share: all but their attentions.
-
-Where buffers lie, what waits for what, transfers and merges depend on no mask: they are worked out,
-and bound to memory, once.
+"""`Frame`: all of an executor but its attentions. Executors of a program for several masks share a
+frame: buffers, dependencies, transfers and merges depend on no mask, and are bound to memory once.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from mesh_attention.runtime.execute.binding import GRAD_LSE, Bindings, CallShape
 from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
 from mesh_attention.runtime.transport.interface import Started, Transport
 
-Work = Callable[..., Any]  # computations take nothing, communications their marks
+Work = Callable[..., Any]  # a bound operation: a communication takes its marks, others nothing
 
 
 class Frame:
@@ -90,7 +88,7 @@ class Frame:
         return merge_work(self.rows, step.op, views)
 
     def bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
-        """What can be done once for a block of workspace; None is an attention, or touches the
+        """Binds operations to a block of workspace once; None: an attention, or an operation on the
         caller's tensors."""
         if self not in block.bound:
             views = self.bindings.workspace(block.memory)
@@ -137,7 +135,7 @@ def merge_work(rows: RowKernels, op: Merge, views: Views) -> Work:
 
 
 def _clear(out: Tensor, lse: Tensor) -> None:
-    """What rows that have seen nothing hold."""
+    """Rows that have seen no key."""
     out.zero_()
     lse.fill_(-inf)
 
@@ -145,7 +143,7 @@ def _clear(out: Tensor, lse: Tensor) -> None:
 def _delta_less(
     rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
 ) -> None:
-    """All that the log-sum-exp of the whole changes in a backward pass: its gradient with respect
-    to a score is the weight of that score, as that of delta is, with the other sign."""
+    """Delta less the gradient of lse. In the gradient of a score both are multiplied by the weight
+    of the score, with opposite signs."""
     rows.delta(out, grad_out, delta)
     delta.sub_(grad_lse)

@@ -1,12 +1,12 @@
 """A communication over shared memory: where each rank's data lies, and the copies that move it.
 
-Every member shows its data and fetches what it needs from the others' blocks. Rows in one stretch
-are copied as they are, which copy engines can do; what must be spread over heads or added up lands
-in memory of ours first, so that no kernel reads across the link.
+Every member shows its data and fetches rows from the others' blocks. Rows in one stretch are copied
+as they are, by copy engines. Rows that are spread over heads or added up are copied to this rank's
+own memory first, so that no kernel reads across the link.
 
-Behind the workspace a block has a place for the caller's tensors and for pieces of some heads only,
-which are copied there before others read them ("staged"). Everything follows from the plan, so no
-rank has to be told where another keeps its data.
+Behind the workspace a block has a staging area: the caller's tensors, and pieces of some of a
+buffer's heads, are copied there before others read them. All offsets follow from the plan, so ranks
+need not send them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Dtypes = Mapping[Precision, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows that lie in one stretch of a block; `offset` counts bytes of its part of the block."""
+    """Rows in one stretch of a block, `offset` bytes behind the begin of the workspace or, if
+    `staged`, of the staging area."""
 
     staged: bool
     offset: int
@@ -37,11 +38,11 @@ class Region:
     precision: Precision
 
 
-Pull = tuple[Region, Piece]  # from another's block, to a piece of ours
+Pull = tuple[Region, Piece]  # from another rank's block, to a piece of this rank
 
 
 class Owner:
-    """One rank's program of a pass, seen by those who read from it."""
+    """The data that one rank shows to the ranks that read from it, by its program of a pass."""
 
     def __init__(self, plan: Plan, pass_: Pass, rank: int, batch: int) -> None:
         program = pass_.programs[rank]
@@ -58,7 +59,7 @@ class Owner:
                 self._communications[op.group, op.name] = op
 
     def transfers(self, like: Communication) -> Transfers:
-        """Our side of an operation of which another member holds its own, or a half."""
+        """This rank's part in the operation of which `like` is another member's part, or a half."""
         op = self._communications[like.group, like.name]
         return transfers(op, len(self._groups[op.group]))
 
@@ -68,13 +69,13 @@ class Owner:
 
     @property
     def staging_bytes(self) -> int:
-        """Operations follow each other on one stream, so each may use the same place."""
+        """Operations follow each other on one stream, so all use the same staging area."""
         every = self._communications.values()
         regions = (region for op in every for region in self.regions(op).values())
         return max((r.offset + r.num_bytes for r in regions if r.staged), default=0)
 
     def regions(self, op: Communication) -> dict[Piece, Region]:
-        """Of everything that other members read in this operation."""
+        """The regions of all pieces that other members read in this operation."""
         member = self._groups[op.group].index(self.rank)
         regions: dict[Piece, Region] = {}
         taken = 0
@@ -102,22 +103,21 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """`readers` and the members of `pulls` are places in the group of the operation."""
+    """What one member does in an operation. `readers` read from it, and it fetches `pulls`, each
+    from a member; members are places in the group of the operation."""
 
     staged: tuple[tuple[Piece, Region], ...]
     readers: tuple[int, ...]
     pulls: tuple[tuple[int, tuple[Pull, ...]], ...]
-    own: tuple[tuple[Piece, Piece], ...]  # what stays here; a reduce-scatter begins its sums so
+    own: tuple[tuple[Piece, Piece], ...]  # pieces that stay on this rank, from and to
     adds: bool
 
 
 def steps_of(op: Communication, member: int, size: int, owners: Mapping[int, Owner]) -> Steps:
-    """`member` is one of `size`; `owners`, by place in the group: it and all that it reads from.
-
-    `op` may be one half of the member's operation, what it sends or what it receives.
-    """
+    """`member` is a place in a group of `size`; `owners` has it and all members that it reads from.
+    `op` is the member's operation, or the half of it that sends or receives."""
     moved = transfers(op, size)
-    # Each begins with its neighbour, so that no member is asked by all the others at once.
+    # Each member begins with its neighbour, so that not all read from the same member at once.
     others = [(member + step) % size for step in range(1, size)]
     readers = tuple(sorted(other for other in others if moved.sends[other]))
     shown = owners[member].regions(op) if readers else {}
@@ -137,10 +137,8 @@ def steps_of(op: Communication, member: int, size: int, owners: Mapping[int, Own
 
 
 class Copies:
-    """The copies of one operation, in the order in which signals allow them.
-
-    `staging_offset`: where in every block the place for staged pieces begins, in bytes.
-    """
+    """The copies of one operation. The transport calls `show`, `keep`, `fetch` and `finish`, and
+    waits for signals in between. `staging_offset`: bytes of a block before its staging area."""
 
     def __init__(self, steps: Steps, view: View, dtypes: Dtypes, staging_offset: int) -> None:
         self._steps = steps
@@ -150,12 +148,12 @@ class Copies:
         self._totals: dict[Piece, Tensor] = {}
 
     def show(self, own_block: Tensor) -> None:
-        """Make what others read readable in our block."""
+        """Copy the pieces that others cannot read in place to the staging area."""
         for piece, region in self._steps.staged:
             self._at(region, own_block).copy_(self._view(piece))
 
     def keep(self) -> None:
-        """Copy what stays here, or begin sums with it."""
+        """Copy the pieces that stay on this rank, or begin sums with them."""
         for source_piece, place in self._steps.own:
             source, target = self._view(source_piece), self._view(place)
             if not self._steps.adds:
@@ -168,7 +166,7 @@ class Copies:
                 self._totals[place] = source.to(wide, copy=True)
 
     def fetch(self, pulls: Sequence[Pull], block: Tensor) -> None:
-        """Copy what one other member shows us in its block."""
+        """Copy, or add, the pieces that another member shows in its block."""
         for region, place in pulls:
             source = self._at(region, block)
             if self._steps.adds:
@@ -180,6 +178,7 @@ class Copies:
             target.copy_(source)
 
     def finish(self) -> None:
+        """Write sums to their places."""
         for place, total in self._totals.items():
             target = self._view(place)
             if total.data_ptr() != target.data_ptr():
