@@ -11,7 +11,7 @@ from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
-from mesh_attention.cli.advise_step import check_flags, run_step, step_of_model
+from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
 from mesh_attention.cli.asked_of_all import FLAGS, asked_of_all, cluster_of
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.options import add_plan_flags
@@ -117,7 +117,7 @@ def _verdict(ranking: Ranking, batch: int, model: str | None) -> list[str]:
         lines.append(ranking.reason)
     lines += batch_note(batch, chosen.seconds)
     if model is not None and len(chosen.passes) > 1:
-        lines.append(step_of_model(ranking, batch, model_shape(model)))
+        lines.append(model_step_text(ranking, batch, model_shape(model)))
     return lines
 
 

@@ -29,7 +29,7 @@ _TAKEN = ("--model", "--cluster", "--memory", "--batch", *_OF_QUESTION, *(f.name
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Refuses flags of a step without --step, and those that a step does not take."""
+    """Refuses flags of a step without --step, and with --step flags that it does not take."""
     if not args.step:
         for flag in (flag.name for flag in FLAGS if getattr(args, flag.name[2:].replace("-", "_"))):
             raise UsageError(f"{flag} is for a whole step: add --step")
@@ -54,7 +54,7 @@ def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
             mask=problem.mask,
             progress=tell,
         )
-        # Who asks for what does not fit wants to know what does.
+        # If nothing fits, the largest context that does is the next question.
         wants_largest = args.largest or not plan.best.fits
         largest = largest_context(plan.asked, tell) if wants_largest else None
     asked, best, model = plan.asked, plan.best, plan.asked.model
@@ -150,8 +150,8 @@ def _lacking_text(step: PlannedStep) -> str:
     return " and ".join(lacking)
 
 
-def step_of_model(ranking: Ranking, batch: int, model: ModelShape) -> str:
-    """What a training step of the whole model does if all ranks share each sequence."""
+def model_step_text(ranking: Ranking, batch: int, model: ModelShape) -> str:
+    """The speed of training the whole model if all ranks share each sequence, in words."""
     asked = ranking.choice.asked
     problem, ranks, cluster = asked.problem, asked.num_ranks, asked.cluster
     if not model.layers or cluster.step is None:

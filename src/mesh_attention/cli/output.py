@@ -21,7 +21,7 @@ from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.kernel_facts import library_facts
 from mesh_attention.plan.language.tasks import Schedule
 
-Progress = Callable[[int, int], None]  # is called with (done, total)
+Progress = Callable[[int, int], None]  # called with (done, total)
 BATCH_FLAG = Flag("--batch", "sequences at a time (default 1)", size, "N", 1)
 _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
@@ -34,21 +34,20 @@ def show(
     *,
     ok: bool = True,
 ) -> int:
-    """Prints the answer in the form that was asked for (the other is not made); returns the exit
-    code."""
+    """Prints the answer, as JSON with --json, else as lines; returns the exit code."""
     print(json.dumps(to_json()) if args.json else "\n".join(to_lines()))
     return 0 if ok else 1
 
 
 def of_batch(value: Any, batch: int, key: str = "") -> Any:
-    """Numbers of one sequence, for `batch` of them at a time: all bytes are multiplied."""
+    """The numbers of one sequence made those of a batch: all bytes are multiplied."""
     if isinstance(value, dict):
         return {name: of_batch(inner, batch, f"{key} {name}") for name, inner in value.items()}
     return value * batch if "bytes" in key and isinstance(value, int | float) else value
 
 
 def batch_note(batch: int, seconds: float) -> list[str]:
-    """How long a batch takes of which one sequence takes `seconds`."""
+    """A note on the time of a batch; `seconds` is the time of one sequence."""
     if batch == 1:
         return []
     return [
@@ -68,7 +67,7 @@ def steps_json(schedule: Schedule) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right.
+    """Aligns the first column to the left, the others to the right.
 
     >>> print(table([("", "forward"), ("received", "1 MiB")]))
               forward

@@ -1,8 +1,8 @@
-"""What a layer of a Hugging Face model sees, read from the mask function that the model makes.
+"""`LayerMask`: the mask of a layer of a Hugging Face model, read from the model's mask function.
 
-Models put their masks together from a few functions of indices that transformers has: causal or
-both directions, with a window or in chunks, is all that they may say. What a model concludes about
-documents from the positions of this rank's tokens is left out: they are those of the batch.
+Models combine mask functions of transformers. Supported are causal masks and masks of both
+directions, with a window or in chunks. Documents that a model finds by the positions of this rank's
+tokens are left out: the documents of the batch count.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mesh_attention.runtime.session.modes import outside_compile
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Goes through the model in place of a mask.
+    """Goes through the model in place of a mask tensor.
 
     causal   a query sees no key after its own
-    window   (left, right): that many keys before and after its own, as `window_size` says it
-    chunk    a query sees keys of its own chunk alone, counted from the start of its document
-    refused  why the mask is another one
+    window   (left, right): that many keys before and after its own, as in `window_size`
+    chunk    tokens of a chunk, counted from the start of a document; a query sees its own chunk
+    refused  why the mask is not supported
     """
 
     causal: bool = True
@@ -42,13 +42,12 @@ class LayerMask:
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
         if all(part in (slice(None), slice(0, None)) for part in parts):
-            return self  # all of it: Gemma 4 cuts off no token
+            return self  # the whole mask, as in Gemma 4
         raise MaskIsReadError("[...]")
 
 
 class MaskIsReadError(MeshAttentionError, AttributeError):
-    """By a layer, which then does something with it that is not known here. To those who only look
-    whether something is there, it is not."""
+    """A layer reads its mask as a tensor. An AttributeError, so that `hasattr` gives False."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -59,8 +58,8 @@ class MaskIsReadError(MeshAttentionError, AttributeError):
 
 @outside_compile
 def read_mask(**arguments: Any) -> LayerMask:
-    """From the arguments of a mask of transformers. They differ between versions, so they are asked
-    for by name, and what is not there is refused."""
+    """`arguments`: those of a mask interface of transformers. Versions differ in them: a mask that
+    lacks a needed argument is refused."""
     if arguments.get("attention_mask") is not None:
         return LayerMask(refused="attention_mask was given to the model: give it to shard_batch")
     function_of_mask = arguments.get("mask_function")
@@ -88,7 +87,7 @@ def read_mask(**arguments: Any) -> LayerMask:
     return LayerMask(causal, chunk=size or None)
 
 
-# Of which masks are made, and what says their size.
+# The functions that masks combine, each with the variable that holds its size.
 _KNOWN: dict[str, str] = {
     "causal_mask_function": "",
     "bidirectional_mask_function": "",
@@ -104,7 +103,8 @@ def _size(function: Callable[..., Any], name: str) -> int:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions of which all must say yes, each by the name of the one that made it."""
+    """The functions that a mask combines by `and`, each after the name of the function that made
+    it."""
     name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         yield f"{name}, which is not one of transformers", function
@@ -117,9 +117,9 @@ def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., An
         yield name, function
 
 
-# `torch.compile` cannot look into functions, so a model would be compiled in three parts, cut where
-# its masks are made. There a mask is guessed, of what transformers hand over beside the function,
-# if this version makes all its masks so: that is tried once.
+# `torch.compile` cannot look into functions, and would break the graph where masks are made. So
+# compiled code guesses a mask from the other arguments, if the guesses are right for all masks of
+# this version of transformers: that is tried once.
 
 _CHECK = "mesh_attention_check"
 _MADE_BY = (
@@ -139,7 +139,7 @@ def guess(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | None:
-    """None: it must be read. `use_vmap` says that the model adds functions of its own."""
+    """None: the mask must be read. `use_vmap`: the model adds functions of its own."""
     if attention_mask is not None or use_vmap or config is None:
         return None
     if mask_function is masking_utils.causal_mask_function:
@@ -157,7 +157,7 @@ def guess(
 
 @lru_cache(maxsize=1)
 def guesses_are_right() -> bool:
-    """Of masks as this version makes them, for one document and for packed ones."""
+    """Tries all masks that transformers makes, for one document and for packed documents."""
     AttentionMaskInterface.register(
         _CHECK, lambda **arguments: (guess(**arguments), read_mask(**arguments))
     )
@@ -167,7 +167,7 @@ def guesses_are_right() -> bool:
                 guessed, true = _made(make, positions)
                 if true.refused is not None or guessed not in (None, true):
                     return False
-    except Exception:  # of another version, whatever it is: then masks are read
+    except Exception:  # any, of another version: then masks are read
         return False
     return True
 

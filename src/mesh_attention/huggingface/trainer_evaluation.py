@@ -1,9 +1,9 @@
-"""Evaluation by a Trainer on ranks: each sample counts once, logits are put together again, and
-what is logged is that of as many processes as there are data-parallel ranks.
+"""Evaluation by a Trainer on ranks: each sample counts once, logits are whole, and logs count only
+data-parallel ranks as processes.
 
-Accelerate repeats samples to fill the last batch of every data-parallel rank. How many of it are
-new follows from the length of a set; of one that is read as a stream from the number of samples
-that came, whatever length it says. Every rank sees them, since each reads the whole stream.
+Accelerate repeats samples to fill the last batch of every data-parallel rank. The number of new
+samples in that batch follows from the length of the data set; for a stream, from the number of
+samples read, whatever length the stream says. Each rank reads the whole stream, so all agree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EvaluationOnRanks(_Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of a whole batch; logits are whole and in order on all ranks of the group."""
+        """Takes a whole batch; returns whole logits, in order, on all ranks of the group."""
         self._num_evaluated += 1
         if self._is_whole:
             with self.accelerator.on_batch():
@@ -64,7 +64,7 @@ class EvaluationOnRanks(_Base):
                     model, part, return_outputs=not only_loss, num_items_in_batch=count.clamp(min=1)
                 )
                 loss, outputs = (result, None) if only_loss else result
-                # A batch without targets has no loss, and not one of 0: the Trainer leaves it out.
+                # A batch without targets has no loss: the Trainer leaves NaN out, but not 0.
                 loss = self._mean_of_ranks(loss).masked_fill(count == 0, torch.nan)
             if prediction_loss_only:
                 return loss, None, None
@@ -82,7 +82,7 @@ class EvaluationOnRanks(_Base):
         return results
 
     def _shard_model(self) -> None:
-        """Before any training; accelerate shards a model with its optimizer alone."""
+        """Needed before any training: accelerate shards a model only with its optimizer."""
         self.create_optimizer()
         self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
         self.model_wrapped, self.optimizer = self.model, None
@@ -96,13 +96,13 @@ class EvaluationOnRanks(_Base):
             return super().predict(*args, **more)
 
     def _speed(self, *args: Any, num_steps: Any = None, **more: Any) -> Any:
-        """The Trainer takes all ranks for data-parallel ones where it counts its steps."""
+        """Speed by the steps of this rank: the Trainer counts all ranks as data-parallel."""
         counted = None if num_steps is None else self._num_evaluated
         return transformers.trainer_utils.speed_metrics(*args, num_steps=counted, **more)
 
 
 class _CountedStream(IterableDataset[Any]):
-    """A stream that knows how many samples came from it."""
+    """A stream that counts its samples."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -115,14 +115,14 @@ class _CountedStream(IterableDataset[Any]):
             yield sample
 
     def __len__(self) -> int:
-        return len(self._stream)  # a TypeError, as of any stream, where it has none
+        return len(self._stream)  # a TypeError if the stream has no length
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)  # set_epoch, generator
 
 
 def _count_samples(loader: Any, dp: DeviceMesh) -> None:
-    """Of a prepared loader, where it reads a stream in this process: workers do not tell."""
+    """Wraps the stream that a prepared loader reads. Streams read by workers cannot be counted."""
     dataset = getattr(loader, "dataset", None)
     base = getattr(loader, "base_dataloader", None)
     if base is None or not isinstance(dataset, IterableDataset) or loader.num_workers > 0:
@@ -131,13 +131,13 @@ def _count_samples(loader: Any, dp: DeviceMesh) -> None:
         if not isinstance(dataset.dataset, _CountedStream):
             dataset.dataset = _CountedStream(dataset.dataset)
     elif dp.size() == 1 and not isinstance(dataset, _CountedStream):
-        # A DataLoader refuses another data set for its sampler's sake; streams have none.
+        # Past the check of DataLoader, which refuses another data set because of its sampler.
         vars(base)["dataset"] = _CountedStream(dataset)
 
 
 def _note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
-    """At the end of a stream: how many samples of the last batch are new, where accelerate looks
-    for it."""
+    """At the end of a stream, sets `remainder`, by which accelerate knows how many samples of the
+    last batch are new."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset) or not loader.end_of_dataloader:
         return
@@ -150,30 +150,29 @@ def _note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
 
 
 def _without_repeated(loader: Any, dp: DeviceMesh, whole: Any) -> Any:
-    """The batch, in which repeated samples have no targets. What they add to logits is cut off
-    where those are gathered."""
+    """The batch without the targets of repeated samples; their logits are cut off when gathered."""
     labels = whole.get("labels") if isinstance(whole, Mapping) else None
     remainder = getattr(loader, "remainder", -1)
     if dp.size() == 1 or labels is None or remainder < 1 or not loader.end_of_dataloader:
         return whole
-    each = _samples_of_step(loader) // dp.size()
+    per_rank = _samples_of_step(loader) // dp.size()
     positions = whole.get("position_ids")
-    if len(labels) == each:
-        sample = torch.arange(each, device=labels.device)[:, None]
-    elif positions is not None and (positions == 0).sum() == each:  # one pack
+    if len(labels) == per_rank:
+        sample = torch.arange(per_rank, device=labels.device)[:, None]
+    elif positions is not None and (positions == 0).sum() == per_rank:  # one pack
         sample = (positions == 0).flatten().cumsum(0).view(positions.shape) - 1
     else:
         raise MeshAttentionError(
-            f"the last batch for evaluation has {remainder} of {each * dp.size()} samples, and "
+            f"the last batch for evaluation has {remainder} of {per_rank * dp.size()} samples, and "
             "the rest is repeated, but data_collator does not give a row for each: give it a "
-            f"number of samples that {each * dp.size()} divides"
+            f"number of samples that {per_rank * dp.size()} divides"
         )
-    repeated = sample >= remainder - dp.get_local_rank() * each
+    repeated = sample >= remainder - dp.get_local_rank() * per_rank
     return {**whole, "labels": labels.masked_fill(repeated.to(labels.device), IGNORE_INDEX)}
 
 
 def _samples_of_step(loader: Any) -> int:
-    """Of all data-parallel ranks."""
+    """The number of samples that all data-parallel ranks read in a step."""
     shard = loader.dataset
     if not isinstance(shard, IterableDatasetShard):
         return int(loader.total_batch_size)

@@ -3,8 +3,8 @@
     from mesh_attention.huggingface.trl import ContextParallelSFTTrainer
     trainer = ContextParallelSFTTrainer(model, args, ..., cp_size=4)
 
-They are TRL's own, which see whole batches and whole outputs: each loss, packing, mask and metric
-is theirs. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
+The trainers are TRL's own, which see whole batches and outputs: losses, packing, masks and metrics
+are TRL's. A class of your own is `class T(ContextParallelMixin, SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         with ExitStack() as blocks:
             for model in self._whole_models:
                 blocks.enter_context(model.cp.own_attention())
-            if self.is_fsdp_enabled:  # nobody stops before all ranks do, which share parameters
+            if self.is_fsdp_enabled:  # ranks, which share parameters, then stop together
                 mark = patch.object(self.cp.model, "_is_fsdp_managed_module", True, create=True)
                 blocks.enter_context(mark)
             completions = [super()._generate(prompts)]
@@ -94,8 +94,8 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         return completions[0]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL gathers rewards and texts by functions of accelerate, from all ranks; here once from
-        each context-parallel group."""
+        """TRL gathers rewards and texts from all ranks; here they come once from each
+        context-parallel group."""
         with (
             patch.object(grpo_trainer, "gather", self._from_first_ranks),
             patch.object(grpo_trainer, "gather_object", self.accelerator.gather_objects),
@@ -105,7 +105,8 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         return batch
 
     def _draw_alike(self) -> None:
-        """TRL shuffles what it has scored, and a reward may have drawn numbers on some ranks."""
+        """Ranks of a group get one random state, to shuffle scored completions alike: a reward may
+        have drawn random numbers on some ranks."""
         cuda = self.args.device.type == "cuda"
         states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
         dist.broadcast_object_list(states, group=self.mesh["cp"].get_group(), group_src=0)

@@ -19,8 +19,8 @@ from mesh_attention.request.operators import (
     LIBRARY,
     attention_backward_op,
     attention_op,
+    fault_of_second_derivative,
     need_grad,
-    second_derivative,
 )
 from mesh_attention.runtime.session.collective_call import collective_call
 
@@ -94,7 +94,7 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     # Gradients are recorded here only for create_graph=True. `once_differentiable` would not do:
     # torch.autograd.grad passes its error node by and returns a wrong derivative.
     if torch.is_grad_enabled():
-        raise second_derivative()
+        raise fault_of_second_derivative()
     # In the caller's modes: a checkpoint computes them again, by a call.
     saved = ctx.saved_tensors
     if ctx.prepared is not None and _shapes(*saved) != ctx.shapes:

@@ -2,8 +2,8 @@
 
 So dispatch modes, checkpoint policies and tracing see each call as a whole. An eager call names its
 prepared call by a number; a graph names its `ContextParallel`, and the call is prepared when the
-graph runs (`compiled_attention.py`). Other ranks wait for every call, so no operator may be left
-out, joined with another or moved before one: PyTorch calls that an ordered effect.
+graph runs (`compiled_attention.py`). Other ranks wait for every call, so compilers must not drop,
+merge or reorder calls: the operators have what PyTorch calls an ordered effect.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _OF_CALL = (  # see `OfCall`
     "str name, int? call, bool keeps, bool return_lse, bool needs_grad, str? label_text, "
     "SymInt? label_number, float? softmax_scale, bool? is_causal, str? refusal"
 )
-# `place`: of the call among all of them, which its backward pass states. `kept`: rows that the
-# forward pass leaves to the backward pass, which then needs fewer of q, k, v and lse.
+# `place`: the number of the call, which its backward pass states. `kept`: rows that the forward
+# pass leaves to the backward pass, which then needs fewer of q, k, v and lse.
 LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? documents, Tensor? block, "
     f"{_OF_CALL}) -> (Tensor out, Tensor lse, Tensor place, Tensor[] kept)",
@@ -61,11 +61,11 @@ attention_backward_op = torch.ops.mesh_attention.attention_backward.default
 
 
 def _attention(*inputs: Any) -> Results:
-    """Made now, or in a context that answers itself."""
-    around = THREAD.innermost
-    if around is None:
+    """Attends now, or leaves it to the innermost context, which may have the results already."""
+    context = THREAD.innermost
+    if context is None:
         return _attention_over_ranks(*inputs)
-    return around.attend(_attention_over_ranks, inputs)
+    return context.attend(_attention_over_ranks, inputs)
 
 
 def _attention_over_ranks(
@@ -81,15 +81,15 @@ def _attention_over_ranks(
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
         batch = plans.batch
-    how = (of_call, (q, k, v), sinks, batch)
+    arguments = (of_call, (q, k, v), sinks, batch)
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None and prepared.call.is_warm(of_call.needs_grad):
-        return _forward_pass(prepared.user, prepared.call, *how)
+        return _forward_pass(prepared.user, prepared.call, *arguments)
     if block is not None:
         BLOCKS.find(int(block)).note_checkpoints()
     return prepared_in_graph(
         of_call,
-        lambda user, call: _forward_pass(user, call, *how),
+        lambda user, call: _forward_pass(user, call, *arguments),
         (q, k, v, sinks),
         documents,
     )
@@ -98,8 +98,8 @@ def _attention_over_ranks(
 def _attention_backward(*inputs: Any) -> list[Tensor]:
     backward = OfBackward(*inputs[: len(OfBackward._fields)])
     of_call = OfCall(*inputs[len(backward) :])._replace(needs_grad=True, refusal=None)
-    if need_grad(*backward[:5]):  # not in autograd, which has seen to it
-        raise second_derivative()
+    if need_grad(*backward[:5]):  # if autograd made this call, it has refused already
+        raise fault_of_second_derivative()
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
         return _backward_pass(prepared.user, prepared.call, of_call.label, backward)
@@ -118,7 +118,7 @@ def need_grad(*tensors: object) -> bool:
     )
 
 
-def second_derivative() -> MeshAttentionError:
+def fault_of_second_derivative() -> MeshAttentionError:
     return MeshAttentionError(
         "second derivatives of attention are not supported; call with create_graph=False"
     )
@@ -146,12 +146,12 @@ def _forward_pass(
         out, lse = result["out"], result.get("lse")
         # Not what is kept: a backward pass after a wrong call is wrong as a whole.
         guard.settle([x for x in (out, lse) if x is not None])
-        # Results of their own, which may be changed in place, and not views of others.
+        # Not marked as views of other tensors, so that callers may change results in place.
         with torch._C._ExcludeDispatchKeyGuard(_TRACKS_VIEWS):
             out = out.transpose(0, 1).contiguous()
-            if lse is not None:  # not copied: backward wants rows first again
+            if lse is not None:  # not copied: the backward pass takes rows first
                 lse = lse.squeeze(-1).permute(1, 2, 0)
-        if lse is None:  # nobody asks for it
+        if lse is None:  # not asked for
             dtype = torch.promote_types(out.dtype, torch.float32)
             lse = out.new_empty((out.shape[0], out.shape[2], 0), dtype=dtype)
         kept = [result[b.name] for b in call.rank_plan.recalled] if needs_grad else []
@@ -172,7 +172,7 @@ def _backward_pass(
     label: str | int | None,
     backward: OfBackward,
 ) -> list[Tensor]:
-    """Gradients of q, k, v and the sinks, those that are `needed`."""
+    """The `needed` gradients among those of q, k, v and the sinks."""
     grad_out, grad_lse, q, k, v, out, lse, sinks, kept, *_ = backward
     if not call.options.differentiable_lse:
         _refuse_gradient_of_lse(grad_lse)
@@ -185,8 +185,8 @@ def _backward_pass(
     grad_of_lse = None
     if call.options.differentiable_lse:
         grad_of_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        # Nothing depends on a row that sees nothing, whatever is made of its -inf; with a
-        # sink it has a number, on which nothing may depend where the row is padding.
+        # The gradient of a row that sees nothing is 0, whatever the loss makes of its -inf. With a
+        # sink lse is a number in every row; then the gradients of padding rows are set to 0.
         grad_of_lse = grad_of_lse.masked_fill(lse == -torch.inf, 0.0)
         if sinks is not None:
             grad_of_lse.masked_fill_(call.padding(), 0.0)
@@ -208,21 +208,19 @@ def _backward_pass(
             if wanted
         ]
         if sinks is not None and backward.needed[3]:
-            # As the program has them: fused kernels want whole rows, not any strides.
+            # In the program's order: fused kernels want whole rows, not any strides.
             out, grad_out = (inputs[name].transpose(0, 1) for name in ("out", "grad_out"))
             grads.append(gradient_of_sinks(out, grad_out, lse, sinks, grad_of_lse))
     return grads
 
 
 def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
-    """Zeros are no gradient: functions around the call that fill in what is missing pass them."""
+    """Zeros are allowed: functions around the call pass zeros in place of a missing gradient."""
     if grad_lse is None:
         return
-    if grad_lse.is_cuda and torch.cuda.is_current_stream_capturing():
-        nothing = False  # its values cannot be asked for
-    else:
-        nothing = not grad_lse.any()
-    if not nothing:
+    # During a capture values cannot be read.
+    captures = grad_lse.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captures or bool(grad_lse.any()):
         raise MeshAttentionError(
             "a loss depends on lse: without differentiable_lse=True, to ContextParallel or "
             "mesh_attention, the gradients of q and k would be wrong; or use lse.detach() in the "
@@ -231,8 +229,8 @@ def _refuse_gradient_of_lse(grad_lse: Tensor | None) -> None:
 
 
 def rows_first(x_BSHD: Tensor) -> Tensor:
-    """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one. Transports
-    read memory, which in a negated view holds the opposite."""
+    """(rows, batch, heads, width), contiguous; no copy for a contiguous batch of one. Views with
+    the negative bit are resolved, since transports read memory."""
     x = x_BSHD.resolve_neg() if x_BSHD.is_neg() else x_BSHD
     return x.transpose(0, 1).contiguous()
 

@@ -1,5 +1,5 @@
-"""Positions that a program gives to RoPE, held against those of its shards: shards that were cut in
-another way have other positions, and nothing else shows it. The error names what they are."""
+"""Compares the positions that a program gives to RoPE with those of its shards: nothing else shows
+that shards were cut in another way. The error names the layout of the positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Positions = NDArray[np.int64]
 def fault_of_positions(
     shards: Shards, side: Side, position_ids: Any, own: Tensor | None = None
 ) -> MeshAttentionError | None:
-    """`own`: what the caller gave to `shard_batch` in place of positions that are counted."""
+    """`own`: positions that the caller gave to `shard_batch`, which are then right too."""
     layout, starts = shards.layout(side), shards.starts[side == "kv"]
     if not isinstance(position_ids, Tensor) or position_ids.shape[-1:] != (layout.slots,):
         return MeshAttentionError(
@@ -35,15 +35,15 @@ def fault_of_positions(
     right = layout.positions(shards.rank)
     real = right < layout.num_tokens
 
-    def are(row: Positions, positions: Positions) -> bool:
-        """Counted in the whole or in each document; anything may stand at padding."""
+    def equal(row: Positions, positions: Positions) -> bool:
+        """Positions may count in the whole or in each document; those of padding do not matter."""
         ways = positions, in_documents(positions, starts, layout.num_tokens)
         return any(np.array_equal(row[real], way[real]) for way in ways)
 
     for row in rows.reshape(-1, layout.slots).numpy():
-        if not are(row, right):
+        if not equal(row, right):
             others = other_ways(layout, starts, shards.rank)
-            name = next((name for name, x in others if are(row, x)), "of no layout known here")
+            name = next((name for name, x in others if equal(row, x)), "of no layout known here")
             return MeshAttentionError(
                 f"position_ids are {name}, and shards lie in the {layout.kind} layout: cut tensors "
                 "by shard or shard_batch and take positions() of the same object and documents; "
@@ -55,7 +55,7 @@ def fault_of_positions(
 def other_ways(
     layout: Layout, starts: tuple[int, ...], rank: int
 ) -> Iterator[tuple[str, Positions]]:
-    """In which people cut, by name."""
+    """Names of usual ways to cut tensors, and this rank's positions under each."""
     size, slots = layout.num_ranks, layout.slots
     for kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG, LayoutKind.STRIPED):
         other = Layout(kind, size * slots, size)

@@ -1,5 +1,5 @@
-"""The cross-entropy of a batch whose tokens are on many ranks, from logits, or from hidden states
-and the matrix of the head, whose logits are then never there as a whole.
+"""The cross-entropy of a batch whose tokens are on many ranks: from logits, or from hidden states
+and the weight of the head, without ever holding all logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from mesh_attention.train.token_losses import CrossEntropy, Targets
 from mesh_attention.train.whole_batch import MARK, index_of_64_bits
 
 _LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
-
-
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
 _COMPARED = {"weight": "weight", "bias": "bias", "few_weight": "second matrix of low_rank"}
 
@@ -41,20 +39,20 @@ def cross_entropy(
     ignore_index: int,
     **numbers: Any,
 ) -> TokenMean:
-    """As `ContextParallel.cross_entropy` and `linear_cross_entropy` describe it: of logits, or of
-    hidden states with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`,
-    `softcap` and `chunk_tokens`."""
+    """`ContextParallel.cross_entropy`, of logits `x`, or `linear_cross_entropy`, of hidden states
+    `x` with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`, `softcap` and
+    `chunk_tokens`."""
     groups = means.user.session.groups
     count_gathering(means, head)
     means.refuse_wrong()
     name = "logits" if head is None else "hidden"
     factors, tokens = whole_inputs(means, name, x, tokens, head)
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
-    how = {"softcap": numbers.get("softcap"), "chunk_tokens": numbers.pop("chunk_tokens", None)}
-    targets = targets_of(factors, tokens, ignore_index, **how)
+    chunk_tokens, softcap = numbers.pop("chunk_tokens", None), numbers.get("softcap")
+    targets = targets_of(factors, tokens, ignore_index, softcap=softcap, chunk_tokens=chunk_tokens)
     groups.check_device(tokens.device)
-    added = numbers["label_smoothing"], numbers.get("z_loss", 0.0)
-    loss, reasons = choose_loss(kernel, targets.head, factors, *added)
+    smoothing, z_loss = numbers["label_smoothing"], numbers.get("z_loss", 0.0)
+    loss, reasons = choose_loss(kernel, targets.head, factors, smoothing, z_loss)
     means.user.loss_kernels[means.name] = reasons
     needs_grad = need_grad(*factors)
     with outside_autocast():
@@ -79,8 +77,8 @@ def cross_entropy(
 def whole_inputs(
     call: LossCall, name: str, x: Any, tokens: Any, head: Weights | None
 ) -> tuple[Factors, Tensor]:
-    """Logits or hidden states, by their `name`, weights and targets, whole on this rank and
-    checked."""
+    """Checks logits or hidden states (`x`, called `name` in errors), weights and targets, and
+    returns them whole: DTensors become this rank's tensors, sharded weights are gathered."""
     ranks, mark = call.user.session.groups.ranks, getattr(tokens, MARK, None)
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
@@ -100,8 +98,8 @@ def whole_inputs(
 
 
 def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: Any) -> Targets:
-    """One outside the vocabulary is named where nobody waits for it: on CPU. `of_head` are fields
-    of `Head`."""
+    """`of_head`: fields of `Head`. A target outside the vocabulary raises on the CPU only: a GPU
+    would have to be waited for."""
     x, weight = factors.x, factors.weight
     dtype, vocabulary = x.dtype, x.shape[-1]
     if weight is not None:
@@ -120,7 +118,6 @@ def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: A
 
 
 def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> None:
-    """`name` is that of logits or of hidden states."""
     if targets is None:
         raise MeshAttentionError("targets is None: give labels to shard_batch")
     raise_fault(fault_of_kind(**{name: x}, targets=targets))
@@ -137,8 +134,8 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
 
 
 def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
-    """`mark`: of the targets, by `shard_batch`. The graph of x holds the attention that it was
-    computed by, which knows its batch if it was called with the documents of one."""
+    """`mark`: the batch that `shard_batch` noted on the targets. The graph of `x` has the attention
+    that `x` comes from, which knows its batch if the call had documents."""
     nodes, seen = deque([x.grad_fn]), 0
     while mark is not None and nodes and seen < _LOOKED_AT:
         node: Any = nodes.popleft()
@@ -158,7 +155,6 @@ def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
 
 
 def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
-    """`name` is that of hidden states."""
     head = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     raise_fault(fault_of_kind(**head))
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -201,8 +197,8 @@ def _refuse_wrong_pair(hidden: Tensor, weight: Tensor, few: Any, few_weight: Any
 
 
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
-    """Those of a loss or of log-probabilities, checked by their names; numpy's become Python's,
-    since ranks compare them as they are written."""
+    """Checks the numbers of a loss or of log-probabilities, and makes numpy's numbers Python's, as
+    ranks compare how numbers print."""
     ignore_index = index_of_64_bits(ignore_index)
     for name, value in numbers.items():
         may_be_zero = name in ("label_smoothing", "z_loss") and not isinstance(value, bool)
