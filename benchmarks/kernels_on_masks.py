@@ -151,7 +151,7 @@ def by_library(tensors: list[Tensor], mask: Mask) -> tuple[Passes, Passes, dict[
         inputs = inputs | work() | {"grad_out": grad_out}
         library[direction] = work
         kernels = {choice.kernel.name: choice.kernel for choice in executor.choices.values()}
-        chosen[direction.value] = {"kernels": sorted(kernels), "calls": executor.calls}
+        chosen[direction.value] = {"kernels": sorted(kernels), "calls": executor.call_summary}
         call_mask = mask_of_the_call(executor)
         if call_mask is not None:
             (kernel,) = kernels.values()
