@@ -100,7 +100,7 @@ def made_model(fault: str, rank: int) -> Any:
         model.head.weight.requires_grad_(rank == 0)
     if fault == "other weights":
         with torch.no_grad():
-            model.head.weight[rank, rank] += 1
+            model.head.weight.copy_(model.head.weight.roll(rank, 0))  # the same rows elsewhere
     return wrapped
 
 

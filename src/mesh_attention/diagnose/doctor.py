@@ -217,11 +217,18 @@ def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
     for name, p in own.named_parameters():
         held[name] = f"requires_grad={p.requires_grad}"
         if not isinstance(p, DTensor):
-            content = p.detach().contiguous().flatten().view(torch.uint8)
-            held[name] += f" {p.dtype} {int(content.sum(dtype=torch.int64))}"
+            held[name] += f" {p.dtype} {_digest(p)}"
     held |= {f"{name or type(m).__name__}.training": m.training for name, m in own.named_modules()}
     ranks, names = _differing(group, held)
     return of_parameters(names, [dist.get_global_rank(group, x) for x in ranks]) if ranks else None
+
+
+def _digest(p: Tensor) -> int:
+    """A sum of the bytes of each row, times the number of the row: rows in another order differ."""
+    rows = len(p) if p.dim() and p.numel() else 1
+    content = p.detach().contiguous().flatten().view(torch.uint8).view(rows, -1)
+    number = torch.arange(1, rows + 1, device=p.device)
+    return int((content.sum(1, dtype=torch.int64) * number).sum())
 
 
 def _tried(
