@@ -51,6 +51,20 @@ def session(*, broken: bool, log: list[str]) -> Any:
     return made
 
 
+class LivingCall:
+    def __init__(self, calls: Any) -> None:
+        self.clear = lambda: calls._hold(LivingCall(calls))
+
+
+def test_calls_that_another_thread_makes_ready_do_not_end_the_dropping_of_calls() -> None:
+    dropped = session(broken=False, log=[])
+    dropped.calls._living = weakref.WeakSet()
+    kept = [LivingCall(dropped.calls) for _ in range(3)]
+    for call in kept:
+        dropped.calls._hold(call)
+    dropped._drop()
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_what_is_in_flight_is_aborted_before_calls_are_given_up_and_only_where_it_is_broken(
     broken: bool,

@@ -50,9 +50,9 @@ def sharded_buffers(
             )
         return data
 
-    for x, part in zip(buffers, parts, strict=True):
-        x.data = part
     try:
+        for x, part in zip(buffers, parts, strict=True):
+            x.data = part
         with saved_tensors_hooks(pack, unpack) if restored else nullcontext():
             yield
     finally:

@@ -120,7 +120,7 @@ class Calls:
         if not known:
             call.kind.agreed[needs_grad] = AgreedKind(kind, meetings, self.num_begun)
         cache.keep_call(of_kind, key, call)
-        self._living.add(call)
+        self._hold(call)
         return call
 
     def prefetch(self, source: PlanSource, like: CallKey, needs_grad: bool) -> None:
@@ -136,7 +136,7 @@ class Calls:
             call.make_ready(tuple(Direction) if needs_grad else (Direction.FORWARD,))
             call.make_kernels_ready()
         source.calls.keep_call(of_kind, key, call)
-        self._living.add(call)
+        self._hold(call)
 
     def _new_call(
         self,
@@ -151,8 +151,12 @@ class Calls:
             with self._making:
                 base = self._bases.find(key) or self._new_call(options, call_shape, rank_plan.base)
                 self._bases.keep(key, base)
-                self._living.add(base)
+                self._hold(base)
         return PreparedCall(self._transports, rank_plan, options, call_shape, base, kind)
+
+    def _hold(self, call: PreparedCall) -> None:
+        with self._making:
+            self._living.add(call)
 
     # Agreement.
 
@@ -244,10 +248,12 @@ class Calls:
             call.transport.make_groups(directions)
 
     def clear(self) -> None:
-        for call in self._living:
+        with self._making:
+            living = [*self._living]
+            self._living.clear()
+            self._bases.clear()
+        for call in living:
             call.clear()
-        self._living.clear()
         for cache in self._caches.values():
             cache.clear()
-        self._bases.clear()
         self._agreed.clear()
