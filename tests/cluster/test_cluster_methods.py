@@ -15,6 +15,7 @@ from mesh_attention.machine.load import ClusterError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.read.count import count
+from support.sample import sample
 
 PAPER = load_cluster("paper")
 
@@ -49,7 +50,7 @@ def test_every_method_simulates_on_every_cluster(
         assert summary["peak_bytes"] > summary["workspace_bytes"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", sample(METHODS, 2))
 def test_less_overlap_is_never_faster(method: str) -> None:
     events, strict, none = (
         timeline_of(method, 16, cluster="paper", overlap=overlap).runtime_seconds

@@ -19,6 +19,7 @@ from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+from support.sample import sample
 
 
 def pasted(line: str, ranks: int) -> tuple[Problem | None, Plan]:
@@ -82,14 +83,14 @@ CASES: dict[str, tuple[Problem, int, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", sample(CASES, 2))
 def test_the_line_makes_the_plan_that_was_promised(
-    case: tuple[Problem, int, str, str],
+    name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    problem, ranks, cluster, words = case
+    problem, ranks, cluster, words = CASES[name]
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from mesh_attention import Mask, Problem, make_plan
 from mesh_attention.plan.language.program import AllGather, AllToAll, ReduceScatter, SendRecv
 from mesh_attention.plan.methods.table import METHODS
+from support.sample import sample
 
 RANKS = 32
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "causal"), sample(product(METHODS, (False, True)), 3))
 def test_what_is_not_a_transfer_is_alike_for_a_step_and_not_another_for_each_rank(
     method: str, causal: bool
 ) -> None:

@@ -23,6 +23,7 @@ from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import PassCount, count
+from support.sample import sample
 
 GENERATOR = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_methods.py"))
 VOLUMES: dict[str, tuple[str, str]] = GENERATOR["VOLUMES"]
@@ -64,8 +65,7 @@ def as_counted(name: str, ranks: int) -> list[Setting]:
     return settings
 
 
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "direction"), sample(product(METHODS, Direction), 3))
 def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
     name: str, direction: Direction
 ) -> None:
@@ -77,7 +77,7 @@ def test_every_rank_moves_exactly_the_volume_of_the_formula_in_the_docs(
             assert set(moved_units) == {expected}, (ranks, setting)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "seen"])
+@pytest.mark.parametrize("name", sample([name for name in METHODS if name != "seen"], 2))
 def test_a_causal_mask_changes_no_volume(name: str) -> None:
     ranks = 6  # tiles and degrees of two and three
     for direction in Direction:
