@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -15,24 +16,27 @@ AROUND = [ROOT.parents[1] / folder for folder in ("tests", "benchmarks", "exampl
 EMPTY_WORDS = ("one", "found", "given", "mine", "told")
 
 
-def empty_words(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
-                pass
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                pass
-            case ast.ExceptHandler(name=str(name)):
-                pass
-            case _:
-                continue
-        if name.strip("_") in EMPTY_WORDS:
-            yield name
+def empty_words(text: str) -> list[str]:
+    """Of variables, arguments, attributes, functions and classes. The compiler lists them: to walk
+    all trees takes five times as long."""
+    return [name for name in names(compile(text, "text", "exec")) if name.strip("_") in EMPTY_WORDS]
 
 
-def tricks(tree: ast.AST) -> Iterator[str]:
+def names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_varnames
+    yield from code.co_cellvars
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner.co_name
+            yield from names(inner)
+
+
+def tricks(text: str) -> Iterator[str]:
     """`f(*(a, b))` saves lines and hides what each argument is; so does `locals()`."""
-    for node in ast.walk(tree):
+    if "*(" not in text and "locals(" not in text:
+        return
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             if any(
                 isinstance(x, ast.Starred) and isinstance(x.value, ast.Tuple) for x in node.args
@@ -44,11 +48,11 @@ def tricks(tree: ast.AST) -> Iterator[str]:
 
 def test_no_name_is_an_empty_word_and_no_call_spreads_a_tuple_to_save_lines() -> None:
     for file in ROOT.rglob("*.py"):
-        tree = ast.parse(file.read_text())
-        assert list(empty_words(tree)) == [], file
+        text = file.read_text()
+        assert empty_words(text) == [], file
         # Triton compiles its kernels from their source, in which tuples are groups of strides.
         if file.parent.name != "fused":
-            assert list(tricks(tree)) == [], file
+            assert list(tricks(text)) == [], file
 
 
 def test_no_name_around_the_library_is_an_empty_word() -> None:
@@ -56,17 +60,25 @@ def test_no_name_around_the_library_is_an_empty_word() -> None:
     assert len(files) > 200
     for file in files:
         # The decorator of hypothesis, which `property.py` wraps.
-        words = [x for x in empty_words(ast.parse(file.read_text())) if x != "given"]
+        words = [x for x in empty_words(file.read_text()) if x != "given"]
         assert words == [], file
 
 
 @pytest.mark.parametrize(
-    "text", ["found = 1", "def f(given): ...", "x.told", "def mine(): ...", "lambda one: 0"]
+    "text",
+    [
+        "found = 1",
+        "def f(given): ...",
+        "x.told",
+        "def mine(): ...",
+        "lambda one: 0",
+        "def f(told): return lambda: told",
+    ],
 )
 def test_an_empty_word_is_seen(text: str) -> None:
-    assert list(empty_words(ast.parse(text)))
+    assert empty_words(text)
 
 
 @pytest.mark.parametrize("text", ["f(*(a, b))", "locals()"])
 def test_a_trick_is_seen(text: str) -> None:
-    assert list(tricks(ast.parse(text)))
+    assert list(tricks(text))
