@@ -15,10 +15,11 @@ import torch
 
 import mesh_attention
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.agreement import guard, identity
+from mesh_attention.runtime.agreement import guard, watch
 from mesh_attention.runtime.agreement.guard import Guard, _forget_locals
 from mesh_attention.runtime.agreement.handshake import DisagreementError
-from mesh_attention.runtime.agreement.identity import AgreedKind, DeviceComparison, Identity
+from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
+from mesh_attention.runtime.agreement.watch import DeviceComparison
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import Calls
 from mesh_attention.runtime.session.session import Session
@@ -177,20 +178,20 @@ def test_a_captured_call_has_numbers_of_its_own_that_later_calls_do_not_write(
         return SimpleNamespace(host=[[0, 0] for _ in range(count)], device=[None] * count)
 
     stream: Any = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(identity, "SharedNumbers", numbers)
-    monkeypatch.setattr(identity, "current_stream", lambda device: stream)
+    monkeypatch.setattr(watch, "SharedNumbers", numbers)
+    monkeypatch.setattr(watch, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     comparison: Any = object.__new__(DeviceComparison)
     comparison._stream = comparison._device = stream
     comparison._slots, comparison._captured, comparison._options = (
-        numbers(identity._SLOTS, None),
+        numbers(watch._SLOTS, None),
         {},
         None,
     )
     work = SimpleNamespace(wait=lambda: None)
     comparison._backend = SimpleNamespace(allreduce=lambda tensors, options: work)
     comparison._compared = SimpleNamespace(record=lambda stream: None)
-    for place, captured in ((1, False), (2, True), (2 + identity._SLOTS, False)):
+    for place, captured in ((1, False), (2, True), (2 + watch._SLOTS, False)):
         comparison.begin(100 + place, place, captured=captured)
     assert set(comparison._captured) == {2}
     assert comparison._numbers(2)[0] == [102, -102]

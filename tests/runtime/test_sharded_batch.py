@@ -13,7 +13,7 @@ from torch import Tensor
 from mesh_attention import MeshAttentionError
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
-from mesh_attention.runtime.agreement.batch_identity import _sample
+from mesh_attention.runtime.agreement.identity import _sample
 from mesh_attention.train.sharded_batch import _refuse_local_length
 from mesh_attention.train.whole_batch import WholeBatch
 

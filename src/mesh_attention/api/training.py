@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents

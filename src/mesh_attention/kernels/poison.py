@@ -1,6 +1,6 @@
 """NaN in place of results that were made from another call's data, decided on the device.
 
-`runtime/agreement/identity.py` calls this after each call on a GPU. `pair` adds up to zero if all
+`runtime/agreement/watch.py` calls this after each call on a GPU. `pair` adds up to zero if all
 ranks were at the same call. `status` is host memory that the device reads and writes: the number of
 the first wrong call and of the last call that is over, counted from 1. After a wrong call all later
 ones are wrong.

@@ -27,7 +27,7 @@ from mesh_attention.request.compiled_attention import (
 )
 from mesh_attention.request.kept_calls import THREAD, Results
 from mesh_attention.request.object_calls import BLOCKS, USER_CALLS
-from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
+from mesh_attention.runtime.agreement.identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, add_sinks_to_kept, gradient_of_sinks
 from mesh_attention.runtime.session.documents import BATCH_PLANS

@@ -20,8 +20,7 @@ from torch.utils import _pytree
 
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_label
-from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
-from mesh_attention.runtime.agreement.identity import Statement
+from mesh_attention.runtime.agreement.identity import OF_FORWARD_CALL, BatchIdentity, Statement
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import User, process_group
 from mesh_attention.runtime.transport.distributed import communicating

@@ -23,9 +23,9 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.agreement.faults import Faults
 from mesh_attention.runtime.agreement.handshake import DisagreementError, Handshake
-from mesh_attention.runtime.agreement.identity import DeviceComparison, HostComparison, Identity
+from mesh_attention.runtime.agreement.identity import HostComparison, Identity
 from mesh_attention.runtime.agreement.verdict import OUT_OF_STEP, error_text, verdict_on
-from mesh_attention.runtime.agreement.watch import Watch
+from mesh_attention.runtime.agreement.watch import DeviceComparison, Watch
 from mesh_attention.runtime.transport.distributed import CommunicationError, communicating
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.job_store import ANSWER_SECONDS, LostStoreError

@@ -1,42 +1,41 @@
 """Which call this is: compared among all ranks whenever a call begins, before its data is used.
 
-Ranks that are out of step would take each other's data for their own: one skips a call, two objects
-are called in opposite order, two kinds of call that were agreed on before are mixed. So every pass
-begins with an all-reduce of one number, the same on all ranks if all are at the same call.
+Ranks that are out of step would take each other's data for their own: a rank skips a call, two
+objects are called in opposite order, two kinds of call that were agreed on before are mixed, or a
+rank has left out a batch. So every pass has an `Identity`, and begins with an all-reduce of its
+number, which is the same on all ranks if all are at the same call. With gloo the host waits for
+that (`HostComparison`), and ranks that differ raise before anything moves. With NCCL the device
+compares (`watch.py`).
 
-With gloo the host waits for it, and ranks that differ raise before anything moves. With NCCL
-nothing waits: the device compares, turns the results of calls that differ into NaN and says so in
-memory that the host can read; `Watch` reads it.
+Calls on two batches look alike, so a `BatchIdentity` says which batch a call is made on.
+`shard_batch` gives every batch a number and says what it holds; the batch, its documents and its
+labels keep both. Whatever is cut by `shard` or described by `documents` has a number too, and goes
+with the calls that follow. Loaders run ahead, on each rank by as much as they like: so `BatchCount`
+counts batches in the thread that made the first object, and others are known by what they hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import blake2b
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
-
-from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.agreement.batch_identity import OF_FORWARD_CALL, BatchIdentity
-from mesh_attention.runtime.device import transfer_stream
-from mesh_attention.version import TESTED_TORCH
 
 Statement = dict[str, Any]  # what ranks compare of a kind of call, by name
 
 BATCH_NUMBER = "number of the batch"
 GATHERED = "number of calls that gather over these ranks"
-# Of what ranks state: where they are in their programs, and not with what they call; and what one
-# kind of call alone states, where they have not come to a pass yet.
+# Names in statements. `ORDER`: where a rank is in its program, and not with what it calls.
+# `OF_ONE_KIND`: what one kind of call alone states, by which kinds are told apart before a pass.
 ORDER = (
     "pass",
     "number of the object",
@@ -50,15 +49,16 @@ OF_ONE_KIND = (
     "programs",
 )  # fmt: skip
 
-_SPOILT = -1  # in place of the first call that differs
-_SLOTS = 1024  # more calls than a host can be ahead of its device
 _TURN = timedelta(seconds=1)  # then whoever waits looks what became of the others
+_SAMPLED = 64  # numbers of a tensor
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass
 class AgreedKind:
-    """A kind of call that all ranks have agreed on, and with which collectives, where they said
-    so. `last_call`: how many calls all ranks had been at together when they were at such a one."""
+    """A kind of call that all ranks have agreed on. `meetings`: digests of its collectives, where
+    ranks compared them. `last_call`: how many calls all ranks had begun together when they began
+    the latest call of this kind."""
 
     statement: Statement
     meetings: Statement = field(default_factory=dict)
@@ -66,7 +66,7 @@ class AgreedKind:
 
     @property
     def agreed_statement(self) -> Statement:
-        """As it was compared."""
+        """What ranks compared when they agreed."""
         return self.statement | ({"meetings": self.meetings} if self.meetings else {})
 
     @cached_property
@@ -76,10 +76,22 @@ class AgreedKind:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchIdentity:
+    """`number`: None where the batch was made in another thread; `contents`: digests of a few
+    of its numbers, or what it holds in words."""
+
+    number: int | None = 0
+    contents: str = ""
+
+
+OF_FORWARD_CALL = BatchIdentity()  # a backward pass has the batch of that
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
-    """One call. `user` is the object it is made on, in the order in which they were made; `label`
-    is what the caller calls it; a backward pass `belongs_to` a forward call, by its place among
-    the calls. `sinks`: whether it has some; `batch`: what it is made on."""
+    """One pass of one call. `direction`: the name of the pass; `user`: the number of the object it
+    is made on; `label`: what the caller calls it; `belongs_to`: for a backward pass, the place of
+    its forward call among all calls; `sinks`: whether it has some; `batch`: what it is made on."""
 
     kind: AgreedKind
     direction: str
@@ -112,13 +124,14 @@ class Identity:
 
 
 class HostComparison:
-    """The host waits for the comparison."""
+    """Compares calls over gloo; the host waits for it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def agrees(self, number: int, look_around: Callable[[float], None]) -> bool:
-        """`look_around` is asked whenever a turn is over, and raises if waiting is in vain."""
+        """Whether all ranks have this number. `look_around` is called after each second of
+        waiting, with the seconds waited so far, and raises if waiting is in vain."""
         pair = torch.tensor([number, -number], device="cpu")  # whatever the default device is
         work = dist.all_reduce(pair, dist.ReduceOp.MAX, self._group, async_op=True)
         begun = monotonic()
@@ -134,110 +147,56 @@ class HostComparison:
         return bool(highest == -negative_of_lowest)
 
 
-class DeviceComparison:
-    """Nothing waits. The host can read at any time what was compared, and `status`: the first call
-    that was wrong, and the last one that is over, by their places.
+class BatchCount:
+    """Counts the batches of a session. `current`: the latest; `is_used`: whether a call came after
+    it."""
 
-    It has a stream of its own, and the group's communicator: another one has threads of its own on
-    the host, which cost more than the comparison. So it waits for no computation of its call, and
-    for the transfers of earlier calls alone, which have the communicator before it. Transfers of
-    calls that differ may never end; the numbers are there all the same.
+    def __init__(self) -> None:
+        self.current = BatchIdentity()
+        self.is_used = True
+        self._number = 0
+        self.count_here()
 
-    The numbers lie in memory of the host that the device reaches too, so that the all-reduce is all
-    that a call launches for its comparison: nothing is copied to the device or back.
-    """
+    def count_here(self) -> None:
+        """From now on count the batches of this thread, and of no other."""
+        self._thread = get_ident()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        from mesh_attention.kernels.poison import poison_kernel
+    def begin(self) -> int | None:
+        """The number of a new batch; None in a thread that is not counted. A batch that turns out
+        to be wrong counts too: whoever goes on after the error is at the next."""
+        if get_ident() != self._thread:
+            return None
+        self._number += 1
+        self.current, self.is_used = BatchIdentity(self._number), False
+        return self._number
 
-        # Not through the group: its way to the backend takes as long as the launch.
-        self._backend: Any = group._get_backend(device)
-        self._device = device
-        self._stream = transfer_stream(device)
-        self._poison = poison_kernel()
-        self._slots = SharedNumbers(_SLOTS, device)
-        self._captured: dict[int, SharedNumbers] = {}  # by place: a graph reads them again
-        self._status = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
-        self.status = self._status.numpy()
-        self._compared = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._options.asyncOp = False  # on the current stream
+    def holds(self, number: int | None, contents: str) -> BatchIdentity:
+        identity = BatchIdentity(number, contents)
+        if number is not None:
+            self.current = identity
+        return identity
 
-    def begin(self, number: int, place: int, *, captured: bool) -> None:
-        stream, before = self._stream, current_stream(self._device)
-        if captured:
-            self._captured[place] = SharedNumbers(1, self._device)
-        if self._captured:
-            # What graphs hold of comparisons runs where the caller replays them.
-            stream.wait_stream(before)
-        host, device = self._numbers(place)
-        host[:] = number, -number
-        torch.cuda.set_stream(stream)
-        try:
-            work = self._backend.allreduce([device], self._options)
-            if work is not None:
-                work.wait()
-            self._compared.record(stream)
-        finally:
-            torch.cuda.set_stream(before)
-
-    def _numbers(self, place: int) -> tuple[NDArray[np.int64], Tensor]:
-        captured = self._captured.get(place)
-        if captured is not None:
-            return captured.host[0], captured.device[0]
-        return self._slots.host[place % _SLOTS], self._slots.device[place % _SLOTS]
-
-    def differs(self, place: int) -> bool:
-        """Whether a call was compared, and ranks were at different ones."""
-        highest, negative_of_lowest = self._numbers(place)[0]
-        return bool(highest + negative_of_lowest)
-
-    def settle(self, results: Iterable[Tensor], place: int) -> None:
-        """What a wrong call has made, and everything after it, is NaN."""
-        current_stream(self._device).wait_event(self._compared)
-        self._poison(self._numbers(place)[1], self._status, place, tuple(results))
-
-    def spoil(self) -> None:
-        """The host knows that calls are wrong."""
-        self.status[0] = _SPOILT
+    def add(self, *tensors: Tensor) -> None:
+        """The next call is made on these tensors too."""
+        contents = "" if self.is_used else self.current.contents
+        number = self.begin()
+        if number is None:
+            return
+        samples = [sample for x in tensors if (sample := _sample(x))]
+        if samples:
+            contents = _digest(" ".join([contents, *samples]).encode())
+        self.holds(number, contents)
 
 
-class SharedNumbers:
-    """Pairs of numbers in the host's memory, as numpy arrays and as tensors of the device."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._memory = torch.zeros(count, 2, dtype=torch.int64, device="cpu").pin_memory()
-            seen_by_device = torch.as_tensor(_OnDevice(self._memory), device=device)
-        if seen_by_device.data_ptr() != self._memory.data_ptr():
-            raise MeshAttentionError(
-                f"torch {torch.__version__} copies pinned memory where it should share it with "
-                f"{device}; use {TESTED_TORCH}"
-            )
-        self.host = [*self._memory.numpy()]
-        self.device = [*seen_by_device]
+def _sample(x: Tensor) -> str:
+    """A few numbers of a tensor, in words, where it holds whole ones that are at hand."""
+    plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype in _WHOLE and x.numel()
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    if not plain or modes:
+        return ""
+    places = torch.arange(0, x.numel(), -(-x.numel() // _SAMPLED), device="cpu")
+    return _digest(x.detach().take(places).numpy().tobytes())
 
 
-class _OnDevice:
-    """Pinned memory has the same address on the device, but PyTorch takes it for the CPU's."""
-
-    def __init__(self, pinned: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(pinned.shape),
-            "typestr": "<i8",
-            "data": (pinned.data_ptr(), False),
-            "version": 2,
-        }
-        self._pinned = pinned  # PyTorch holds this object for as long as the tensor
-
-
-@cache
-def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    fields = {"stream_id": stream_id, "device_index": device_index, "device_type": device_type}
-    return torch.cuda.Stream(**fields)  # type: ignore[no-untyped-call]
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which makes a new object each time and takes several us."""
-    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()

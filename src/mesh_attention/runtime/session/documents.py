@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mesh_attention.choose.pack import Layer, Pack
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
+from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.modes import outside_inference_mode
 from mesh_attention.runtime.session.session import Session

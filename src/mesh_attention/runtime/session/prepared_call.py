@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.agreement.identity import AgreedKind, current_stream
-from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
+from mesh_attention.runtime.agreement.identity import AgreedKind
+from mesh_attention.runtime.device import PassMemory, WorkspaceBlock, current_stream
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor, nvtx_span, run_to_end
 from mesh_attention.runtime.session.call_options import CallOptions

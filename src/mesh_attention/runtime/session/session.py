@@ -22,10 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.question import Question
-from mesh_attention.runtime.agreement.batch_identity import BatchCount, BatchIdentity
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
-from mesh_attention.runtime.agreement.identity import AgreedKind, Identity
+from mesh_attention.runtime.agreement.identity import (
+    AgreedKind,
+    BatchCount,
+    BatchIdentity,
+    Identity,
+)
 from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, Plans, PlanSource, Shardings
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import Calls

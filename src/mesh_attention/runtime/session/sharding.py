@@ -20,8 +20,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.runtime.agreement.batch_identity import BatchIdentity
-from mesh_attention.runtime.agreement.identity import AgreedKind
+from mesh_attention.runtime.agreement.identity import AgreedKind, BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.rank_plan import RankPlan
