@@ -141,7 +141,7 @@ def test_a_block_grows_to_the_largest_call_and_never_shrinks(pool: WorkerPool) -
 def left_to_gloo(rank: int, world_size: int) -> int:
     """How many collectives torch.distributed was asked for, in groups of two."""
     case = replace(CASE, options={"tile": (2, 2), "combine": "reduce-scatter"})
-    where = "mesh_attention.runtime.transport.torch_operations"
+    where = "mesh_attention.runtime.transport.distributed"
     with (
         patch(f"{where}.reduce_scatter") as reduced,
         patch(f"{where}.all_gather") as gathered,

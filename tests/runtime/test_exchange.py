@@ -125,9 +125,7 @@ def test_tokens_come_for_heads_and_back_whatever_is_packed(
         moved = transfers_to_heads(stretches, rank, len(truth))
         if back:
             moved = Transfers(moved.receives, moved.sends)
-        messages = [
-            Messages(run.tensor(view), run.members, run.tag, run.sent) for run in runs_of(moved)
-        ]
+        messages = [run.messages(view, range(RANKS)) for run in runs_of(moved)]
         network.exchange(rank, messages, pack=True)
     network.deliver()
     if small_bytes > 400:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.runtime.transport import torch_operations
+from mesh_attention.runtime.transport import distributed
+from mesh_attention.runtime.transport.distributed import CollectiveRows, gather, reduce
 from mesh_attention.runtime.transport.exchange import Copies, Works
-from mesh_attention.runtime.transport.torch_operations import CollectiveRows, gather, reduce
 
 GROUP: Any = None
 PARTS = torch.arange(3 * 2 * 4, dtype=torch.float32).view(3, 2, 4)  # of members: rows, heads
@@ -39,7 +39,7 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
         for member, place in enumerate(order):
             whole[2 * place : 2 * place + 2] = PARTS[member]
 
-    monkeypatch.setattr(torch_operations, "all_gather", all_gather)
+    monkeypatch.setattr(distributed, "all_gather", all_gather)
     rows = contiguous_or_not((6, 4), contiguous)
     works: Works = []
     finish: Copies = []
@@ -64,7 +64,7 @@ def test_rows_to_be_reduced_are_given_in_the_order_of_the_process_group(
             assert torch.equal(whole[2 * place : 2 * place + 2], PARTS[member])
         part.copy_(PARTS[2])
 
-    monkeypatch.setattr(torch_operations, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(distributed, "reduce_scatter", reduce_scatter)
     rows = contiguous_or_not((6, 4), contiguous)
     rows.copy_(PARTS.view(6, 4))
     part = contiguous_or_not((2, 4), contiguous)
@@ -94,5 +94,5 @@ def test_the_new_name_of_a_collective_is_used_where_torch_has_it(
     monkeypatch.setattr(dist, old, lambda *_, **__: old)
     if not there:
         monkeypatch.delattr(dist, new)
-    made = getattr(torch_operations, call)(PARTS, PARTS[0], GROUP)
+    made = getattr(distributed, call)(PARTS, PARTS[0], GROUP)
     assert made == (new if there else old)

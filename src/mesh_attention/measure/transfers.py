@@ -20,15 +20,15 @@ from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
 from mesh_attention.runtime.device import transfer_stream
-from mesh_attention.runtime.transport.exchange import Messages, Works, exchange
-from mesh_attention.runtime.transport.groups import nccl_options, timeout_of
-from mesh_attention.runtime.transport.torch_operations import (
+from mesh_attention.runtime.transport.distributed import (
     CollectiveRows,
     gather,
     gathers_by_messages,
     reduce,
     reduce_by_messages,
 )
+from mesh_attention.runtime.transport.exchange import Messages, Works, exchange
+from mesh_attention.runtime.transport.groups import nccl_options, timeout_of
 
 Begin = Callable[[], Works]  # begins a transfer
 _MOST_LOST = 0.95

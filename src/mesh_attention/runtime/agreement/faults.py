@@ -1,9 +1,9 @@
 """When a call cannot go on: which rank is the cause, the same answer on every rank.
 
 What a rank sees of a fault is a closed connection or a silence, most often of a rank that is as
-innocent as itself. So each leaves word in the job's key-value store: the first cause told stands
-for all. A rank that broke off tells why; one that ended on the same host is found by its process;
-one that does not answer for some seconds is named as that.
+innocent as itself. So ranks write causes to the job's key-value store, and the first cause stands
+for all. A rank that broke off a call writes why. A rank that ended on the same host is found by its
+process; a rank that does not answer for some seconds is named as such.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from mesh_attention.runtime.agreement.identity import Identity
-from mesh_attention.runtime.agreement.verdict import read_said
+from mesh_attention.runtime.agreement.verdict import Said, read_said
 from mesh_attention.runtime.transport.groups import Groups, default_store
 from mesh_attention.runtime.transport.job_store import (
     ANSWER_SECONDS,
@@ -33,7 +32,8 @@ _CAUSE = "cause"
 
 
 class Faults:
-    """`explain` and `tell` never raise: they are called when something is wrong already."""
+    """The guard of a session asks it. `explain` and `tell` never raise: they are called when
+    something is wrong already."""
 
     def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
@@ -46,32 +46,27 @@ class Faults:
         self._compared = 0
 
     def tell(self, cause: str) -> str:
-        """The cause as all ranks know it: ours, unless another was told before."""
+        """Write a cause for all ranks. Returns the cause that stands: this, or an earlier one."""
         with suppress(LostStoreError):
             return as_words(self.store.compare_set(_CAUSE, "", cause))
         return as_words(cause.encode())
 
     def cause(self) -> str | None:
-        """The cause, where a rank has told one."""
+        """The cause that stands, if a rank has written one."""
         for cause in self.store.there([_CAUSE]).values():
             return as_words(cause)
         return None
 
-    def find_ended(self) -> str | None:
-        """What was told, or that a rank of this host has ended."""
+    def find_cause(self, times: int) -> str | None:
+        """The cause that stands; if there is none, that a rank of this host has ended, or that a
+        rank has left. `times`: how often this rank has left (`leave`)."""
         with suppress(LostStoreError):
             if (cause := self.cause()) is not None:
                 return cause
             ended = [rank for rank in self._ranks if rank != self._me and self._has_ended(rank)]
-            return self.tell(f"{_named(ended)} {_verb(ended)} ended") if ended else None
-        return None
-
-    def find_cause(self, times: int) -> str | None:
-        """The same, or that a rank has left. `times`: see `leave`."""
-        ended = self.find_ended()
-        if ended is not None:
-            return ended
-        left = self._left(times)
+            if ended:
+                return self.tell(f"{_named(ended)} {_verb(ended)} ended")
+        left = [rank for rank, n in self._heard("left/{}").items() if as_number(n) > times]
         if not left:
             return None
         return self.tell(f"{_named(left)} closed the last user of this process group")
@@ -81,43 +76,30 @@ class Faults:
         with suppress(LostStoreError):
             self.store.set(f"left/{self._me}", str(times))
 
-    def _left(self, times: int) -> list[int]:
-        """Ranks that gave up once more than this one has."""
-        keys = {rank: f"left/{rank}" for rank in self._ranks}
-        ever = self.store.there(keys.values())
-        return [rank for rank, key in keys.items() if as_number(ever.get(key, b"")) > times]
-
     def explain(self, seen: str, times: int) -> str:
-        """The cause of what this rank has `seen`, in words. `times`: see `leave`."""
+        """The cause of what this rank has `seen`, in words. `times`: as in `find_cause`."""
         try:
-            return self._explained(seen, times)
+            self.store.allow(0.0)
+            self.store.set(f"answer/{self._me}", "")
+            begun = time.monotonic()
+            while True:
+                cause = self.find_cause(times)
+                if cause is not None:
+                    return f"{cause}; seen here: {seen}"
+                answered = self._heard("answer/{}")
+                silent = [rank for rank in self._ranks if rank not in answered]
+                if not silent:
+                    return seen
+                if time.monotonic() - begun > ANSWER_SECONDS:
+                    cause = self.tell(f"{_named(silent)} {_verb(silent)} ended, or does not answer")
+                    return f"{cause}; seen here: {seen}"
+                time.sleep(_PAUSE_SECONDS)
         except LostStoreError as lost:
             return f"{lost}; seen here: {seen}"
 
-    def _explained(self, seen: str, times: int) -> str:
-        self.store.allow(0.0)
-        self.store.set(f"answer/{self._me}", "")
-        begun = time.monotonic()
-        while True:
-            cause = self.find_cause(times)
-            if cause is not None:
-                return f"{cause}; seen here: {seen}"
-            silent = self._silent("answer/{}")
-            if not silent:
-                return seen
-            if time.monotonic() - begun > ANSWER_SECONDS:
-                cause = self.tell(f"{_named(silent)} {_verb(silent)} ended, or does not answer")
-                return f"{cause}; seen here: {seen}"
-            time.sleep(_PAUSE_SECONDS)
-
-    def _silent(self, key: str) -> list[int]:
-        heard = self.store.there([key.format(rank) for rank in self._ranks])
-        return [rank for rank in self._ranks if key.format(rank) not in heard]
-
-    def statements(self, place: int, identity: Identity) -> dict[int, dict[str, Any]]:
-        """What ranks say of their calls, where these are known to differ; not of those that are
-        silent. `place`: of the call, the same on all ranks.
-        """
+    def statements(self, place: int, identity: Identity) -> Said:
+        """What ranks say of their calls, once these are known to differ; ranks that are silent are
+        left out. `place`: of the call among all calls, the same on all ranks."""
         key = f"call{place}/{{}}"
         if self._compared:
             self.store.forget([f"call{self._compared}/{self._me}"])
@@ -125,11 +107,17 @@ class Faults:
         said = {"statement": identity.statement, "error": None, "in_flight": False}
         self.store.set(key.format(self._me), json.dumps(said))
         begun = time.monotonic()
-        while self._silent(key) and time.monotonic() - begun < ANSWER_SECONDS:
+        while len(heard := self._heard(key)) < len(self._ranks):
+            if time.monotonic() - begun >= ANSWER_SECONDS:
+                break
             time.sleep(_PAUSE_SECONDS)
+        return {rank: read_said(its) for rank, its in heard.items()}
+
+    def _heard(self, key: str) -> dict[int, bytes]:
+        """What each rank has written under its key, `key` with its number; not of silent ranks."""
         keys = {rank: key.format(rank) for rank in self._ranks}
-        heard = self.store.there(keys.values())
-        return {rank: read_said(heard[key]) for rank, key in keys.items() if key in heard}
+        values = self.store.there(keys.values())
+        return {rank: values[key] for rank, key in keys.items() if key in values}
 
     def _has_ended(self, rank: int) -> bool:
         process = self.store.there([f"process/{rank}"])

@@ -25,8 +25,7 @@ from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import User
-from mesh_attention.runtime.transport.distributed import communicating
-from mesh_attention.runtime.transport.torch_operations import all_gather
+from mesh_attention.runtime.transport.distributed import all_gather, communicating
 
 Side = Literal["q", "kv"]
 Grad = Literal["sum", "mean", "own"]

@@ -3,6 +3,10 @@
 On CPU an operation is an asynchronous work that is waited for when its result is needed. On CUDA it
 runs on a communication stream of its own: it follows the computation it depends on and nothing
 else, and computation that needs it waits for its event; with NCCL the host never waits.
+
+Functions such as `gather` begin one collective on its tensors: they add the works that are then in
+flight, and the copies that must follow these works. They copy, or make landing places, only where
+the library cannot read or write a tensor as it lies. The measurements of links use them too.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
@@ -25,20 +30,12 @@ from mesh_attention.runtime.transport.exchange import (
     Begin,
     Copies,
     Messages,
-    PieceRun,
     Works,
     exchange,
     runs_of,
 )
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View, transfers
-from mesh_attention.runtime.transport.torch_operations import (
-    CollectiveRows,
-    gather,
-    gathers_by_messages,
-    reduce,
-    reduce_by_messages,
-)
 
 Ready = Sequence[Begin]
 
@@ -56,6 +53,79 @@ def communicating(failure: str) -> Iterator[None]:
         raise
     except (RuntimeError, dist.DistBackendError) as error:
         raise CommunicationError(f"{failure} ({str(error).splitlines()[0]})") from error
+
+
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
+    """Asynchronous; returns the work. torch 2.13 renames it and warns on the old name."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(whole, part, group=group, async_op=True)
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(part, whole, group=group, async_op=True)
+
+
+class CollectiveRows(NamedTuple):
+    """One stretch of a collective. `rows` holds equal rows for each member; `order[member]` is the
+    member's place in the group. They can be used as they lie if that is the order of the group."""
+
+    part: Tensor
+    rows: Tensor
+    group: dist.ProcessGroup
+    order: Sequence[int]
+
+    @property
+    def usable(self) -> bool:
+        return list(self.order) == sorted(self.order) and self.rows.is_contiguous()
+
+    def by_member(self, in_order_of_group: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of each member, and those of a tensor in the order of the process group."""
+        size = len(self.order)
+        places = in_order_of_group.tensor_split(size)
+        return zip(self.rows.tensor_split(size), [places[at] for at in self.order], strict=True)
+
+
+def gather(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+    part, rows, group, _ = stretch
+    own = part.contiguous()  # a slice of rows is contiguous; of heads it is not
+    if stretch.usable:
+        works.append(all_gather(rows, own, group))
+        return
+    landing = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    works.append(all_gather(landing, own, group))
+    finish += [partial(target.copy_, landed) for target, landed in stretch.by_member(landing)]
+
+
+def reduce(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+    part, whole, group, _ = stretch
+    own = part.contiguous()
+    if not stretch.usable:
+        whole = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        for rows, place in stretch.by_member(whole):
+            place.copy_(rows)
+    works.append(reduce_scatter(own, whole, group))
+    if own is not part and own.data_ptr() != part.data_ptr():
+        finish.append(partial(part.copy_, own))
+
+
+def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+    """Over gloo: each member sends the others their rows and adds up what it gets, wide. gloo's own
+    in PyTorch is an all-reduce, with twice the bytes."""
+    part, whole, group, order = stretch
+    ranks = tuple([dist.get_global_rank(group, place) for place in order])
+    landing = torch.empty((len(order), *part.shape), dtype=part.dtype, device="cpu")
+    rows = whole.view(landing.shape)
+    messages = (Messages(landing, ranks, 0, False), Messages(rows, ranks, 0, True))
+    exchange(messages, group, host_driven=True)(works, finish)
+    wide = torch.promote_types(part.dtype, torch.float32)
+    finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
+
+
+def gathers_by_messages(size: int, *, host_driven: bool) -> bool:
+    """Whether an all-gather of so many ranks is an exchange. gloo's own (`host_driven`) sends
+    before it says that it receives: the two directions of two ranks would take turns."""
+    return host_driven and size == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +237,10 @@ class DistributedTransport:
         group = self._groups.of(ranks) if collective else self._groups.everybody()
         by_messages = gathers_by_messages(len(ranks), host_driven=self._host_driven)
         if not collective or (isinstance(op, AllGather) and by_messages):
+            runs = runs_of(moved)
             pack = isinstance(op, AllToAll)  # others have few pieces, which lie as they travel
-            return partial(self._exchange, runs_of(moved), ranks, group, pack)
+            how = {"host_driven": self._host_driven, "pack": pack}
+            return lambda view: [exchange([r.messages(view, ranks) for r in runs], group, **how)]
         if isinstance(op, AllGather):
             call, parts, places = gather, moved.sends[0], moved.receives
         else:
@@ -181,17 +253,3 @@ class DistributedTransport:
             partial(call, CollectiveRows(view(part), view(whole), group, order))
             for part, whole in zip(parts, wholes, strict=True)
         ]
-
-    def _exchange(
-        self,
-        runs: tuple[PieceRun, ...],
-        ranks: list[int],
-        group: dist.ProcessGroup,
-        pack: bool,
-        view: View,
-    ) -> Ready:
-        messages = [
-            Messages(run.tensor(view), tuple([ranks[m] for m in run.members]), run.tag, run.sent)
-            for run in runs
-        ]
-        return [exchange(messages, group, host_driven=self._host_driven, pack=pack)]

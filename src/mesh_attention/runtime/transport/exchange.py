@@ -1,15 +1,16 @@
-"""Exchanges: tensors that travel between ranks at the same time, as few messages and calls.
+"""Exchanges: tensors that travel between ranks at the same time, in few messages and few calls.
 
-Which pieces go to which member is found once for an operation. Equal pieces of several members
-that lie side by side, in heads or in rows, are one `PieceRun`: a view, a copy and a split into
-members serve them all, whatever their number. In an exchange of tokens for heads several small
-pieces go between the same two ranks; they are packed into one message. The host's time for an
-exchange so follows the runs and the ranks, and not their product.
+`runs_of` works out once for an operation which pieces go to which member. Equal pieces of several
+members that lie side by side, in heads or in rows, are one `PieceRun`: one view, one copy and one
+split serve all these members. With its tensors a run becomes `Messages`, which `exchange` makes
+ready to begin. In an exchange of tokens for heads several small pieces go between the same two
+ranks; they are packed into one message. So the host's time for an exchange grows with the number of
+runs and the number of ranks, and not with their product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its el
 
 
 class PieceRun(NamedTuple):
-    """`piece` holds the equal pieces of these members, in this order, in heads or in rows. `tag`:
-    their number between two ranks, the same on both sides."""
+    """`piece` consists of equal pieces, one for each of these members, in this order, side by side
+    in heads or in rows. `tag`: the number of these pieces between two ranks, the same on both
+    sides. `sent`: they are sent, and not received."""
 
     piece: Piece
     members: tuple[int, ...]
@@ -38,19 +40,21 @@ class PieceRun(NamedTuple):
     tag: int
     sent: bool
 
-    def tensor(self, view: View) -> Tensor:
-        """By member in the first dimension."""
+    def messages(self, view: View, ranks: Sequence[int]) -> Messages:
+        """On tensors. `ranks`: the global ranks of all members of the group."""
         x, count = view(self.piece), len(self.members)
-        if count == 1:
-            return x[None]
         rows, batch, heads, width = x.shape
-        if self.by_heads:
-            return x.view(rows, batch, count, heads // count, width).movedim(2, 0)
-        return x.view(count, rows // count, batch, heads, width)
+        if count == 1:
+            x = x[None]
+        elif self.by_heads:
+            x = x.view(rows, batch, count, heads // count, width).movedim(2, 0)
+        else:
+            x = x.view(count, rows // count, batch, heads, width)
+        return Messages(x, tuple([ranks[member] for member in self.members]), self.tag, self.sent)
 
 
 def runs_of(moved: Transfers) -> tuple[PieceRun, ...]:
-    """Of all that a member sends and receives, itself included."""
+    """The runs of all that a member sends and receives, itself included."""
     single = [
         PieceRun(piece, (member,), False, tag, sent)
         for sent, by_member in ((False, moved.receives), (True, moved.sends))
@@ -95,8 +99,8 @@ def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
 
 
 class Messages(NamedTuple):
-    """Equal tensors to these ranks, or from them, in the first dimension. Both sides number alike
-    what is between them."""
+    """Equal tensors to these ranks, or from them, one rank after the other in the first dimension.
+    `tag`: as in `PieceRun`."""
 
     tensor: Tensor
     ranks: tuple[int, ...]
@@ -109,10 +113,10 @@ class Messages(NamedTuple):
 
 
 def exchange(
-    messages: Iterable[Messages], group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False
+    messages: Sequence[Messages], group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False
 ) -> Begin:
-    """Messages that travel together; those of a rank to itself are copied. `pack`: small ones
-    between two ranks are one."""
+    """Makes messages ready that travel together; those of a rank to itself are copied.
+    `host_driven`: the group is over gloo. `pack`: small messages between two ranks become one."""
     me, bundles = dist.get_rank(), _bundles(messages, pack)
 
     def post(finish: Copies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
@@ -140,17 +144,14 @@ def exchange(
     return begin
 
 
-def _bundles(messages: Iterable[Messages], pack: bool) -> list[list[Messages]]:
-    """What is packed together, and each of the others. Both sides of two ranks have what is small
-    first."""
+def _bundles(messages: Sequence[Messages], pack: bool) -> list[list[Messages]]:
+    """What is packed together, and each other message alone. On both sides of a pair of ranks what
+    is small comes first."""
     bundles: list[list[Messages]] = []
-    ordered = sorted(messages, key=lambda message: message.tag)
     for sent in (False, True):
-        small: list[Messages] = []
-        large: list[Messages] = []
-        for x in ordered:
-            if x.sent == sent:
-                (small if pack and x.part_bytes <= SMALL_BYTES else large).append(x)
+        ordered = sorted((x for x in messages if x.sent == sent), key=lambda x: x.tag)
+        small = [x for x in ordered if pack and x.part_bytes <= SMALL_BYTES]
+        large = [x for x in ordered if not (pack and x.part_bytes <= SMALL_BYTES)]
         ranks = [rank for x in small for rank in x.ranks]
         several = len(ranks) > len({*ranks})
         bundles += [small] if several else [[x] for x in small]
@@ -163,7 +164,7 @@ def _usable(tensor: Tensor, *, on_host: bool) -> bool:
     return tensor[0].is_contiguous() and not (on_host and tensor.is_cuda)
 
 
-# The parts of a rank of its own, by tag, and (tensor, rank, tag) of the others.
+# What a rank sends to itself or receives from itself, by tag; (tensor, rank, tag) of all else.
 _Parts = tuple[dict[int, Tensor], list[tuple[Tensor, int, int]]]
 
 
@@ -182,8 +183,9 @@ def _one_by_one(messages: Sequence[Messages], me: int, finish: Copies, *, on_hos
 
 
 class _Place(NamedTuple):
-    """Where the parts of a tensor lie in a pack: from this byte in these messages, in this order or
-    in the opposite one; or, by part, in this message and from this byte."""
+    """Where the parts of a tensor lie in a pack, which has a message in each row. Often one view
+    serves: all parts begin at byte `start` of `rows`, in the order of the tensor or in the opposite
+    order. Else `rows` is None, and `by_part` has the row and the first byte of each part."""
 
     rows: slice | None
     start: int
@@ -191,7 +193,7 @@ class _Place(NamedTuple):
     by_part: tuple[tuple[int, int], ...]
 
     def pairs(self, tensor: Tensor, pack: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(memory of the pack, what lies there)"""
+        """(view of the pack, what belongs there), in few views."""
         size = tensor.nbytes // len(tensor)
         if self.rows is None:
             return [
@@ -206,7 +208,7 @@ class _Place(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A message for each rank: which bytes it has, and its tag."""
+    """Of a pack: the place of each tensor, the message for each rank, and the bytes of a row."""
 
     places: tuple[_Place, ...]
     messages: tuple[tuple[int, int, int], ...]  # (rank, bytes, tag)
@@ -215,7 +217,7 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _layout(sizes: tuple[tuple[tuple[int, ...], int, int], ...]) -> _Layout:
-    """Of (ranks, bytes of a part, tag)."""
+    """`sizes`: (ranks, bytes of a part, tag) of each tensor."""
     row = {rank: at for at, rank in enumerate(sorted({r for ranks, *_ in sizes for r in ranks}))}
     places: list[_Place] = []
     tags: dict[int, int] = {}
