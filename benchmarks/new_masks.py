@@ -106,7 +106,7 @@ class Maker:
                 rank_plan.plan, known, by_mask=by_mask
             )
         for direction in reversed(Direction):  # what is made for backward may serve both
-            executors[direction].prepare_kernels()
+            executors[direction].attentions.prepare_kernels()
 
     def _executor(self, rank_plan: RankPlan, direction: Direction, known: KnownRanges) -> Executor:
         plan, shape = rank_plan.plan, self.shape

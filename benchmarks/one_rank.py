@@ -112,7 +112,7 @@ def mask_of_the_call(executor: Executor) -> BlockMask | None:
 
     A copy without what the executor's kernel keeps with it: that goes by the strides of tensors.
     """
-    masks = [mask for of_operation in executor._attentions.masks.values() for mask in of_operation]
+    masks = [mask for of_operation in executor.attentions.masks.values() for mask in of_operation]
     if len(masks) != 1:
         return None
     mask = masks[0]

@@ -180,12 +180,12 @@ def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
 
     transport = AloneTransport(pass_.programs[0], receive)
     executor = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
-    executor._kernels = dict.fromkeys(executor._kernels, Asked())  # type: ignore[arg-type]
-    executor.prepare_kernels()
-    assert len(executor._attentions.masks) == 2  # slices of heads
+    executor.attentions.kernels = dict.fromkeys(executor.attentions.kernels, Asked())  # type: ignore[arg-type]
+    executor.attentions.prepare_kernels()
+    assert len(executor.attentions.masks) == 2  # slices of heads
     calls = [
         (mask, (call.q_stop - call.q_start, 2), (call.k_stop - call.k_start, 2))
-        for at, masks in executor._attentions.masks.items()
+        for at, masks in executor.attentions.masks.items()
         for call, mask in zip(pass_.programs[0].operations[at].calls, masks, strict=True)  # type: ignore[union-attr]
     ]
     assert asked == list(dict.fromkeys(calls))

@@ -1,7 +1,7 @@
-"""The attentions of a program on real tensors, by kernel calls.
+"""The attentions of a program on real tensors, by kernel calls under the masks of a plan.
 
-`Attentions.bind` does what can be done before the tensors of an operation hold anything, and
-returns the rest as a function without arguments.
+An executor asks `Attentions`; its method `bind` does what can be done before the tensors of an
+operation hold anything, and returns the rest as a function without arguments.
 
 Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
 be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
@@ -10,17 +10,19 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from mesh_attention.kernels import BackwardInputs, Block, CheckedCall, Kernel
-from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Attend, AttendBackward, Operation
+import torch
+
+from mesh_attention.kernels import BackwardInputs, Block, BlockMask, BlockSize, CheckedCall, Kernel
+from mesh_attention.plan.language.plan import Direction, Plan
+from mesh_attention.plan.language.program import Attend, AttendBackward, Operation, Program
 from mesh_attention.runtime.execute.binding import Views, cut
-from mesh_attention.runtime.execute.call_masks import Masks
+from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.execute.frame import Frame
 from mesh_attention.runtime.execute.kernel_calls import (
     KernelCalls,
@@ -29,6 +31,7 @@ from mesh_attention.runtime.execute.kernel_calls import (
     SummedRows,
     needs_of_calls,
 )
+from mesh_attention.runtime.execute.memory import call_size, stand_in_block
 from mesh_attention.runtime.execute.steps import coverage, must_follow
 
 Work = Callable[[], object]
@@ -42,40 +45,75 @@ class Scores(NamedTuple):
 
 
 class Attentions:
+    """
+    plan              whose masks the calls have
+    kernels           by name
+    mask_device       where kernels want row ranges to lie
+    known_ranges      masks that are made already; new masks are added
+    program_for_mask  makes the program whose calls leave SMs to transfers as the mask of a plan
+                      needs; None: the number of SMs depends on no mask
+    """
+
     def __init__(
         self,
         frame: Frame,
-        masks: Masks,
+        plan: Plan,
         kernels: Mapping[str, Kernel],
         scores: Scores,
         *,
         deterministic: bool,
+        mask_device: torch.device,
+        known_ranges: KnownRanges,
+        program_for_mask: Callable[[Plan], Program] | None = None,
     ) -> None:
         program = frame.program
-        self.operations: Sequence[Operation] = program.operations
-        self._rows, self._kernels = frame.rows, kernels
+        self.kernels = kernels
+        self._frame, self.operations = frame, program.operations
         self._scores, self._deterministic = scores, deterministic
+        self._program_for_mask = program_for_mask
         # The streams on which kernel calls take turns, if they do.
         self._turns = frame.streams if frame.two_streams else None
         self._follow = must_follow(program.operations, frame.memory) if self._turns else set()
-        self.masks = masks
+        self._masks_for = partial(masks_of, program=program, device=mask_device)
+        self.masks = self._masks_for(plan, known=known_ranges)
         covered = cache(coverage)  # slices of heads have the same calls
         self._coverage = {
             at: [
                 covered(rows, length, fresh=fresh)
                 for rows, length, fresh in _rows_of_calls(program.operations[at])
             ]
-            for at in masks
+            for at in self.masks
         }
 
-    def with_masks(self, masks: Masks, operations: Sequence[Operation]) -> Attentions:
-        """The same calls under other masks of the same kinds; they may leave more SMs or fewer."""
+    def for_mask(self, plan: Plan, known_ranges: KnownRanges, *, by_mask: bool) -> Attentions:
+        """The same calls under the masks of another plan, which differs in its mask alone.
+        `by_mask`: the number of SMs that calls leave to transfers follows the mask too."""
         other = copy(self)
-        other.masks, other.operations = masks, operations
+        other.masks = self._masks_for(plan, known=known_ranges)
+        if by_mask and self._program_for_mask is not None:
+            other.operations = self._program_for_mask(plan).operations
         return other
 
+    def prepare_kernels(self) -> None:
+        """Let kernels make their own tables of the masks before the first call."""
+        frame = self._frame
+        table = frame.program.buffer_table()
+        done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
+        for at, masks in self.masks.items():
+            op = self.operations[at]
+            assert isinstance(op, Attend | AttendBackward)
+            for call, mask in zip(op.calls, masks, strict=True):
+                prepare = getattr(self.kernels[call.kernel], "prepare", None)
+                if prepare is None:
+                    continue
+                size = call_size(frame.problem, table, op, call)
+                if (mask, size) not in done:
+                    done.add((mask, size))
+                    prepare(frame.direction, stand_in_block(frame.call_shape, size, mask))
+
     def bind(self, at: int, views: Views) -> Work:
-        op = self.operations[at]
+        """The attention at this place of the program, on the tensors of its pieces."""
+        op, row_kernels = self.operations[at], self._frame.row_choice.rows
         assert isinstance(op, Attend | AttendBackward), f"{op.name} is no attention"
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
         preparation: Preparation | None = None
@@ -84,7 +122,7 @@ class Attentions:
             direction = Direction.FORWARD
             out, lse = views.tokens(op.out), views.statistics(op.lse)
             (covered,) = self._coverage[at]
-            targets = [MergedRows(self._rows, out, lse, rows) for rows in covered.stretches]
+            targets = [MergedRows(row_kernels, out, lse, rows) for rows in covered.stretches]
             untouched = [(out[:, a:b], 0.0) for a, b in covered.untouched]
             untouched += [(lse[:, :, a:b], -inf) for a, b in covered.untouched]
         else:
@@ -93,7 +131,7 @@ class Attentions:
             grads = [views.tokens(p) for p in (op.grad_q, op.grad_k, op.grad_v)]
             sums = [*zip(grads, (by_query, by_key, by_key), strict=True)]
             targets = [
-                SummedRows(self._rows, [(grad, c.stretches[i]) for grad, c in sums])
+                SummedRows(row_kernels, [(grad, c.stretches[i]) for grad, c in sums])
                 for i in range(len(op.calls))
             ]
             untouched = [(grad[:, a:b], 0.0) for grad, c in sums for a, b in c.untouched]
@@ -103,8 +141,8 @@ class Attentions:
                 views.statistics(op.lse),
                 None if op.delta is None else views.statistics(op.delta),
             )
-            needs = needs_of_calls(op, self._kernels)
-            preparation = Preparation(self._rows, needs, whole)
+            needs = needs_of_calls(op, self.kernels)
+            preparation = Preparation(row_kernels, needs, whole)
         calls = []
         for call, mask, target in zip(op.calls, self.masks[at], targets, strict=True):
             block = Block(
@@ -117,13 +155,14 @@ class Attentions:
                 target.into(q.dtype),
                 deterministic=self._deterministic,
             )
-            calls.append((CheckedCall(self._kernels[call.kernel], direction, block), target))
+            calls.append((CheckedCall(self.kernels[call.kernel], direction, block), target))
         follows = at in self._follow
         return KernelCalls(calls, untouched, preparation, self._turns, follows=follows)
 
 
 def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:
-    """(rows of the calls, of all, and if fresh) of queries; in backward of keys too."""
+    """(rows of each call, how many rows there are, whether they hold nothing yet) of queries; in a
+    backward pass of keys too."""
     assert isinstance(op, Attend | AttendBackward)
     queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
     if isinstance(op, Attend):

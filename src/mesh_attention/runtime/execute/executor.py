@@ -2,7 +2,8 @@
 
 `make_executor` (`runtime/session/prepare.py`) makes it, `PreparedCall` runs it. Communication is
 started in program order and waited for only by the operations that need it. Operations on workspace
-buffers are bound to their tensors once, operations on the caller's tensors in every call.
+buffers are bound to their tensors once, operations on the caller's tensors in every call. `Frame`
+binds transfers and merges, `Attentions` binds attentions.
 """
 
 from __future__ import annotations
@@ -17,20 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels import BlockMask, BlockSize, Choice, Kernel, MaskKind, RowChoice
+from mesh_attention.kernels import Choice, MaskKind
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.language.program import Attention, Operation, Program
+from mesh_attention.plan.language.program import Attention, Operation
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
-from mesh_attention.runtime.execute.attentions import Attentions, Scores
+from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import CallShape, Views
-from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
+from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.frame import Frame, Work
-from mesh_attention.runtime.execute.memory import (
-    call_size,
-    mask_bytes,
-    scratch_bytes,
-    stand_in_block,
-)
+from mesh_attention.runtime.execute.memory import mask_bytes, scratch_bytes
 from mesh_attention.runtime.execute.steps import ProgramStep
 from mesh_attention.runtime.transport.interface import Counters, Handle
 
@@ -40,76 +36,42 @@ Trace = Callable[[Operation], AbstractContextManager[Any]]  # entered around eac
 
 
 class Executor:
-    """One rank's compiled program of one pass, ready to be run many times."""
+    """One rank's compiled program of one pass, ready to be run many times. `choices` of kernels and
+    `call_summary` are for reports: why these kernels, and how they are called."""
 
     def __init__(
         self,
-        plan: Plan,
         frame: Frame,
-        kernels: Mapping[str, Kernel],
-        scores: Scores,
-        *,
-        deterministic: bool,
-        mask_device: torch.device,
-        known_ranges: KnownRanges,
-        program_for_mask: Callable[[Plan], Program] | None = None,
+        attentions: Attentions,
+        choices: Mapping[MaskKind, Choice],
+        call_summary: str,
         trace: Trace | None = None,
     ) -> None:
-        """`kernels`: by name. `known_ranges`: masks that the other pass has made; new masks are
-        added. `program_for_mask`: the program whose calls leave SMs to transfers as the mask of a
-        plan needs."""
-        self.call_shape, self.program = frame.call_shape, frame.program
-        self._frame, self._trace = frame, trace
-        self._problem, self._kernels = plan.problem, kernels
-        self._masks_for = partial(masks_of, program=self.program, device=mask_device)
-        self._program_for_mask = program_for_mask
-        masks = self._masks_for(plan, known=known_ranges)
-        self._attentions = Attentions(frame, masks, kernels, scores, deterministic=deterministic)
-        scratch = scratch_bytes(self.program, plan.problem, kernels, two_streams=frame.two_streams)
-        self.workspace_bytes = frame.workspace_bytes
+        self.frame, self.attentions, self._trace = frame, attentions, trace
+        self.choices, self.call_summary = choices, call_summary
+        self.call_shape, self.workspace_bytes = frame.call_shape, frame.workspace_bytes
+        scratch = scratch_bytes(
+            frame.program, frame.problem, attentions.kernels, two_streams=frame.two_streams
+        )
         self.scratch_bytes = scratch * self.call_shape.batch
         self.counters = Counters()
-        # For `PassReport`: why these kernels were chosen, and how they are called.
-        self.choices: dict[MaskKind, Choice] = {}
-        self.row_choice: RowChoice | None = None
-        self.call_summary = ""
 
     @property
     def memory(self) -> PassMemory:
-        masks = mask_bytes(chain(*self._attentions.masks.values()), self.call_shape.device)
-        return PassMemory(self.workspace_bytes, self.scratch_bytes, masks, self._frame.kept_bytes)
+        masks = mask_bytes(chain(*self.attentions.masks.values()), self.call_shape.device)
+        return PassMemory(self.workspace_bytes, self.scratch_bytes, masks, self.frame.kept_bytes)
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges, *, by_mask: bool = False) -> Executor:
         """An executor for a plan that differs in its mask alone, if all calls of the program take
-        row ranges. It shares all but the attentions. `by_mask`: the number of SMs that calls leave
-        to transfers follows the mask too."""
+        row ranges. It shares all but the attentions: see `Attentions.for_mask`."""
         other = copy(self)
-        if by_mask and self._program_for_mask is not None:
-            other.program = self._program_for_mask(plan)
-        masks = self._masks_for(plan, known=known_ranges)
-        other._attentions = self._attentions.with_masks(masks, other.program.operations)
+        other.attentions = self.attentions.for_mask(plan, known_ranges, by_mask=by_mask)
         return other
-
-    def prepare_kernels(self) -> None:
-        """Let kernels make their own tables of the masks before the first call."""
-        table = self.program.buffer_table()
-        done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
-        for at, masks in self._attentions.masks.items():
-            op = self.program.operations[at]
-            assert isinstance(op, Attention)
-            for call, mask in zip(op.calls, masks, strict=True):
-                prepare = getattr(self._kernels[call.kernel], "prepare", None)
-                if prepare is None:
-                    continue
-                size = call_size(self._problem, table, op, call)
-                if (mask, size) not in done:
-                    done.add((mask, size))
-                    prepare(self._frame.direction, stand_in_block(self.call_shape, size, mask))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Generator[None, None, dict[str, Tensor]]:
         """Yields where it waits for another rank of this process, so one thread can run all ranks
         in turns. Inputs and outputs are (rows, batch, heads, width), contiguous."""
-        frame = self._frame
+        frame = self.frame
         block = frame.workspace.take(self.workspace_bytes, self.call_shape.device)
         bound, works = block.bound.get(self) or self._bind(block)
         views, outputs = frame.bindings.call(bound, inputs)
@@ -142,7 +104,7 @@ class Executor:
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:
         """Lets the compute streams wait for a communication."""
-        streams = self._frame.streams
+        streams = self.frame.streams
         while not handle.ready:
             if streams is not None:
                 streams.pause()
@@ -154,22 +116,20 @@ class Executor:
         else:
             streams.wait(handle.wait)
 
-    def _work(self, step: ProgramStep, views: Views, shared: Work | None = None) -> Work:
-        """The operation, bound to its tensors and traced. `shared`: already bound by the frame."""
-        if shared is not None:
-            work = shared
-        elif isinstance(step.op, Attention):
-            work = self._attentions.bind(step.at, views)
-        else:
-            work = self._frame.work(step, views)
+    def _work(self, step: ProgramStep, views: Views, work: Work | None = None) -> Work:
+        """The operation, bound to its tensors and traced. `work`: already bound by the frame."""
+        if isinstance(step.op, Attention):
+            work = self.attentions.bind(step.at, views)
+        elif work is None:
+            work = self.frame.work(step, views)
         return work if self._trace is None else partial(_traced, self._trace, step.op, work)
 
     def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
         """Binds the operations on a block of workspace; None: bound in each call."""
-        views, shared = self._frame.bind(block)
+        views, shared = self.frame.bind(block)
         works = [
             self._work(step, views, work) if step.fixed else None
-            for step, work in zip(self._frame.steps, shared, strict=True)
+            for step, work in zip(self.frame.steps, shared, strict=True)
         ]
         block.bound[self] = views, works
         return views, works

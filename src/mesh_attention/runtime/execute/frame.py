@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.kernels import RowKernels
+from mesh_attention.kernels import RowChoice, RowKernels
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Pass
 from mesh_attention.plan.language.program import Attention, Communication, Merge, MergeRule, Program
@@ -39,18 +39,19 @@ class Frame:
         transport: Transport,
         workspace: Workspace,
         call_shape: CallShape,
-        rows: RowKernels,
+        row_choice: RowChoice,
         *,
         two_streams: bool,
     ) -> None:
+        """`row_choice`: of the kernels that merge rows."""
         fault = order_fault(program)
         if fault is not None:
             raise MeshAttentionError(
                 f"the {pass_.direction} program of rank {program.rank} cannot run: {fault}; "
                 "`mesh-attention verify` and verify(plan) look at all ranks"
             )
-        self.program, self.direction = program, pass_.direction
-        self.call_shape, self.workspace, self.rows = call_shape, workspace, rows
+        self.program, self.direction, self.problem = program, pass_.direction, problem
+        self.call_shape, self.workspace, self.row_choice = call_shape, workspace, row_choice
         self.memory = memory = workspace_map(program, problem)
         on_cuda = call_shape.device.type == "cuda"
         self.two_streams = two_streams and on_cuda
@@ -85,7 +86,7 @@ class Frame:
         if isinstance(step.op, Communication):
             return self._transport.prepare(step.op, views.rows)
         assert isinstance(step.op, Merge), f"{step.op.name} is neither a transfer nor a merge"
-        return merge_work(self.rows, step.op, views)
+        return merge_work(self.row_choice.rows, step.op, views)
 
     def bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:
         """Binds operations to a block of workspace once; None: an attention, or an operation on the

@@ -36,7 +36,7 @@ from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Workspace
-from mesh_attention.runtime.execute.attentions import Scores
+from mesh_attention.runtime.execute.attentions import Attentions, Scores
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import Executor, Trace
@@ -126,8 +126,15 @@ def make_executor(
     known_ranges: KnownRanges | None = None,
     links: Links | None = None,
 ) -> Executor:
-    """Of the program at this place of the pass. `deterministic`: left out, as PyTorch is asked.
-    `links`: by which calls make room for transfers."""
+    """The executor of the program at this place of the pass, for calls of this shape.
+
+    at             the logical rank
+    kernel         the name of the kernel to take; None: the first that can do it
+    deterministic  None: what PyTorch is asked for
+    trace          entered around each operation
+    known_ranges   masks that the executor of the other pass has made; new masks are added
+    links          of the cluster, by which calls make room for transfers; None: usual ones
+    """
     _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
     deterministic = asked_of_torch() if deterministic is None else deterministic
     problem, device = plan.problem, call_shape.device
@@ -177,7 +184,6 @@ def make_executor(
             )
     for warning in {choice.warning for choice in choices.values() if choice.warning}:
         warnings.warn(warning, stacklevel=2)
-    row_choice = choose_rows(device.type, call_shape.dtype)
     beside = target.takes_turns and runs_beside(program)
     frame = Frame(
         program,
@@ -186,25 +192,23 @@ def make_executor(
         transport,
         workspace,
         call_shape,
-        row_choice.rows,
+        choose_rows(device.type, call_shape.dtype),
         two_streams=beside,
     )
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
-    executor = Executor(
-        plan,
+    attentions = Attentions(
         frame,
+        plan,
         by_name,
         Scores(softmax_scale, softcap),
         deterministic=deterministic is not Determinism.ANY,
         mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,
         program_for_mask=program_for_mask if beside else None,
-        trace=trace,
     )
-    executor.choices, executor.row_choice, executor.call_summary = choices, row_choice, str(summary)
-    return executor
+    return Executor(frame, attentions, choices, str(summary), trace)
 
 
 @cache

@@ -57,9 +57,10 @@ class PassReport:
     def of(executor: Executor, transport: CallTransport) -> PassReport:
         kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
         kernels["calls"] = (("predicted", executor.call_summary),)
-        if executor.row_choice is not None:
-            kernels["rows"] = executor.row_choice.reasons
-        without_masks = PassMemory(executor.workspace_bytes, executor.scratch_bytes)
+        kernels["rows"] = executor.frame.row_choice.reasons
+        without_masks = PassMemory(
+            executor.workspace_bytes, executor.scratch_bytes, kept_bytes=executor.frame.kept_bytes
+        )
         return PassReport(kernels, transport, ref(executor), without_masks)
 
 
@@ -133,7 +134,7 @@ class PreparedCall:
         """What a kernel makes of a mask for a backward pass may serve the forward pass too."""
         for direction in reversed(Direction):
             if direction in self.executors:
-                self.executors[direction].prepare_kernels()
+                self.executors[direction].attentions.prepare_kernels()
 
     def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
         """Made ahead there: the first run waits for it, and what it read there stays until the last
