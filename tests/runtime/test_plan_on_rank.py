@@ -32,7 +32,7 @@ def test_a_rank_is_where_the_plan_puts_its_device() -> None:
 
 def test_a_batch_keeps_the_plans_of_a_layer_until_the_session_is_released() -> None:
     session: Any = SimpleNamespace(
-        groups=SimpleNamespace(releases=0), planned=lambda question: [question]
+        groups=SimpleNamespace(releases=0), plans=SimpleNamespace(of=lambda question: [question])
     )
     pack: Any = SimpleNamespace(question=lambda layer: SimpleNamespace(of_shards="shards"))
     plans: Any = BatchPlans(session, pack)

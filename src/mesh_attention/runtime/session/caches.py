@@ -10,12 +10,12 @@ nvtx) tell apart a rank's own calls of one kind.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
+from threading import RLock, local
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -137,26 +137,29 @@ class CallCache(AgreedCache[CallsOfKind]):
 
 
 class Plans(LruCache[Question, RankPlan]):
-    """Plans by question, as one rank of a group sees them. Those that differ in their masks stand
-    on one plan for no mask, where programs serve any."""
+    """Plans by question, as one rank of a group sees them. Plans that differ in their masks alone
+    share a `base` without a mask, where the programs serve any mask."""
 
     def __init__(self, limit: int, place: int, num_ranks: int) -> None:
         super().__init__(limit)
         self._place = place, num_ranks
+        self._making = RLock()  # another thread makes batches ready
         # Of plans with the same passes, by these, which the bases hold.
         self._bases: LruCache[tuple[int, ...], RankPlan] = LruCache(limit)
 
     def of(self, question: Question) -> RankPlan:
-        made = self.find(question)
-        if made is None:
-            base = question.of_any_mask
-            if base is None or base == question:
-                made = RankPlan.on(question.plan(), *self._place)
-                if base is None and all(pass_.shared for pass_ in made.plan.passes):
-                    made = self._on_shared_passes(made)
-            else:
-                made = self.of(base).for_mask(question.problem)
-        return self.keep(question, made)
+        """The plan of a question; made if it is not kept."""
+        with self._making:
+            made = self.find(question)
+            if made is None:
+                base = question.of_any_mask
+                if base is None or base == question:
+                    made = RankPlan.on(question.plan(), *self._place)
+                    if base is None and all(pass_.shared for pass_ in made.plan.passes):
+                        made = self._on_shared_passes(made)
+                else:
+                    made = self.of(base).for_mask(question.problem)
+            return self.keep(question, made)
 
     def _on_shared_passes(self, made: RankPlan) -> RankPlan:
         key, problem = tuple(map(id, made.plan.passes)), made.plan.problem
@@ -237,7 +240,7 @@ class Cuts:
         return not self.plain
 
 
-class Shardings(threading.local):
+class Shardings(local):
     """What a thread has cut on a process group: calls without documents are held against it
     (`port_checks.py`). Other threads, as those of loaders, may be batches ahead.
 

@@ -194,7 +194,7 @@ class Calls:
         """The kind of a call other than attention. If it is new, ranks agree on it now; with
         `ahead` they compare it in the call itself, once a process group of all ranks is made."""
         self._guard.refuse_if_broken()
-        if ahead and self._groups.has_everybody:
+        if ahead and self._groups.has(self._groups.ranks):
             return AgreedKind(statement)
         key = json.dumps(statement, sort_keys=True)
         known = self._agreed.get(key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -31,24 +32,23 @@ Batch = TypeVar("Batch")
 
 class BatchPlans:
     """Plans for the calls on one batch, of every layer that it goes through. `batch`: which one,
-    where its tensors are known; `like`: of another batch with these documents, which shares them.
-    """
+    where its tensors are known."""
 
-    def __init__(
-        self,
-        session: Session,
-        pack: Pack,
-        like: BatchPlans | None = None,
-        batch: BatchIdentity | None = None,
-    ) -> None:
+    def __init__(self, session: Session, pack: Pack, batch: BatchIdentity | None = None) -> None:
         self.session, self.pack, self.batch = session, pack, batch
-        self._sources: dict[tuple[Layer, bool], PlanSource] = {} if like is None else like._sources
-        self._releases: int = session.groups.releases if like is None else like._releases
-        # Prepared calls by what their checks depend on.
-        self.warm: dict[Any, Any] = {} if like is None else like.warm
+        self._sources: dict[tuple[Layer, bool], PlanSource] = {}
+        self._releases = session.groups.releases
+        self.warm: dict[Any, Any] = {}  # prepared calls by what their checks depend on
+
+    def of_batch(self, batch: BatchIdentity | None) -> BatchPlans:
+        """Of another batch with the same documents, which shares plans and prepared calls."""
+        other = copy(self)
+        other.batch = batch
+        return other
 
     def source(self, session: Session, layer: Layer, keeps: bool) -> PlanSource:
-        """Plans for the calls of a layer. Not `keeps`: of shards alone."""
+        """Plans for the calls of a layer. `keeps`: forward passes may leave rows to backward passes
+        (`PlanSource.of_shards`)."""
         if session is not self.session:
             raise MeshAttentionError(
                 "these documents were made on another process group; make them with documents() "
@@ -61,7 +61,7 @@ class BatchPlans:
         if (layer, keeps) not in self._sources:
             question = self.pack.question(layer)
             question = question if keeps else question.of_shards
-            self._sources[layer, keeps] = PlanSource(question, session.planned, of_batch=True)
+            self._sources[layer, keeps] = PlanSource(question, session.plans.of, of_batch=True)
         return self._sources[layer, keeps]
 
     def prefetch_like(self, other: BatchPlans) -> None:
@@ -81,16 +81,19 @@ BATCH_PLANS: WeakRegistry[BatchPlans] = WeakRegistry(
 
 
 class Documents:
-    """Of one batch, for every object on the process group that it was made for. `pack` is what
-    planning alone has chosen for it; printed, it says what and why. `like` and `batch`: as of
-    `BatchPlans`."""
+    """The documents of one batch, for every object on the process group that they were made for.
+
+    pack    how planning shares the batch out; printed, it says what was chosen and why
+    batch   which batch, where its tensors are known
+    like    the plans of another batch with the same documents, which this one shares
+    """
 
     def __init__(
         self,
         session: Session,
         pack: Pack,
-        like: BatchPlans | None = None,
         batch: BatchIdentity | None = None,
+        like: BatchPlans | None = None,
     ) -> None:
         num_ranks, place = len(session.groups.ranks), dist.get_rank(session.groups.parent)
         if pack.layout.num_ranks != num_ranks:
@@ -108,7 +111,7 @@ class Documents:
             of_batch=True,
             batch=batch,
         )
-        self.plans = BatchPlans(session, pack, like, batch)
+        self.plans = BatchPlans(session, pack, batch) if like is None else like.of_batch(batch)
         # Of this rank, where the batch came with some.
         self.position_ids: torch.Tensor | None = None
         self.padding: torch.Tensor | None = None
@@ -140,13 +143,13 @@ class Documents:
 
     def of_batch(self, batch: BatchIdentity) -> Documents:
         """The same for the tensors of one batch: calls compare which one it is."""
-        return Documents(self.plans.session, self.pack, self.plans, batch)
+        return Documents(self.plans.session, self.pack, batch, self.plans)
 
     def in_chunks(self, tokens: int) -> Documents:
         """For calls on the same tensors that see chunks of documents, `tokens` each, in place of
         documents."""
         pack = self.pack.in_chunks(tokens)
-        return Documents(self.plans.session, pack, batch=self.plans.batch)
+        return Documents(self.plans.session, pack, self.plans.batch)
 
 
 def prefetch(

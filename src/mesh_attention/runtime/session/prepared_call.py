@@ -88,7 +88,6 @@ class PreparedCall:
         self.options = options
         self.rank_plan = rank_plan
         self.reports: dict[Direction, PassReport] = {}
-        self._plan, self._rank = rank_plan.plan, rank_plan.rank
         self._base = base
         self._call_shape = call_shape
         self._on_cuda = call_shape.device.type == "cuda"
@@ -105,8 +104,9 @@ class PreparedCall:
 
     def padding(self) -> Tensor:
         """(rows), true where a row of this rank's queries holds no token."""
-        layout, _ = self._plan.shards
-        positions = torch.from_numpy(layout.positions(self._plan.devices[self._rank]))
+        plan, rank = self.rank_plan.plan, self.rank_plan.rank
+        layout, _ = plan.shards
+        positions = torch.from_numpy(layout.positions(plan.devices[rank]))
         return (positions >= layout.num_tokens).to(self._call_shape.device)
 
     def is_warm(self, needs_grad: bool) -> bool:
@@ -144,7 +144,7 @@ class PreparedCall:
         finalize(self, _retire, retired, self._known_ranges, self._last_stream)
 
     def _executor(self, direction: Direction) -> Executor:
-        plan, rank = self._plan, self._rank
+        plan, rank = self.rank_plan.plan, self.rank_plan.rank
         if self._base is not None:
             self._base.make_ready((direction,))
             executor = self._base.executors[direction]

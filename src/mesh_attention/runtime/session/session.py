@@ -61,7 +61,6 @@ class Session:
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
         self.batches = BatchCount()
         self.shardings = Shardings()
-        self._planning = RLock()  # batches are made ready by another thread
         self.plans = Plans(NUM_PLANS, *self._place)
         # What arguments of calls ask for, by these arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
@@ -76,11 +75,7 @@ class Session:
     def source(self, asked: Question | Plan) -> PlanSource:
         """Plans for calls, as this rank sees them."""
         on_rank = RankPlan.on(asked, *self._place) if isinstance(asked, Plan) else asked
-        return PlanSource(on_rank, self.planned)
-
-    def planned(self, question: Question) -> RankPlan:
-        with self._planning:
-            return self.plans.of(question)
+        return PlanSource(on_rank, self.plans.of)
 
     # Faults.
 

@@ -64,7 +64,7 @@ _GATHERED = (
 
 @dataclass(frozen=True)
 class _Join:
-    """A call of `unshard`."""
+    """What both passes of one call of `unshard` need besides the tensor."""
 
     user: User
     options: CallOptions
@@ -103,7 +103,7 @@ class _Unshard(torch.autograd.Function):
 
 @collective_call(lambda ctx, _: (ctx.join.user.session, ctx.join.options))
 def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
-    """Gradients that ranks have of the whole tensor, added up."""
+    """The gradients that ranks have of the whole tensor, added up, or their mean."""
     join, session = ctx.join, ctx.join.user.session
     if join.grad is None:
         raise MeshAttentionError(
@@ -132,12 +132,12 @@ def _of_all_ranks(ctx: Any, grad: Tensor) -> Tensor:
 class Shards:
     """How whole tensors of a plan, or of a batch of documents, lie on the ranks: one rank's view.
 
-    rank       the place in the process group
-    words      what other ranks compare with theirs
-    starts     cumulative starts of the documents of queries and of keys
-    num_rows   rows of a batch that are one pack here: tensors have one row, of all their tokens
-    of_batch   another batch is shared out in another way
-    batch      of whose tensors this is said, where they are known
+    rank       the place of this rank in the process group
+    words      what ranks compare of it
+    starts     where documents start, and where the last one ends, of queries and of keys
+    num_rows   how many rows of a batch are one row here, of all their tokens
+    of_batch   whether another batch is shared out in another way
+    batch      whose tensors these are, where that is known
     """
 
     q_layout: Layout
@@ -223,7 +223,8 @@ class Shards:
         return whole.reshape(rows)
 
     def positions(self, side: Side, device: torch.device | str | None, *, restart: bool) -> Tensor:
-        """In the whole; with `restart` in the document, where padding is at 0."""
+        """Where each slot's token is in the whole sequence; with `restart` in its document, where
+        padding is at 0."""
         layout = self.layout(side)
         positions = layout.positions(self.rank)
         if flag("restart", restart):
@@ -232,14 +233,14 @@ class Shards:
         return tensor if device is None else tensor.to(_checked_device(device))
 
     def documents(self, side: Side) -> NDArray[np.int64]:
-        """The number of the document of each slot; padding is in one more than there are."""
+        """The number of the document of each slot; padding has the number after the last."""
         layout, starts = self.layout(side), self.starts[side == "kv"]
         positions = layout.positions(self.rank)
-        # Of documents that begin at the same token the last one has it.
-        at = np.searchsorted(starts[:-1], positions, side="right") - 1
+        at = _document_of(positions, starts)
         return np.where(positions < layout.num_tokens, at, len(starts) - 1)
 
     def padding(self, side: Side, device: torch.device | str | None) -> Tensor:
+        """True for each slot that holds no token."""
         positions = self.positions(side, device, restart=False)
         return positions >= self.layout(side).num_tokens
 
@@ -257,11 +258,14 @@ class Shards:
 def in_documents(
     positions: NDArray[np.int64], starts: tuple[int, ...], num_tokens: int
 ) -> NDArray[np.int64]:
-    """Counted from the start of each document; padding is at 0."""
-    # Of documents that begin at the same token the last one has it.
-    begun = np.array(starts, dtype=np.int64)
-    at = np.searchsorted(begun[:-1], positions, side="right") - 1
-    return np.where(positions < num_tokens, positions - begun[at], 0)
+    """These positions, counted from the start of their documents; padding is at 0."""
+    begun = np.array(starts, dtype=np.int64)[_document_of(positions, starts)]
+    return np.where(positions < num_tokens, positions - begun, 0)
+
+
+def _document_of(positions: NDArray[np.int64], starts: tuple[int, ...]) -> NDArray[np.int64]:
+    """Of documents that begin at the same token the last one has it."""
+    return np.searchsorted(starts[:-1], positions, side="right") - 1
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:

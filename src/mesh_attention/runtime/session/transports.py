@@ -7,7 +7,7 @@ here too, since the memory that is shared is the workspace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import StrEnum
 
@@ -99,11 +99,11 @@ class CallTransport:
         self._shared = shared
         self._groups = shared.groups
         self._wanted = wanted
-        self._rank_plan = rank_plan
+        self._plan, self._rank = rank_plan.plan, rank_plan.rank
         self._call_shape = call_shape
         self._timeout = timeout
         self.stream = shared.stream(call_shape.device)
-        shares = wanted is not TransportName.DISTRIBUTED and rank_plan.plan.num_ranks > 1
+        shares = wanted is not TransportName.DISTRIBUTED and self._plan.num_ranks > 1
         self._memory: SharedMemory | None = None
         if shares and self.stream is not None:
             self._memory = shared.memory(rank_plan, self._groups.timeout(timeout))
@@ -111,7 +111,7 @@ class CallTransport:
 
     def make(self, direction: Direction) -> Transport:
         """The transport of this rank's program."""
-        plan, rank = self._rank_plan.plan, self._rank_plan.rank
+        plan, rank = self._plan, self._rank
         pass_ = plan.direction(direction)
         far = DistributedTransport(plan, pass_, rank, self._groups, self._timeout, self.stream)
         # What others read has places that they know, at the cost of copies and memory.
@@ -136,7 +136,7 @@ class CallTransport:
                 f"the tensors are on {device}, but calls on this process group share memory of "
                 f"{self._memory.device} with other ranks; use one group for each device"
             )
-        if self._wanted is TransportName.SYMMETRIC and self._rank_plan.plan.num_ranks > 1:
+        if self._wanted is TransportName.SYMMETRIC and self._plan.num_ranks > 1:
             reason = obstacle(device)
             if reason is not None:
                 raise MeshAttentionError(_impossible(reason))
@@ -147,7 +147,7 @@ class CallTransport:
         Called by all ranks, after they have agreed on the call. The programs of the other ranks of
         the node say how large it must be and where in it they keep their data.
         """
-        memory, plan, call_shape = self._memory, self._rank_plan.plan, self._call_shape
+        memory, plan, call_shape = self._memory, self._plan, self._call_shape
         if memory is not None and memory.meet(call_shape.device):
             owners = [
                 Owner(plan, plan.direction(direction), other, call_shape.batch)
@@ -162,33 +162,32 @@ class CallTransport:
             )
 
     def refusal(self, directions: Iterable[Direction]) -> MeshAttentionError | None:
-        """What is wrong with the choices where shared memory was asked for."""
+        """Why `transport='symmetric'` is not possible, once memory is shared; None if it is."""
         for name, (chosen, reason) in self.choices(directions).items():
             if chosen != TransportName.SYMMETRIC:
                 return MeshAttentionError(_impossible(f"{name}: {reason}"))
         return None
 
     def make_groups(self, directions: Iterable[Direction]) -> None:
-        """The process groups that are still missing."""
-        plan, rank = self._rank_plan.plan, self._rank_plan.rank
-        for direction in directions:
-            self._groups.prepare(plan, plan.direction(direction), rank, without=self._covers)
+        """Make the process groups that are still missing; ranks that share memory need none."""
+        for ranks in self._of_collectives(directions):
+            if self._memory is None or not self._memory.covers(ranks):
+                self._groups.of(ranks)
 
     def is_connected(self, directions: Iterable[Direction]) -> bool:
         """Whether there is nothing left that ranks would have to make together."""
-        plan, rank = self._rank_plan.plan, self._rank_plan.rank
-        return self._memory is None and all(
-            self._groups.has_all(plan, plan.direction(direction), rank) for direction in directions
-        )
+        needed = [self._groups.ranks, *self._of_collectives(directions)]
+        return self._memory is None and all(map(self._groups.has, needed))
 
-    def _covers(self, ranks: Sequence[int]) -> bool:
-        """Do these ranks need no process group?"""
-        return self._memory is not None and self._memory.covers(ranks)
+    def _of_collectives(self, directions: Iterable[Direction]) -> Iterator[list[int]]:
+        plan = self._plan
+        for direction in directions:
+            yield from self._groups.of_collectives(plan, plan.direction(direction), self._rank)
 
     def choices(self, directions: Iterable[Direction]) -> dict[str, tuple[str, str]]:
         """For each group in which this rank communicates: the transport, and why not the other."""
         choices: dict[str, tuple[str, str]] = {}
-        plan, rank = self._rank_plan.plan, self._rank_plan.rank
+        plan, rank = self._plan, self._rank
         for direction in directions:
             pass_ = plan.direction(direction)
             operations = pass_.programs[rank].operations

@@ -8,7 +8,7 @@ collectives over all of them, and compares calls. Only members make a group, in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -40,7 +40,8 @@ _LONGEST_TIMEOUT = timedelta(days=3650)  # clocks of gloo and of threads overflo
 
 
 class Groups:
-    """`ranks[i]` is the global rank of device i of the caller's group."""
+    """The process groups that a session makes beside the caller's group, which is `parent`.
+    `ranks[i]` is the global rank of device i of the caller's group."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.parent = parent
@@ -84,29 +85,9 @@ class Groups:
                 for backend in chain.from_iterable(map(backends_of, self._there())):
                     backend._set_default_timeout(limit)
 
-    def prepare(
-        self,
-        plan: Plan,
-        pass_: Pass,
-        rank: int,
-        *,
-        without: Callable[[Sequence[int]], bool] = lambda _: False,
-    ) -> None:
-        """Make the groups that this logical rank's program uses, in an order that members share.
-
-        `without`: the global ranks of a group that gets by without one, as all of them agree.
-        """
-        self.everybody()
-        for ranks in self._of_collectives(plan, pass_, rank):
-            if not without(ranks):
-                self.of(ranks)
-
-    def has_all(self, plan: Plan, pass_: Pass, rank: int) -> bool:
-        """Whether all of them are there, and the group in which ranks compare calls."""
-        used = self._of_collectives(plan, pass_, rank)
-        return self.has_everybody and {tuple(sorted(ranks)) for ranks in used} <= self._made.keys()
-
-    def _of_collectives(self, plan: Plan, pass_: Pass, rank: int) -> list[list[int]]:
+    def of_collectives(self, plan: Plan, pass_: Pass, rank: int) -> list[list[int]]:
+        """The global ranks of each group in which this logical rank's program has collectives, in
+        an order that the members share. Each needs a process group."""
         operations = pass_.programs[rank].operations
         used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
         groups = self.global_ranks(plan, pass_, rank)
@@ -124,7 +105,8 @@ class Groups:
         }
 
     def of(self, members: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of these global ranks, of which this one must be a member."""
+        """The process group of these global ranks, of which this one must be a member. Made if it
+        is not there: then all members call this, in the same order."""
         ranks, limit = tuple(sorted(members)), self._limit
         if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
@@ -143,7 +125,7 @@ class Groups:
         return self._made[ranks]
 
     def check_device(self, device: torch.device) -> None:
-        """Raises if tensors there cannot travel on groups like the caller's."""
+        """Raises if tensors on this device cannot travel on groups like the caller's."""
         if self.backend == dist.Backend.NCCL and device.type != "cuda" and len(self.ranks) > 1:
             raise MeshAttentionError(
                 f"the tensors are on the {device.type}, and the process group is over nccl: move "
@@ -154,9 +136,9 @@ class Groups:
         """Of all ranks of the caller's group."""
         return self.of(self.ranks)
 
-    @property
-    def has_everybody(self) -> bool:
-        return tuple(sorted(self.ranks)) in self._made
+    def has(self, members: Sequence[int]) -> bool:
+        """Whether the process group of these global ranks is made."""
+        return tuple(sorted(members)) in self._made
 
     def __len__(self) -> int:
         return len(self._made)
