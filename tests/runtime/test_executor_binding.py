@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.execute.frame import Work, merge_work
 from mesh_attention.runtime.session.prepare import make_executor, target_here
+from mesh_attention.runtime.session.prepared_call import PassReport
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 
@@ -149,6 +151,22 @@ def test_a_workspace_keeps_nothing_of_an_executor_that_is_gone(direction: Direct
     del executor
     gc.collect()
     assert len(block.bound) == 0
+
+
+def test_a_report_tells_the_memory_of_an_executor_that_is_gone_but_for_its_masks() -> None:
+    problem = Problem(64, 2, 8, element_bytes=4, mask=Mask(causal=True))
+    plan = make_plan(problem, 2, method="ulysses")
+    transport: Any = AloneTransport(plan.forward.programs[0], receive)
+    executor = make_executor(
+        plan, plan.forward, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3
+    )
+    report = PassReport.of(executor, transport)
+    memory = report.memory
+    assert memory == executor.memory
+    assert memory.kept_bytes > 0
+    del executor
+    gc.collect()
+    assert report.memory == replace(memory, mask_bytes=0)
 
 
 def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
