@@ -343,3 +343,31 @@ def test_steps_that_train_or_return_no_loss_are_refused(pool: WorkerPool) -> Non
         assert kind == "nothing"
         assert "step returns no loss" in words
         assert "step calls backward" in of_backward
+
+
+def differing_in_a_group(rank: int, size: int) -> list[tuple[str, str]]:
+    """Only the first of two context-parallel groups has ranks that differ."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("the step ran")
+
+    def answer(ids: Tensor, model: nn.Module) -> tuple[str, str]:
+        with ContextParallel(mesh["cp"], causal=True) as cp:
+            cause = doctor(refused, {"input_ids": ids}, model, cp).cause
+        return cause.kind, cause.words
+
+    torch.manual_seed(0)
+    model = Model("")
+    batches = answer(torch.full((1, 8), rank % 2 if rank < 2 else 5), model)
+    model.head.weight.requires_grad_(rank != 0)
+    return [batches, answer(torch.zeros(1, 8).long(), model)]
+
+
+def test_what_differs_in_a_data_parallel_group_is_told_on_all_ranks(pool: WorkerPool) -> None:
+    answers = pool.run(differing_in_a_group, 4)
+    assert all(answer == answers[0] for answer in answers)
+    (batches, words), (parameters, of_parameters) = answers[0]
+    assert (batches, parameters) == ("batches", "parameters")
+    assert words.startswith("batches of ranks [1] of the group are not that of rank 0: input_ids")
+    assert of_parameters.startswith("head.weight of rank 1 is not that of rank 0")

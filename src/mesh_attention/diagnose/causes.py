@@ -1,7 +1,8 @@
 """Names the most likely cause of differing numbers, for `doctor.py`. Nothing here runs a model.
 
 The first tensor that differs says most: all tensors before it are right. Each common mistake leaves
-its own trace there, and each function looks for the traces of a few.
+its own trace there. Each function looks for the traces of a few mistakes and returns their cause,
+or None where it sees none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mesh_attention.diagnose.report import Cause, Limits
 
 
 def of_heads(where: str | None) -> Cause | None:
+    """`where`: the module whose attention got heads before tokens, as the recorder saw it."""
     if where is None:
         return None
     return Cause(
@@ -31,7 +33,8 @@ def of_heads(where: str | None) -> Cause | None:
 def of_activations(
     seen: Activations, model: nn.Module, of_pytorch: str | None = None
 ) -> Cause | None:
-    """`of_pytorch`: the module where ranks call PyTorch's attention."""
+    """The cause if what modules compute differs. `of_pytorch`: the module, if any, in which ranks
+    call PyTorch's attention."""
     name = seen.first
     if name is None or seen.shards is None:
         return None
@@ -89,6 +92,7 @@ _RESULT = ": result of attention"
 
 
 def _other_way(seen: Activations, name: str) -> str | None:
+    """The way to cut sequences, other than the object's, by which these numbers would be right."""
     for way, positions in seen.other_positions():
         errors = seen.errors_if(name, positions)
         if errors is not None and not bool((errors > seen.limits[name]).any()):
@@ -114,6 +118,7 @@ def _attention_before(seen: Activations, name: str) -> str | None:
 
 
 def _of_attention(seen: Activations, name: str, where: str, of_pytorch: str | None) -> Cause:
+    """The cause if q, k and v of attention are equal and its result is not."""
     assert seen.shards is not None
     starts, wrong = seen.shards.starts[0], seen.wrong_tokens(name)
     inputs = f"attention of {where}: its q, k and v are equal, and its result is not"
@@ -229,8 +234,9 @@ def of_gradients(
     size: int,
     by_hand: list[float] | None,
 ) -> Cause | None:
-    """`apart`: the sum and the mean over ranks, where no framework reduces gradients. `by_hand`:
-    the factor of each rank before the caller reduces them; None: the caller does not."""
+    """The cause if gradients differ. `apart`: the sum and the mean over ranks, where no framework
+    reduces gradients. `by_hand`: the factor by which each rank multiplied its gradients before the
+    caller reduced them, empty if there is none; None where the caller does not reduce them."""
     wrong, tol = limits.exceeded(ours.errors), limits.least
     if not wrong:
         return None

@@ -26,7 +26,8 @@ _SMALL_LOSS = 1e-2  # losses that are sums of both signs may be 0
 
 @dataclass(frozen=True)
 class Activations:
-    """
+    """What modules and attention computed, on one process and on ranks (`record.py`).
+
     whole    of one process, by name: (rows, tokens, numbers)
     ranks    the same of each rank of the group, (rows, slots, numbers)
     shards   how the object lays out tokens
@@ -41,7 +42,8 @@ class Activations:
 
     @cached_property
     def errors(self) -> dict[str, Tensor]:
-        """Of each token, by name, where both have computed it."""
+        """By name, the error of each token as a part of the largest number, where both sides have
+        computed it."""
         if self.shards is None:
             return {}
         right = self.positions()
@@ -50,7 +52,7 @@ class Activations:
 
     @property
     def first(self) -> str | None:
-        """That differs, in the order in which one process computed them."""
+        """The first name that differs, in the order in which one process computed them."""
         return next((name for name in self.errors if self.is_wrong(name)), None)
 
     def is_wrong(self, name: str) -> bool:
@@ -65,13 +67,13 @@ class Activations:
         return [rank for rank, at in of_ranks if wrong[at[at < len(wrong)]].any()]
 
     def positions(self) -> list[Positions]:
-        """Of the slots of each rank of the group."""
+        """For each rank of the group, the positions of its slots in the whole sequence."""
         assert self.shards is not None
         layout = self.shards.q_layout
         return [layout.positions(rank) for rank in range(layout.num_ranks)]
 
     def other_positions(self) -> Iterator[tuple[str, list[Positions]]]:
-        """In which people cut sequences, by name."""
+        """The same for each other way in which people cut sequences, with the name of the way."""
         assert self.shards is not None
         size, layout = len(self.ranks), self.shards.q_layout
         ways = [dict(other_ways(layout, self.shards.starts[0], r)) for r in range(size)]
@@ -79,22 +81,20 @@ class Activations:
             yield name, [way[name] for way in ways]
 
     def errors_if(self, name: str, positions: list[Positions]) -> Tensor | None:
-        """Of each token, were the slots of ranks at these positions."""
+        """The error of each token if the slots of ranks lay at these positions; None where ranks
+        did not compute it, or in shapes that do not fit."""
         whole, real = self.whole[name], self.real
-        parts = [rank.get(name) for rank in self.ranks]
-        if any(x is None for x in parts):
+        parts = [rank[name] for rank in self.ranks if name in rank]
+        if len(parts) < len(self.ranks):
             return None
-        if len(whole) > 1 and parts[0] is not None and len(parts[0]) == 1:  # one pack of all rows
+        if len(whole) > 1 and len(parts[0]) == 1:  # one pack of all rows
             whole = whole.flatten(0, 1)[None]
         if self.shards is None or whole.shape[1] != self.shards.q_layout.num_tokens:
             return None  # positions that are the same for all rows, say, of which one pack is made
         real = real if real.shape[1] == whole.shape[1] else real.flatten()[None]
         scale, errors = whole.abs().max() + 1e-30, torch.zeros(whole.shape[:2])
         for x, at in zip(parts, positions, strict=True):
-            assert x is not None
-            if x.shape[:1] + x.shape[2:] != whole.shape[:1] + whole.shape[2:]:
-                return None
-            if x.shape[1] != len(at):
+            if x.shape != (len(whole), len(at), *whole.shape[2:]):
                 return None
             inside = torch.from_numpy(at < whole.shape[1])
             at_tokens = torch.from_numpy(at)[inside]
@@ -120,7 +120,8 @@ class ComparedGradients:
         whole: dict[str, Tensor | None],
         limits: Limits,
     ) -> ComparedGradients:
-        """Ranks hold parts, or the same: numbers are added up over all of them."""
+        """Compares gradients of ranks with those of one process. Ranks hold parts of them, or the
+        same gradients: sums over ranks have the right ratios either way."""
         pairs = {n: (_wide(ours[n], x), _wide(x, x)) for n, x in whole.items() if x is not None}
         products = [[float((a * b).sum()), float((b * b).sum())] for a, b in pairs.values()]
         sums = np.sum(gathered(group, products), 0).tolist()
@@ -139,7 +140,8 @@ class ComparedGradients:
 
 
 def loss_of(group: Any, ours: StepRun, whole: float) -> float:
-    """Of all ranks: their mean, as frameworks that average gradients have it, or their sum."""
+    """The loss of all ranks. Where each rank has its own, it is their mean, as frameworks that
+    average gradients have it, or their sum: the nearer to the `whole`, that of one process."""
     if ours.is_of_all:
         return ours.value
     values: list[float] = gathered(group, ours.value)
@@ -158,7 +160,8 @@ def largest_error(x: Tensor, true: Tensor) -> float:
 def added_up(
     own: nn.Module, group: Any, ours: StepRun, whole: StepRun, limits: Limits
 ) -> dict[str, ComparedGradients]:
-    """Gradients that ranks have apart from each other: their sum and their mean."""
+    """Compares the sum and the mean of the gradients that ranks have before a caller reduces them.
+    Empty for FSDP2, where ranks hold parts."""
     if any(isinstance(p, DTensor) for p in own.parameters()):
         return {}
     apart = ours.apart or ours.grads
@@ -175,7 +178,7 @@ def added_up(
 
 def factors_of_ranks(group: Any, ours: StepRun, wrong: list[str]) -> list[float]:
     """By what each rank multiplied the largest of the `wrong` gradients before they were reduced by
-    hand, as a part of the most; nothing where it was not only that."""
+    hand, as a part of the largest factor; empty where factors alone do not explain the result."""
     both = [(ours.apart[name], ours.grads[name]) for name in wrong]
     pairs = [(torch.zeros_like(b) if a is None else a, b) for a, b in both if b is not None]
     if not pairs:

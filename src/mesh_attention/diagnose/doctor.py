@@ -21,33 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from mesh_attention.api.context_parallel import ContextParallel
-from mesh_attention.diagnose.causes import (
-    of_activations,
-    of_gradients,
-    of_heads,
-    of_loss,
-    of_parameters,
-    of_randomness,
-    sums_of_labels,
-)
-from mesh_attention.diagnose.compare import (
-    Activations,
-    ComparedGradients,
-    added_up,
-    factors_of_ranks,
-    gathered,
-    largest_error,
-    loss_error,
-    loss_of,
-)
+from mesh_attention.diagnose import causes, compare
+from mesh_attention.diagnose.compare import ComparedGradients, gathered, largest_error
 from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
 
-_CLOSE = 1 / 30  # of the tolerance
+_CLOSE = 1 / 30  # of the tolerance: up to here losses and gradients show no mistake at all
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_TIMES_ROUNDING = 4  # of one process, by chance
+_TIMES_ROUNDING = 4  # as much as rounding changes on one process counts as rounding on ranks
 
 
 def doctor(
@@ -85,9 +68,9 @@ def doctor(
     objects = [cp] if isinstance(cp, ContextParallel) else [*cp]
     of_model = getattr(objects[0], "plain_step", None)  # of a ModelContextParallel
     plain = plain if of_model is None else plain or of_model()
-    differing = _differing_batches(objects[0], whole_batch)
+    differing = _first(gathered(None, _differing_batches(objects[0], whole_batch)))
     if differing is not None:
-        return _same_everywhere(None, Diagnosis(Cause("batches", differing)))
+        return Diagnosis(Cause("batches", differing))
     box: list[Any] = [tree_map_only(Tensor, lambda x: x.detach().cpu(), {**whole_batch})]
     dist.broadcast_object_list(box)
     for name, x in box[0].items():
@@ -106,15 +89,17 @@ def diagnose(
     reduce_gradients: Callable[[Any], None] | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
-    """The same among the processes of `everyone`, who all have this batch."""
+    """`doctor` among the processes of `everyone`, who all have this batch. The step runs on one
+    process, then on ranks; if losses or gradients differ, it runs on ranks again with another seed,
+    and `causes.py` says what the numbers of these runs have in common."""
     first, own, sizes = objects[0], inner(model), _sizes(batch)
     group = first._calls.session.groups.parent
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
     how: dict[str, Any] = {"cp": first, "reduce_gradients": reduce_gradients}
-    parameters = _differing_parameters(model, group)
+    parameters = _first(gathered(everyone, _differing_parameters(model, group)))
     trained = gathered(everyone, [n for n, p in own.named_parameters() if p.requires_grad])
     if parameters is not None and any(x != trained[0] for x in trained):
-        return _same_everywhere(everyone, Diagnosis(parameters))  # nothing to compare
+        return Diagnosis(parameters)  # gradients cannot be compared
     with nothing_changed(model) as dropouts:
         record, rough = Recorder(sizes), None
         with on_one_rank(objects):
@@ -124,8 +109,7 @@ def diagnose(
                 perturbing = Recorder(sizes, perturbs=True)
                 rough, failed = _tried(everyone, plain or step, model, batch, perturbing)
         if whole is None:
-            failure = Cause("error", f"on one process: {failed}")
-            return _same_everywhere(everyone, Diagnosis(failure))
+            return Diagnosis(Cause("error", f"on one process: {failed}"))
         ours, failed = _tried(everyone, step, model, batch, Recorder(None, record), **how)
         if ours is None:
             failure = Cause("error", failed or "")
@@ -140,37 +124,35 @@ def diagnose(
         if isinstance(mask, Tensor) and mask.shape == real.shape:
             real = mask.bool().cpu()
         of_ranks = gathered(group, ours.record.seen)
-        seen = Activations(record.seen, of_ranks, ours.shards, real, limits)
+        seen = compare.Activations(record.seen, of_ranks, ours.shards, real, limits)
         grads = ComparedGradients.of(everyone, ours.grads, whole.grads, limits)
-        loss = loss_of(group, ours, whole.value)
-        errors = {"loss": loss_error(loss, whole.value), **grads.errors}
+        loss = compare.loss_of(group, ours, whole.value)
+        errors = {"loss": compare.loss_error(loss, whole.value), **grads.errors}
         if not any(x is not None and bool(x.any()) for x in whole.grads.values()):
             notes.append("all gradients of one process are 0: this batch says little")
         cause = None
         # A mistake may change losses by little. What changes nothing at all is none.
-        is_off = any(gathered(everyone, bool(limits.exceeded(errors, _CLOSE))))
-        if is_off:
+        if any(gathered(everyone, bool(limits.exceeded(errors, _CLOSE)))):
             where = ours.record.heads_first or record.heads_first
-            apart = {} if own is not model else added_up(own, group, ours, whole, limits)
-            by_hand = apart and ours.apart
-            factors = (
-                factors_of_ranks(group, ours, limits.exceeded(grads.errors)) if by_hand else None
-            )
-            of_targets = gathered(group, sums_of_labels(ours.record.outputs, ours.targets))
-            of_labels = sums_of_labels(record.outputs, batch.get("labels"))
+            apart = {} if own is not model else compare.added_up(own, group, ours, whole, limits)
+            factors = None
+            if apart and ours.apart:  # the caller reduces gradients
+                factors = compare.factors_of_ranks(group, ours, limits.exceeded(grads.errors))
+            of_targets = gathered(group, causes.sums_of_labels(ours.record.outputs, ours.targets))
+            of_labels = causes.sums_of_labels(record.outputs, batch.get("labels"))
             again, _ = _tried(everyone, step, model, batch, Recorder(None, record), **how, seed=1)
             cause = (
                 (None if again is None else _of_seeds(everyone, ours, again, limits))
-                or of_heads(where)
+                or causes.of_heads(where)
                 or parameters
-                or of_activations(seen, own, ours.record.of_pytorch)
-                or of_gradients(grads, apart, limits, len(of_ranks), factors)
+                or causes.of_activations(seen, own, ours.record.of_pytorch)
+                or causes.of_gradients(grads, apart, limits, len(of_ranks), factors)
             )
             # Losses are means, and more exact than what they are made of.
             close = limits["loss"] * (1 if limits.rounding else _CLOSE)
             limit = limits["loss"] if cause is None else close
             if errors["loss"] > limit and (cause is None or cause.kind == "gradients"):
-                cause = of_loss(loss, of_targets, of_labels, close)
+                cause = causes.of_loss(loss, of_targets, of_labels, close)
         else:
             if seen.first is not None:
                 notes.append(f"{seen.first} differs, and neither the loss nor any gradient does")
@@ -182,23 +164,24 @@ def diagnose(
 
 
 def _rounding(everyone: Any, whole: StepRun, rough: StepRun | None) -> dict[str, float]:
-    """What differs by rounding alone, several times, by name."""
+    """By name, the error up to which rounding may be the reason: a multiple of what differs between
+    two runs on one process, of which `rough` perturbed its numbers."""
     if rough is None:
         return {}
     errors = ComparedGradients.of(everyone, rough.grads, whole.grads, Limits(0.0, {})).errors
-    errors["loss"] = loss_error(rough.value, whole.value)
+    errors["loss"] = compare.loss_error(rough.value, whole.value)
     for name, x in whole.record.seen.items():
         errors[name] = largest_error(rough.record.seen.get(name, x), x)
     return {name: _TIMES_ROUNDING * error for name, error in errors.items()}
 
 
 def _of_seeds(everyone: Any, ours: StepRun, again: StepRun, limits: Limits) -> Cause | None:
-    """Of two runs on ranks with different seeds."""
+    """The cause if two runs on ranks with different seeds differ; None if they are equal."""
     errors = ComparedGradients.of(everyone, again.grads, ours.grads, limits).errors
     seen, other = ours.record.seen, again.record.seen
     differ = [n for n in seen if n in other and largest_error(other[n], seen[n]) > limits[n]]
     where = [name.partition(": ")[0] for name in differ] or ["the step"]
-    return of_randomness(where[0]) if differ or limits.exceeded(errors) else None
+    return causes.of_randomness(where[0]) if differ or limits.exceeded(errors) else None
 
 
 def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
@@ -210,7 +193,8 @@ def _differing(group: Any, held: dict[str, Any]) -> tuple[list[int], list[str]]:
 
 
 def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
-    """Of ranks that hold the same ones: those of DDP, or of the group. FSDP2 holds parts."""
+    """The cause if ranks that should hold the same parameters (those of DDP, otherwise those of the
+    context-parallel group) do not. Values of FSDP2, where ranks hold parts, are not compared."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         group = model.process_group
     own, held = inner(model), {}
@@ -220,7 +204,9 @@ def _differing_parameters(model: nn.Module, group: Any) -> Cause | None:
             held[name] += f" {p.dtype} {_digest(p)}"
     held |= {f"{name or type(m).__name__}.training": m.training for name, m in own.named_modules()}
     ranks, names = _differing(group, held)
-    return of_parameters(names, [dist.get_global_rank(group, x) for x in ranks]) if ranks else None
+    if not ranks:
+        return None
+    return causes.of_parameters(names, [dist.get_global_rank(group, x) for x in ranks])
 
 
 def _digest(p: Tensor) -> int:
@@ -234,24 +220,30 @@ def _digest(p: Tensor) -> int:
 def _tried(
     everyone: Any, step: Step, model: nn.Module, batch: Any, record: Recorder, **how: Any
 ) -> tuple[StepRun | None, str | None]:
-    """Or why it failed: the first of the errors of all ranks."""
+    """The run of the step; or None and the first error, if the step failed on any rank."""
     done, failed = None, None
     try:
         done = run(step, model, batch, record, **how)
     except Exception as error:
         name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
         failed = f"{name}{error}"
-    errors = [x for x in gathered(everyone, failed) if x is not None]
-    return (None, errors[0]) if errors else (done, None)
+    failed = _first(gathered(everyone, failed))
+    return (done, None) if failed is None else (None, failed)
 
 
 def _same_everywhere(everyone: Any, diagnosis: Diagnosis) -> Diagnosis:
-    """That of the first rank on which something is wrong."""
+    """The diagnosis of the first rank on which something is wrong."""
     of_all: list[Diagnosis] = gathered(everyone, diagnosis)
     return next((x for x in of_all if not x.is_right), of_all[0])
 
 
+def _first(values: list[Any]) -> Any:
+    """The first value of all ranks that is not None: what one rank knows all ranks act on."""
+    return next((x for x in values if x is not None), None)
+
+
 def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
+    """In words, which ranks of the group have another batch than the first one; None if none."""
     if not isinstance(batch, Mapping):
         raise MeshAttentionError(f"whole_batch is a {type(batch).__name__}: give tensors by name")
 
@@ -273,9 +265,9 @@ def _differing_batches(cp: ContextParallel, batch: Any) -> str | None:
 
 
 def _sizes(batch: Mapping[str, Any]) -> tuple[int, int]:
-    names = ("input_ids", "inputs_embeds", "labels", *batch)
-    tensors = [batch[name] for name in names if isinstance(batch.get(name), Tensor)]
-    sizes = [x.shape[:2] for x in tensors if x.ndim >= 2]
-    if not sizes:
-        raise MeshAttentionError("whole_batch: give tensors of (batch, tokens), input_ids say")
-    return int(sizes[0][0]), int(sizes[0][1])
+    """(rows, tokens) of a batch."""
+    for name in ("input_ids", "inputs_embeds", "labels", *batch):
+        tensor = batch.get(name)
+        if isinstance(tensor, Tensor) and tensor.ndim >= 2:
+            return tensor.shape[0], tensor.shape[1]
+    raise MeshAttentionError("whole_batch: give tensors of (batch, tokens), input_ids say")
