@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mesh_attention.plan.language.plan import Direction
@@ -34,7 +34,11 @@ BOTH = "both"
 _LEGEND_BELOW = {**LEGEND, "y": -0.25, "yanchor": "top"}
 
 
-def shapes_picture(facts: ReportFacts) -> Picture | None:
+def pictures_of(facts: ReportFacts) -> list[Picture | None]:
+    return [_shapes_picture(facts), _scaling_picture(facts), _memory_picture(facts)]
+
+
+def _shapes_picture(facts: ReportFacts) -> Picture | None:
     if not facts.shapes:
         return None
     by_key = {(times.name, times.direction): times for times in facts.shapes}
@@ -48,12 +52,7 @@ def shapes_picture(facts: ReportFacts) -> Picture | None:
 
 def _heat_map(times: ShapeTimes) -> Variant:
     z = [[timed and ms(timed.seconds) for timed in row] for row in times.times]
-    cells = [
-        (timed.seconds, shape, number)
-        for shape, row in zip(times.shapes, times.times, strict=True)
-        for number, timed in zip(times.slices, row, strict=True)
-        if timed is not None
-    ]
+    cells = [(timed.seconds, shape, number) for shape, number, timed in times.taken()]
     seconds, shape, slices = min(cells)
     trace = {
         "type": "heatmap",
@@ -90,7 +89,7 @@ def _heat_map(times: ShapeTimes) -> Variant:
     return Variant(caption, [trace], layout)
 
 
-def scaling_picture(facts: ReportFacts) -> Picture | None:
+def _scaling_picture(facts: ReportFacts) -> Picture | None:
     kinds = [kind for kind in Scaling if any(line.scaling is kind for line in facts.scaling)]
     if not kinds:
         return None
@@ -109,24 +108,24 @@ def _lines(facts: ReportFacts, kind: Scaling, measure: str) -> Variant:
     order = [method.name for method in facts.methods]
 
     def place(line: ScalingLine) -> int:
-        """In the table, so that a method looks alike in all pictures."""
+        """The line's place in the table, so that a method looks alike in all pictures."""
         return order.index(line.name) if line.name in order else len(order)
 
     def shown_value(seconds: float, mfu_percent: float) -> float:
         return round(mfu_percent, 3) if measure == "mfu" else ms(seconds)
 
-    lines = [line for line in facts.scaling if line.scaling is kind]
-    ranks = sorted({point.ranks for line in lines for point in line.points})
-    scored: dict[int, list[tuple[bool, float, str]]] = {}
+    lines = sorted((line for line in facts.scaling if line.scaling is kind), key=place)
+    scores: dict[int, list[tuple[bool, float, str]]] = {}  # by ranks; the least is the best
     for line in lines:
         for point in line.points:
             too_large = point.peak_bytes > facts.gpu_bytes
-            scored.setdefault(point.ranks, []).append((too_large, point.seconds, line.name))
-    fastest = {number: min(scores)[-1] for number, scores in scored.items()}
-    usual = [name for name in USUAL if any(line.name == name for line in lines)]
+            scores.setdefault(point.ranks, []).append((too_large, point.seconds, line.name))
+    ranks = sorted(scores)
+    fastest = {number: min(scores[number])[-1] for number in ranks}
+    usual = [name for name in USUAL if name in {line.name for line in lines}]
     shown = [*dict.fromkeys([*usual, *fastest.values(), *order])][:_NUM_SHOWN]
     data: list[dict[str, Any]] = []
-    for line in sorted(lines, key=place):
+    for line in lines:
         colour, symbol = style_of(place(line))
         symbols = [symbol + "-open" * (p.peak_bytes > facts.gpu_bytes) for p in line.points]
         data.append(
@@ -175,7 +174,7 @@ def _lines(facts: ReportFacts, kind: Scaling, measure: str) -> Variant:
         f"is the choice, searched and simulated. Fastest at each number of ranks: {winners}. "
         "A click on a name shows or hides its line."
     )
-    if any(too_large for scores in scored.values() for too_large, _, _ in scores):
+    if any(too_large for of_ranks in scores.values() for too_large, _, _ in of_ranks):
         caption += f" Open marks need more memory than {facts.gpu} has."
     if facts.options:
         caption += (
@@ -184,7 +183,7 @@ def _lines(facts: ReportFacts, kind: Scaling, measure: str) -> Variant:
     return Variant(caption, data, layout)
 
 
-def memory_picture(facts: ReportFacts) -> Picture:
+def _memory_picture(facts: ReportFacts) -> Picture:
     limit = facts.gpu_bytes / 2**30
 
     def make(which: str) -> Variant:
@@ -200,21 +199,19 @@ def memory_picture(facts: ReportFacts) -> Picture:
             about = "" if all(pass_.is_simulated for pass_ in passes) else ", about"
             data.append(_points(method.name, [(f"{method.name}{about}", seconds, peak)], marker))
         heights = [y for trace in data for y in trace["y"]]
+        shapes, dashed = [], ""
         if max(heights) * 3 > limit:
             heights.append(limit)
+            line = {"dash": "dash", "width": 1.5, "color": PALETTE[5]}
+            ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit}
+            shapes, dashed = [{"type": "line", "line": line, **ends}], " (the dashed line)"
         layout: dict[str, Any] = {
             "xaxis": log_axis("milliseconds, modelled", [x for trace in data for x in trace["x"]]),
             "yaxis": log_axis("GiB a rank, one sequence", heights),
             "legend": _LEGEND_BELOW,
+            "shapes": shapes,
         }
-        if limit in heights:
-            line = {"dash": "dash", "width": 1.5, "color": PALETTE[5]}
-            layout["shapes"] = [
-                {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": line}
-                | {"y0": limit, "y1": limit}
-            ]
         whose = "all of a model" if facts.batch == 1 else f"each of {facts.batch} sequences"
-        dashed = " (the dashed line)" if limit in heights else ""
         caption = (
             f"{' and '.join(directions)}: every method at its best, and the tiles and slices of "
             f"the map above. Lower and further left is better; {facts.gpu} has {limit:g} GiB for "
@@ -228,16 +225,14 @@ def memory_picture(facts: ReportFacts) -> Picture:
 
 def _settings(
     shapes: Iterable[ShapeTimes], directions: Sequence[Direction]
-) -> Iterable[tuple[str, float, int]]:
+) -> Iterator[tuple[str, float, int]]:
     """(what, seconds, bytes) of the settings that all `directions` have."""
     settings: dict[str, list[TimedShape]] = {}
     for times in shapes:
         if times.direction in directions:
-            for shape, row in zip(times.shapes, times.times, strict=True):
-                for number, timed in zip(times.slices, row, strict=True):
-                    if timed is not None:
-                        what = f"{times.name}, tile {shape}, {number} slices"
-                        settings.setdefault(what, []).append(timed)
+            for shape, number, timed in times.taken():
+                what = f"{times.name}, tile {shape}, {number} slices"
+                settings.setdefault(what, []).append(timed)
     for what, every in settings.items():
         if len(every) == len(directions):
             yield what, sum(t.seconds for t in every), max(t.peak_bytes for t in every)

@@ -6,7 +6,7 @@ would take minutes and find a few percent more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -37,14 +37,22 @@ class TimedShape:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTimes:
-    """`times[i][j]` is that of shape i with `slices[j]` slices; None where the method refuses it.
-    Slices are even and rows are not cut, so that the two axes say all; the search tries more."""
+    """Times of a method by tile and slices in one pass: `times[i][j]` is the time of shape i with
+    `slices[j]` slices, None where the method refuses it. Slices are even and rows are not cut, so
+    that the two axes say all; the search tries more."""
 
     name: str  # of the method
     direction: Direction
     shapes: tuple[str, ...]
     slices: tuple[int, ...]
     times: tuple[tuple[TimedShape | None, ...], ...]
+
+    def taken(self) -> Iterator[tuple[str, int, TimedShape]]:
+        """The shapes and numbers of slices that the method takes, with their times."""
+        for shape, row in zip(self.shapes, self.times, strict=True):
+            for number, timed in zip(self.slices, row, strict=True):
+                if timed is not None:
+                    yield shape, number, timed
 
 
 def methods_with_shapes(options: Mapping[str, Any]) -> list[str]:
@@ -61,7 +69,8 @@ def methods_with_shapes(options: Mapping[str, Any]) -> list[str]:
 def shape_times(
     asked: SearchQuestion, direction: Direction, method: str, tell: Callable[[], None]
 ) -> ShapeTimes | None:
-    """None where the method takes no shape at all."""
+    """Times every tile uncut, then cuts the best ones into slices. None where the method takes no
+    shape at all. `tell` is called after each setting, here and below."""
     rows: list[tuple[float, dict[str, Any], dict[int, TimedShape]]] = []
     uncut = {"chunks": (1, 1)} if "chunks" in METHODS[method].options() else {}
     for shape in _shapes(asked, method):
@@ -136,7 +145,7 @@ class Scaling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """Seconds and memory of all passes asked for."""
+    """A method at its most promising shape on so many ranks; numbers are those of all passes."""
 
     ranks: int
     tokens: int
@@ -184,15 +193,11 @@ def scaling_lines(
                 row = glance(replace(asked, problem=problem, num_ranks=ranks), method, directions)
             except PlanError:
                 continue
-            settings = (f"{direction}: {row.setting(direction)}" for direction in row.passes)
-            point = ScalingPoint(
-                ranks,
-                problem.q_tokens,
-                row.seconds,
-                row.mfu_percent,
-                row.peak_bytes,
-                "; ".join(settings),
+            setting = "; ".join(
+                f"{direction}: {row.setting(direction)}" for direction in row.passes
             )
+            numbers = row.seconds, row.mfu_percent, row.peak_bytes
+            point = ScalingPoint(ranks, problem.q_tokens, *numbers, setting)
             lines.setdefault(method, []).append(point)
             if any(scored.operations > MOST_OPERATIONS for scored in row.passes.values()):
                 ended.add(method)

@@ -214,23 +214,18 @@ def _gantts(ranking: Ranking) -> list[GanttFacts]:
     charts: list[GanttFacts] = []
     drawn: list[float] = []
     for row in ranking.rows:
-        if len(drawn) > NUM_RUNNERS_UP:
-            break
-        is_choice = row is ranking.chosen
-        if any(abs(row.seconds - seconds) < _ALIKE for seconds in drawn):
-            continue
-        if is_choice or all(
-            scored.is_simulated or scored.operations <= MOST_SIMULATED
-            for scored in row.passes.values()
-        ):
+        is_choice, passes = row is ranking.chosen, row.passes.values()
+        is_short = all(p.is_simulated or p.operations <= MOST_SIMULATED for p in passes)
+        is_new = not any(abs(row.seconds - seconds) < _ALIKE for seconds in drawn)
+        if is_new and (is_choice or is_short) and len(drawn) <= NUM_RUNNERS_UP:
             drawn.append(row.seconds)
-            for scored in row.passes.values():
-                timeline = row.asked.timeline(scored)
-                charts.append(_gantt(CHOSEN if is_choice else row.name, timeline))
+            name = CHOSEN if is_choice else row.name
+            charts += [_gantt(name, row.asked.timeline(scored)) for scored in passes]
     return charts
 
 
 def _gantt(name: str, timeline: Timeline) -> GanttFacts:
+    """The first ranks of a timeline, at least one and as many as have few enough events."""
     events: list[Event] = []
     shown = 0
     for rank in range(min(GANTT_RANKS, timeline.plan.num_ranks)):

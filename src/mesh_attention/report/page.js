@@ -11,8 +11,8 @@
   function themed(layout) {
     const style = getComputedStyle(root);
     const colour = (name) => style.getPropertyValue(name).trim();
-    const axis = (given) => ({
-      ...given,
+    const axis = (plain) => ({
+      ...plain,
       gridcolor: colour("--grid"),
       linecolor: colour("--line"),
       zerolinecolor: colour("--line"),
@@ -104,11 +104,10 @@
     const down = head.getAttribute("aria-sort") === "ascending";
     const key = (row) => row.cells[column].dataset.value;
     const numbers = [...body.rows].every((row) => key(row) !== "" && !isNaN(key(row)));
-    const order = (one, other) =>
-      numbers ? key(one) - key(other) : key(one).localeCompare(key(other));
-    const rows = [...body.rows].sort((one, other) => (down ? order(other, one) : order(one, other)));
+    const order = (a, b) => (numbers ? key(a) - key(b) : key(a).localeCompare(key(b)));
+    const rows = [...body.rows].sort((a, b) => (down ? order(b, a) : order(a, b)));
     body.append(...rows);
-    heads.forEach((one) => one.setAttribute("aria-sort", "none"));
+    heads.forEach((other) => other.setAttribute("aria-sort", "none"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
   }
   heads.forEach((head, column) => {

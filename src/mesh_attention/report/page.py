@@ -7,34 +7,33 @@ put into the page whole. A policy in `page.html` tells browsers to load nothing 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from mesh_attention.choose.explain import TIE_TEXT
 from mesh_attention.errors import MissingPackageError
 from mesh_attention.files import replacing
+from mesh_attention.plan.methods.table import all_options
 from mesh_attention.plan.problem.arguments import bytes_text
-from mesh_attention.report.comparison_pictures import (
-    memory_picture,
-    scaling_picture,
-    shapes_picture,
-)
-from mesh_attention.report.facts import ReportFacts
-from mesh_attention.report.methods_table import TITLE as TABLE_TITLE
-from mesh_attention.report.methods_table import legend, methods_table, ms_text
+from mesh_attention.report import comparison_pictures, plan_pictures
+from mesh_attention.report.facts import MethodFacts, ReportFacts
 from mesh_attention.report.picture import Control, Picture
-from mesh_attention.report.plan_pictures import assignment_picture, gantt_picture
 from mesh_attention.version import __version__
 
 _MOST_BUTTONS = 4  # choices of a control that stand side by side; more are a list
-_TITLES = {
+_TITLES = {  # of the sections, in this order
+    "choice": "The choice",
+    "methods": "All methods",
     "assignment": "Who computes which tile",
     "gantt": "When each operation runs",
     "shapes": "Tiles and slices",
     "scaling": "More ranks",
     "memory": "Memory and time",
+    "notes": "How it was found",
 }
 _OPERATIONS = {
     "C-1-2": "attention of chunk 1 of the queries with chunk 2 of the keys; chunks count from 0",
@@ -59,8 +58,8 @@ def plotly_js() -> str:
 
 
 def pictures_of(facts: ReportFacts) -> dict[str, Picture]:
-    make = (assignment_picture, gantt_picture, shapes_picture, scaling_picture, memory_picture)
-    pictures = [picture_of(facts) for picture_of in make]
+    """All pictures, by name. Those of shapes and scaling are left out where they would be empty."""
+    pictures = (*plan_pictures.pictures_of(facts), *comparison_pictures.pictures_of(facts))
     return {picture.name: picture for picture in pictures if picture is not None}
 
 
@@ -71,15 +70,23 @@ def write_page(facts: ReportFacts, path: Path, library: str) -> None:
 
 
 def page_of(facts: ReportFacts, library: str) -> str:
+    """The HTML of the page."""
     pictures = pictures_of(facts)
     variants = {
         name: {key: variant._asdict() for key, variant in picture.variants.items()}
         for name, picture in pictures.items()
     }
+    contents = {"choice": _choice(facts), "methods": _methods(facts), "notes": _notes(facts)}
+    contents |= {name: _figure(picture) for name, picture in pictures.items()}
     methods = " and ".join(dict.fromkeys(facts.chosen.values()))
-    links = {"choice": "The choice", "methods": TABLE_TITLE}
-    links |= {name: _TITLES[name] for name in pictures} | {"notes": "How it was found"}
-    sections = [_choice(facts), methods_table(facts), *map(_section, pictures.values())]
+    menu, sections = "", ""
+    for name, title in _TITLES.items():
+        if name in contents:
+            data = f' data-picture="{name}"' if name in pictures else ""
+            menu += f'<a href="#{name}">{title}</a>'
+            sections += (
+                f'<section id="{name}"{data}>\n<h2>{title}</h2>\n{contents[name]}</section>\n'
+            )
 
     def file(name: str) -> str:
         return (files(__package__) / name).read_text(encoding="utf-8")
@@ -89,8 +96,8 @@ def page_of(facts: ReportFacts, library: str) -> str:
         title=escape(f"{methods} on {facts.ranks} ranks of {facts.cluster}"),
         css=file("page.css"),
         about=f"{escape(facts.problem)}. Modelled, not measured.{_batch(facts)}",
-        menu="".join(f'<a href="#{name}">{escape(text)}</a>' for name, text in links.items()),
-        sections="".join([*sections, _notes(facts)]),
+        menu=menu,
+        sections=sections,
         variants=_json(variants),
         library=library,
         script=file("page.js"),
@@ -114,7 +121,7 @@ def _batch(facts: ReportFacts) -> str:
 
 def _choice(facts: ReportFacts) -> str:
     numbers = [
-        (f"{ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
+        (f"{_ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
         (f"{facts.mfu_percent:.1f} %", f"MFU, of {facts.gpu}"),
         (bytes_text(sum(facts.received_bytes.values())), "a rank receives"),
         (bytes_text(sum(facts.least_bytes.values())), "is the least possible"),
@@ -123,20 +130,22 @@ def _choice(facts: ReportFacts) -> str:
     cards = "".join(
         f"<div><dt>{escape(text)}</dt><dd>{escape(number)}</dd></div>" for number, text in numbers
     )
-    passes = "".join(
-        f"<li>{direction}: {escape(name)} <code>{escape(facts.settings[direction])}</code></li>"
+    passes = [
+        f"{direction}: {escape(name)} <code>{escape(facts.settings[direction])}</code>"
         for direction, name in facts.chosen.items()
-    )
-    return f"""<section id="choice">
-<h2>The choice</h2>
+    ]
+    return f"""\
 <p class="reason">{escape(facts.reason)}</p>
 {"".join(f"<p><strong>{escape(line)}</strong></p>" for line in facts.warnings)}
 <dl class="cards">{cards}</dl>
-<ul>{passes}</ul>
+{_list(passes)}
 {_to_copy("A line of Python to paste", facts.python)}
 {_to_copy("The command that made this page", facts.command) if facts.command else ""}
-</section>
 """
+
+
+def _ms_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
 
 
 def _to_copy(label: str, text: str) -> str:
@@ -146,19 +155,103 @@ def _to_copy(label: str, text: str) -> str:
     )
 
 
-def _section(picture: Picture) -> str:
+def _methods(facts: ReportFacts) -> str:
+    """The table of all methods, which `page.js` can sort, and a legend of the settings in it."""
+    times = [*facts.directions, *(["both"] if len(facts.directions) > 1 else [])]
+    heads = ["method", *(f"{time}, ms" for time in times), "MFU, %"]
+    heads += [f"received {direction}" for direction in facts.directions]
+    heads += ["from other nodes", "memory", "setting"]
+    head = "".join(
+        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}</button></th>'
+        for text in heads
+    )
+    rows = "".join(_row(facts, method) for method in facts.methods)
+    least = [f"<td>{bytes_text(facts.least_bytes[d])}</td>" for d in facts.directions]
+    blank = "<td></td>"
+    foot = blank * (len(times) + 1) + "".join(least) + blank * 3
+    refused = _list([escape(f"{name}: {text}") for name, text in facts.refused.items()])
+    return f"""\
+<p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
+with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
+other take longer. &ldquo;As fast&rdquo; means {TIE_TEXT}. Received bytes and memory are those of a
+rank. Below received bytes is their ratio to the least possible, a lower bound by the visible area,
+which plans come close to under a full mask only. <span class="hint">The table scrolls to the
+side.</span></p>
+<div class="wide" tabindex="0" role="region" aria-label="{_TITLES["methods"]}">
+<table>
+<thead><tr>{head}</tr></thead>
+<tbody>{rows}</tbody>
+<tfoot><tr><th scope="row">least possible</th>{foot}</tr></tfoot>
+</table>
+</div>
+{f"<p>Not possible here:</p>{refused}" if facts.refused else ""}
+{_legend("What the settings mean", _settings_in_words(facts))}
+"""
+
+
+def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
+    """The meaning of each option in the table, as the help of the command line says it."""
+    settings = [p.setting for method in facts.methods for p in method.passes.values()]
+    names = {word.partition("=")[0] for setting in settings for word in setting.split()}
+    return {
+        f"{name}={'True' if option.type is bool else option.metavar}": option.help.replace("`", "")
+        for name, (option, _) in all_options().items()
+        if name in names
+    }
+
+
+def _legend(title: str, words: Mapping[str, str]) -> str:
+    if not words:
+        return ""
+    rows = "".join(
+        f"<dt><code>{escape(code)}</code></dt><dd>{escape(text)}</dd>"
+        for code, text in words.items()
+    )
+    return f'<details><summary>{title}</summary><dl class="codes">{rows}</dl></details>'
+
+
+def _row(facts: ReportFacts, method: MethodFacts) -> str:
+    passes = [method.passes[d] for d in facts.directions]
+    times = [(p.seconds, p.is_simulated) for p in passes]
+    if len(passes) > 1:
+        times.append((method.seconds, method.is_simulated))
+    cells: list[tuple[float, str]] = [  # the value to sort by, and HTML
+        (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}")
+        for seconds, is_simulated in times
+    ]
+    cells.append((method.mfu_percent, f"{method.mfu_percent:.1f}"))
+    for direction, p in zip(facts.directions, passes, strict=True):
+        least = facts.least_bytes[direction]
+        ratio = f"<small>{p.received_bytes / least:.2f} x least</small>" if least else ""
+        cells.append((p.received_bytes, f"{bytes_text(p.received_bytes)}{ratio}"))
+    other, peak = sum(p.other_node_bytes for p in passes), method.peak_bytes
+    warning = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
+    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{warning}")]
+    numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
+    settings = list(dict.fromkeys(p.setting for p in passes))
+    if len(settings) > 1:
+        settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
+    words = "<br>".join(map(escape, settings))
+    words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
+    name, is_choice = escape(method.name), method is facts.methods[0]
+    mark, style = ("<small>as fast</small>" if method.is_tie else ""), ""
+    if is_choice:
+        mark, style = "<small>the choice</small>", ' class="chosen"'
+    head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
+    return f"<tr{style}>{head}{numbers}{words}</tr>\n"
+
+
+def _figure(picture: Picture) -> str:
     controls = "".join(_control(picture.name, at, c) for at, c in enumerate(picture.controls))
     first = next(iter(picture.variants.values()))
     title = _TITLES[picture.name]
-    return f"""<section id="{picture.name}" data-picture="{picture.name}">
-<h2>{title}</h2>
+    return f"""\
 <div class="controls">{controls}</div>
 <figure>
 <div class="plot {picture.name}" role="img" aria-label="{title}"></div>
 <figcaption aria-live="polite">{escape(first.caption)}</figcaption>
 </figure>
-{legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
-</section>
+{_legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
 """
 
 
@@ -203,10 +296,9 @@ def _notes(facts: ReportFacts) -> str:
         *([f"Options that were given: {facts.options}."] if facts.options else []),
         *facts.notes,
     ]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"""<section id="notes">
-<h2>How it was found</h2>
-<ul>{items}</ul>
-<p>Made by mesh_attention {escape(__version__)}.</p>
-</section>
-"""
+    made_by = f"<p>Made by mesh_attention {escape(__version__)}.</p>"
+    return f"{_list(map(escape, lines))}\n{made_by}\n"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"

@@ -28,7 +28,11 @@ _ORDINALS = {2: "second", 3: "third"}
 _MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
 
 
-def assignment_picture(facts: ReportFacts) -> Picture:
+def pictures_of(facts: ReportFacts) -> list[Picture]:
+    return [_assignment_picture(facts), _gantt_picture(facts)]
+
+
+def _assignment_picture(facts: ReportFacts) -> Picture:
     assignment = facts.assignment
     size, shown = len(assignment.partitions), list(assignment.partitions)
     step = shown[1] if size > 1 else 1
@@ -103,7 +107,7 @@ def _category_colours(number: int, title: str) -> dict[str, Any]:
     return {"colorscale": steps, "zmin": -0.5, "zmax": number - 0.5, "colorbar": bar}
 
 
-def gantt_picture(facts: ReportFacts) -> Picture:
+def _gantt_picture(facts: ReportFacts) -> Picture:
     charts = {(chart.name, chart.direction): chart for chart in facts.gantts}
     names = dict.fromkeys(chart.name for chart in facts.gantts)
     choices = tuple((name, "the chosen plan" if name == CHOSEN else name) for name in names)
