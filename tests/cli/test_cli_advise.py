@@ -13,7 +13,7 @@ import pytest
 from mesh_attention.choose.auto import find_default
 from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.choose.scored import Scored
-from mesh_attention.cli import asked_of_all, output
+from mesh_attention.cli import options, output
 from mesh_attention.cli.advise import _default_note, _moved_note
 from mesh_attention.cli.main import main
 from mesh_attention.cli.options import add_plan_flags, options_of
@@ -62,15 +62,15 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
     cut = {"chunks": (1, 2), "head_slices": (1, 2)}
     settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
     settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
-    for name, options in settings:
-        scored = Scored(way, name, options, 1.0, 1, True, "", True, 1, False)
+    for name, chosen in settings:
+        scored = Scored(way, name, chosen, 1.0, 1, True, "", True, 1, False)
         row = RankedMethod({way: scored}, known.asked)
         words = [word.split("=") for word in row.setting(way).split() if word != "-"]
         flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
         asked: dict[str, Any] = {"method": name, "directions": (way,)}
         typed = plan_on(cluster, problem, 8, **asked, **options_of(parser.parse_args(flags)))
         assert digest(typed) == digest(row.plans[way])
-        assert {*options} <= {name for name, _ in words}
+        assert {*chosen} <= {name for name, _ in words}
 
 
 def test_json_ranks_methods_and_has_the_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,6 +199,6 @@ def test_where_tokens_are_moved_it_is_told_with_what_that_brings() -> None:
 def test_a_file_that_cannot_be_written_is_told_before_the_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked_of_all, "find_best", None)
+    monkeypatch.setattr(options, "find_best", None)
     assert main(["advise", *SMALL, "--output", "/no/such/plan.json"]) == 2
     assert "/no/such/plan.json" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mesh_attention.cli import asked_of_all, demo
+from mesh_attention.cli import demo, options
 from mesh_attention.cli.main import main
 from mesh_attention.cost.gantt import WAIT
 from mesh_attention.plan.language.plan import Direction
@@ -311,7 +311,7 @@ def test_what_cannot_be_written_is_told_in_a_line_before_the_search(
         raise AssertionError("searched first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(asked_of_all, "find_best", searched)
+    monkeypatch.setattr(options, "find_best", searched)
     if not words:
         monkeypatch.setitem(sys.modules, "plotly", None)
         monkeypatch.setitem(sys.modules, "plotly.offline", None)

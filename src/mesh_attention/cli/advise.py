@@ -12,9 +12,8 @@ from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
-from mesh_attention.cli.asked_of_all import FLAGS, asked_of_all, cluster_of
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.options import add_plan_flags
+from mesh_attention.cli.options import FLAGS_OF_ALL, add_plan_flags, asked_of_all, cluster_of
 from mesh_attention.cli.output import (
     batch_note,
     missing_kernels,
@@ -104,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verdict(ranking: Ranking, batch: int, model: str | None) -> list[str]:
-    """In sentences. The cluster of the ranking has the memory that one sequence of a batch has."""
+    """What to use and whether it fits, in sentences. The cluster of a ranking has the memory of one
+    sequence, so sizes are multiplied by `batch`."""
     chosen, asked = ranking.chosen, ranking.choice.asked
     lines = chosen.too_large(batch)
     if not lines:
@@ -150,7 +150,7 @@ def _table_notes(ranking: Ranking, cluster: Cluster, problem: Problem) -> list[s
 
 
 def _default_note(chosen: RankedMethod, default: RankedMethod | None) -> str:
-    """How far the default is behind; empty where the default is not known."""
+    """How far `method="auto"` is behind the choice; empty where it was not searched."""
     if default is None:
         return ""
     what = 'The default, method="auto",'
@@ -206,7 +206,7 @@ COMMAND = Command(
     summary="which method to use, why, how fast and how much memory: all of them, ranked",
     run=run,
     flags=(
-        *FLAGS,
+        *FLAGS_OF_ALL,
         Flag("--batch", "sequences at a time (default 1); with --step: of a whole step", size, "N"),
         Flag("--output", "write the plan for ContextParallel(plan=...)", Path, "FILE.json"),
         *STEP_FLAGS,

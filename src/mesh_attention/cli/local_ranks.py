@@ -89,6 +89,7 @@ def _end_with_parent() -> None:
 
 
 def _join(rank: int, num_ranks: int, folder: str) -> None:
+    """Makes this process a rank."""
     import torch
     import torch.distributed as dist
 
@@ -101,6 +102,7 @@ def _join(rank: int, num_ranks: int, folder: str) -> None:
 def _run_case(
     mask: Mask, options: dict[str, Any], sizes: dict[str, int]
 ) -> tuple[float, float, tuple[float, ...]]:
+    """`run_method` on this rank, as numbers: the process of the command cannot read its classes."""
     from mesh_attention.measure.exactness import run_method
 
     ran = run_method(mask, options, **sizes)

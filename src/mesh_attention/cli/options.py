@@ -1,8 +1,10 @@
 """The flags that describe a question, and the question that a command line asks.
 
-Flags of a plan are made from the options of the methods; flags of a problem are listed here. Each
-keeps its value under its Python name, by which errors of the planner are put in terms of flags. A
-flag that was left out is None: the planner has the defaults, except for the sizes of a problem.
+Most commands ask for one plan (`plan_of`); `advise`, `report` and `tune` ask for the best of all
+methods (`asked_of_all`). Flags of a plan are made from the options of the methods; flags of a
+problem are listed here. Each keeps its value under its Python name, by which errors of the planner
+are put in terms of flags. A flag that was left out is None: the planner has the defaults, except
+for the sizes of a problem.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, get_origin
 
 from mesh_attention.choose.ask import ask
+from mesh_attention.choose.auto import PlanChoice, find_best
+from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli.command import Flag, UsageError
+from mesh_attention.cli.output import Progress
 from mesh_attention.cli.values import (
     byte_size,
     count,
@@ -28,12 +33,16 @@ from mesh_attention.cli.values import (
     starts,
     window,
 )
+from mesh_attention.cost import detect_cluster
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.parts.setting import Option
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.step.model_shapes import MODELS, model_shape
 
 DEFAULT_RANKS = 16
 _TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
@@ -59,6 +68,16 @@ _MORE_OF_PROBLEM = (
     Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
     Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
     Flag("--slices", _SLICES_HELP, json_file, "FILE"),
+)
+_MODEL_HELP = f"a known model, causal: {', '.join(MODELS)}; or a config.json of Hugging Face"
+_CLUSTERS = f"{', '.join(cluster_names())}, or a TOML file"
+_CLUSTER_HELP = f"{_CLUSTERS} (default: by this machine's GPU, or {detect_cluster.NEAREST})"
+MODEL_FLAG = Flag("--model", _MODEL_HELP, str, "NAME|FILE")
+FLAGS_OF_ALL = (
+    MODEL_FLAG,
+    Flag("--cluster", _CLUSTER_HELP, str, "NAME|FILE"),
+    Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
+    Flag("--kernel", "use this kernel of the cluster where possible", str, "NAME"),
 )
 
 
@@ -173,3 +192,69 @@ def problem_of(args: argparse.Namespace) -> Problem:
 def _present(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class AskedOfAll:
+    """The question to all methods. GPUs of `cluster` have the memory that one sequence of the batch
+    may take; `found_by` says in words how the cluster was chosen."""
+
+    problem: Problem
+    ranks: int
+    cluster: Cluster
+    found_by: str
+    directions: tuple[Direction, ...]
+    options: dict[str, Any]
+    kernel: str | None
+    batch: int  # sequences that share the memory of a GPU
+
+    def search(self, tell: Progress | None) -> PlanChoice:
+        return find_best(
+            self.problem,
+            self.ranks,
+            self.cluster,
+            directions=self.directions,
+            options=self.options,
+            kernel=self.kernel,
+            progress=tell,
+        )
+
+
+def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
+    """The question of `command`, which is named in the error about a flag that it does not take."""
+    if args.method is not None:
+        raise UsageError(
+            f"{command} compares all methods; leave --method out, or see simulate --best"
+        )
+    if args.model is not None:
+        for name, value in model_shape(args.model).heads.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        if args.causal is None and args.slices is None:
+            args.causal = True
+    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
+    cluster, found_by = cluster_of(args)
+    batch = getattr(args, "batch", None) or 1
+    share = with_memory(cluster, gpu_bytes(cluster) / batch)
+    return AskedOfAll(
+        problem, ranks, share, found_by, directions_of(args), options, args.kernel, batch
+    )
+
+
+def cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
+    """The cluster of `--cluster` or else of this machine, with the memory of `--memory`, and how it
+    was chosen, in words."""
+    if args.cluster is None:
+        gpu = detect_cluster.gpu_of_driver()
+        nics = detect_cluster.nic_gbits() if gpu else ()
+        machine = detect_cluster.Machine(gpu, nic_gbits=nics)
+        cluster, found_by = detect_cluster.find_cluster(machine)
+    else:
+        cluster = load_cluster(args.cluster)
+        found_by = f"{cluster.name}, as given"
+    memory = getattr(args, "memory", None)
+    return with_memory(cluster, memory) if memory else cluster, found_by
+
+
+def with_memory(cluster: Cluster, num_bytes: float) -> Cluster:
+    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=num_bytes / 2**30))

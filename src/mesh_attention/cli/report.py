@@ -6,16 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from mesh_attention.cli.asked_of_all import FLAGS, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import add_plan_flags
-from mesh_attention.cli.output import (
-    BATCH_FLAG,
-    batch_note,
-    missing_kernels_note,
-    progress,
-    show,
-)
+from mesh_attention.cli.options import FLAGS_OF_ALL, add_plan_flags, asked_of_all
+from mesh_attention.cli.output import BATCH_FLAG, batch_note, missing_kernels_note, progress, show
 from mesh_attention.cli.values import size
 from mesh_attention.report.estimates import RANKS
 from mesh_attention.report.facts import report_facts
@@ -66,7 +59,7 @@ COMMAND = Command(
     summary="one page to look at: the choice, who computes what and when, all methods, scaling",
     run=run,
     flags=(
-        *FLAGS,
+        *FLAGS_OF_ALL,
         BATCH_FLAG,
         Flag(
             "--output",

@@ -15,7 +15,6 @@ from typing import Any
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.asked_of_all import with_memory
 from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -24,6 +23,7 @@ from mesh_attention.cli.options import (
     problem_of,
     ranks_of,
     tell_fewer_chunks,
+    with_memory,
 )
 from mesh_attention.cli.output import (
     BATCH_FLAG,

@@ -8,9 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.asked_of_all import MODEL_FLAG, AskedOfAll, asked_of_all
 from mesh_attention.cli.command import Command, Flag, UsageError, on_ranks
-from mesh_attention.cli.options import add_question_flags
+from mesh_attention.cli.options import MODEL_FLAG, AskedOfAll, add_question_flags, asked_of_all
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import size
 from mesh_attention.machine.cluster import Cluster

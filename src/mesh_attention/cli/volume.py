@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 from mesh_attention.cli.command import Command, Flag, UsageError
@@ -18,7 +17,7 @@ from mesh_attention.plan.methods.parts.placement import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare
-from mesh_attention.plan.read.count import KeptBytes, count, kept_bytes
+from mesh_attention.plan.read.count import count, kept_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,18 +26,19 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
     counts, layers = count(plan), args.layers or 1
     passes = {str(d): of_batch(counted.to_json(), args.batch) for d, counted in counts.items()}
-    kept = None
+    between = {}
     if len(plan.passes) > 1:
-        sizes = astuple(kept_bytes(plan).of_layers(layers))
-        kept = KeptBytes(*(number * args.batch for number in sizes))
+        kept = of_batch(kept_bytes(plan).of_layers(layers).to_json(), args.batch)
+        between = {"between_passes": kept}
     unit = next(iter(counts.values())).unit_bytes * args.batch
-    between = {} if kept is None else {"between_passes": kept.to_json()}
-    return show(args, lambda: passes | between, lambda: _to_lines(plan, passes, kept, layers, unit))
+    last = [
+        *(_between(kept, layers) for kept in between.values()),
+        f"1 unit is one Q partition, {bytes_text(unit)}",
+    ]
+    return show(args, lambda: passes | between, lambda: [*_to_lines(plan, passes), *last])
 
 
-def _to_lines(
-    plan: Plan, counts: dict[str, Any], kept: KeptBytes | None, layers: int, unit: float
-) -> list[str]:
+def _to_lines(plan: Plan, counts: dict[str, Any]) -> list[str]:
     passes = [*counts.values()]
 
     def row(name: str, key: str, statistic: str) -> list[str]:
@@ -61,20 +61,18 @@ def _to_lines(
         ["units over all ranks", *(f"{x['units_total']:.10g}" for x in passes)],
     ]
     tiles = {f"tile {pass_.setting['tile']}" for pass_ in plan.passes if "tile" in pass_.setting}
-    head = ", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)])
-    between = [] if kept is None else [_between(kept, layers)]
-    return [head, table(rows), *between, f"1 unit is one Q partition, {bytes_text(unit)}"]
+    return [", ".join([f"{plan.method} on {plan.num_ranks} ranks", *sorted(tiles)]), table(rows)]
 
 
-def _between(kept: KeptBytes, layers: int) -> str:
+def _between(kept: dict[str, float], layers: int) -> str:
     who = "a layer holds" if layers == 1 else f"{layers} layers hold"
-    held = f"between the passes {who} {bytes_text(kept.held_bytes)}"
-    if not kept.kept_bytes:
+    sizes = {name: bytes_text(number) for name, number in kept.items()}
+    held = f"between the passes {who} {sizes['held_bytes']}"
+    if not kept["kept_bytes"]:
         return f"{held}: the caller's tensors"
     return (
-        f"{held}, {bytes_text(kept.kept_bytes)} of it kept rows ({bytes_text(kept.extra_bytes)} "
-        f"more than the caller's tensors);\n"
-        f"so the backward pass receives {bytes_text(kept.saved_bytes)} less"
+        f"{held}, {sizes['kept_bytes']} of it kept rows ({sizes['extra_bytes']} more than the "
+        f"caller's tensors);\nso the backward pass receives {sizes['saved_bytes']} less"
     )
 
 
@@ -138,10 +136,7 @@ COMMAND = Command(
     name="volume",
     summary="count the bytes each rank receives, inside and between nodes, and holds at most",
     run=run,
-    flags=(
-        Flag("--compare", "all methods at their best settings, side by side"),
-        BATCH_FLAG,
-    ),
+    flags=(Flag("--compare", "all methods at their best settings, side by side"), BATCH_FLAG),
     more_flags=add_plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
