@@ -37,40 +37,14 @@ RATIOS = ("over_unmoved", "over_best", "over_yardstick")
 Facts = dict[str, Any]
 
 
-def problem_of(question: Facts) -> Problem:
-    mask = question["mask"]
-    return Problem(
-        question["tokens"],
-        question["heads"],
-        question["head_dim"],
-        num_kv_heads=question["kv_heads"],
-        mask=Mask(
-            causal=mask["causal"],
-            window=tuple(mask["window"]) if "window" in mask else None,
-            documents=tuple(mask["documents"]) if "documents" in mask else None,
-        ),
-    )
-
-
 class Judge:
-    """Answers a question: the default, the search, and what 0.2 found."""
+    """Asks the default and the search a question, and simulates what they and 0.2 chose."""
 
     def __init__(self, question: Facts) -> None:
-        self.question, self.problem = question, problem_of(question)
-        self.cluster = load_cluster(question["cluster"])
-
-    def answer(self, *, search: bool) -> Facts:
-        default, cpu = self.choose(find_default)
-        answer: Facts = {
-            "name": self.question["name"],
-            "default": self.facts(default.chosen) | {"cpu_seconds": cpu, "tried": default.tried},
-            "yardstick": self.yardstick(),
-        }
-        if search:
-            best, cpu = self.choose(find_best)
-            answer["search"] = self.facts(best.chosen) | {"cpu_seconds": cpu, "tried": best.tried}
-            answer["unmoved"] = self.facts(best.unmoved)
-        return answer
+        self.question, self.cluster = question, load_cluster(question["cluster"])
+        sizes = (question[name] for name in ("tokens", "heads", "head_dim"))
+        mask = Mask(**question["mask"])
+        self.problem = Problem(*sizes, num_kv_heads=question["kv_heads"], mask=mask)
 
     def choose(self, find: Callable[..., PlanChoice]) -> tuple[PlanChoice, float]:
         begun = time.process_time()
@@ -104,20 +78,31 @@ class Judge:
 
 
 def answer_of(question: Facts, search: bool) -> Facts:
-    return Judge(question).answer(search=search)
+    """The default, what 0.2 found, and with `search` also the best and the best that leaves tokens
+    where they are."""
+    judge = Judge(question)
+    default, cpu = judge.choose(find_default)
+    answer: Facts = {
+        "name": question["name"],
+        "default": judge.facts(default.chosen) | {"cpu_seconds": cpu, "tried": default.tried},
+        "yardstick": judge.yardstick(),
+    }
+    if search:
+        best, cpu = judge.choose(find_best)
+        answer["search"] = judge.facts(best.chosen) | {"cpu_seconds": cpu, "tried": best.tried}
+        answer["unmoved"] = judge.facts(best.unmoved)
+    return answer
 
 
 def judged(answer: Facts) -> dict[str, float]:
     """The default over the best, and over the best that leaves tokens where they are."""
-    yardstick = answer["yardstick"]
-    unmoved = [answer[name] for name in ("unmoved",) if name in answer]
-    best = [yardstick, *unmoved, *(answer[name] for name in ("search",) if name in answer)]
-    unmoved += [yardstick] if yardstick["stays"] else []
-    seconds = answer["default"]["seconds"]
+    names = [name for name in ("default", "unmoved", "yardstick", "search") if name in answer]
+    seconds = {name: answer[name]["seconds"] for name in names}
+    moved = {"search", *(["yardstick"] if not answer["yardstick"]["stays"] else [])}
     return {
-        "over_best": seconds / min([seconds, *(x["seconds"] for x in best)]),
-        "over_unmoved": seconds / min([seconds, *(x["seconds"] for x in unmoved)]),
-        "over_yardstick": seconds / yardstick["seconds"],
+        "over_best": seconds["default"] / min(seconds.values()),
+        "over_unmoved": seconds["default"] / min(seconds[name] for name in {*names} - moved),
+        "over_yardstick": seconds["default"] / seconds["yardstick"],
     }
 
 

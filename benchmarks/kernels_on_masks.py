@@ -12,7 +12,7 @@ layers do. Kernels that are not installed are left out, and named.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -184,14 +184,11 @@ def measure(name: str, case: Case, kernels: list[Kernel], rounds: int, flex: boo
     def by_kernel(kernel: Kernel) -> Passes:
         return {d: bare_pass(kernel, d, tensors, visible) for d in Direction}
 
-    makers: dict[str, Callable[[], Passes]] = {
-        kernel.name: lambda kernel=kernel: by_kernel(kernel)  # type: ignore[misc]
-        for kernel in kernels
-    }
+    makers: dict[str, Callable[[], Passes]] = {x.name: partial(by_kernel, x) for x in kernels}
     if flex:
-        makers["flex_attention"] = lambda: by_flex(tensors, visible)
+        makers["flex_attention"] = partial(by_flex, tensors, visible)
     if not mask.prefix:
-        makers["flash_attn3 varlen"] = lambda: by_varlen(tensors, mask)
+        makers["flash_attn3 varlen"] = partial(by_varlen, tensors, mask)
     library, bare, chosen = by_library(tensors, mask)
     ways = {"library": library, "its kernel": bare}
     row: dict[str, Any] = {"mask": name, "tokens": tokens, "heads": [heads, kv_heads]}

@@ -45,7 +45,7 @@ class Cell:
         """A window of an eighth of the tokens; documents of four lengths, each a multiple of a
         sixteenth of the tokens, because peers want them to divide."""
         if self.mask_name == "window":
-            return Mask(causal=True, window=(self.tokens // 8 - 1, 0))
+            return Mask(causal=True, window=self.window)
         if self.mask_name == "packed":
             documents = tuple(self.tokens * x // 16 for x in (0, 1, 6, 8, 16))
             return Mask(causal=True, documents=documents)
@@ -56,9 +56,9 @@ class Cell:
         return self.mask_name != "full"
 
     @property
-    def window(self) -> int:
-        """Keys before a query's own, as flash-attn counts; -1: all."""
-        return self.tokens // 8 - 1 if self.mask_name == "window" else -1
+    def window(self) -> tuple[int, int]:
+        """Keys before and after a query's own, as flash-attn counts; -1: all."""
+        return (self.tokens // 8 - 1, 0) if self.mask_name == "window" else (-1, -1)
 
     @property
     def scale(self) -> float:
@@ -83,15 +83,19 @@ class Surroundings:
 
 
 class Contestant:
-    """On one rank. Tensors come as (1, tokens, heads, head_dim) and are cut by `shard`."""
+    """One that takes part, on one rank. Tensors come as (1, tokens, heads, head_dim) and are cut by
+    `shard`: into contiguous parts, unless a contestant cuts them in another way."""
 
     setting = ""  # in words
     # Bytes, forward and backward, once both have run and where they can be counted.
     received: tuple[float, float] | None = None
     predicted: float | None = None  # seconds of both passes, by the simulator
 
+    def __init__(self, cell: Cell, here: Surroundings) -> None:
+        self._cell, self._n, self._rank = cell, here.ranks.size, here.ranks.rank
+
     def shard(self, whole: Tensor) -> Tensor:
-        raise NotImplementedError
+        return whole.chunk(self._n, 1)[self._rank].clone()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotImplementedError

@@ -35,13 +35,9 @@ class Ours(Contestant):
     where it is named, and over all methods and places of tokens where it is `auto`."""
 
     def __init__(
-        self,
-        cell: Cell,
-        here: Surroundings,
-        *,
-        method: str | None = None,
-        **options: Any,
+        self, cell: Cell, here: Surroundings, *, method: str | None = None, **options: Any
     ) -> None:
+        super().__init__(cell, here)
         ranks, cluster = here.ranks, here.cluster
         arguments: dict[str, Any] = {
             "seq_len": cell.tokens,

@@ -51,8 +51,8 @@ class RingFlashAttention(Contestant):
     """Zigzag for causal masks, also of documents, and a plain ring for full ones."""
 
     def __init__(self, cell: Cell, here: Surroundings) -> None:
+        super().__init__(cell, here)
         self._library, self.setting = _library("ring_flash_attn", "ring-flash-attn", cell, here)
-        self._cell, self._n, self._rank = cell, here.ranks.size, here.ranks.rank
         self._zigzag = cell.causal
         cuts = cell.mask.documents or (0, cell.tokens)
         if any(x % (2 * self._n) for x in cuts):
@@ -64,7 +64,7 @@ class RingFlashAttention(Contestant):
 
     def shard(self, whole: Tensor) -> Tensor:
         if not self._zigzag:
-            return whole.chunk(self._n, 1)[self._rank].clone()
+            return super().shard(whole)
         parts = []
         for start, stop in pairwise(self._cuts):
             chunks = whole[:, start:stop].chunk(2 * self._n, 1)
@@ -79,9 +79,8 @@ class RingFlashAttention(Contestant):
             )
             return packed[None]
         function = library.zigzag_ring_flash_attn_func if self._zigzag else None
-        window = (cell.window, 0 if cell.window >= 0 else -1)
         out: Tensor = (function or library.ring_flash_attn_func)(
-            q, k, v, causal=cell.causal, window_size=window
+            q, k, v, causal=cell.causal, window_size=cell.window
         )
         return out
 
@@ -90,8 +89,8 @@ class Llama3FlashAttention(Contestant):
     """All keys and values of some heads are gathered at a time; shards are contiguous."""
 
     def __init__(self, cell: Cell, here: Surroundings) -> None:
+        super().__init__(cell, here)
         self._library, self.setting = _library("ring_flash_attn", "ring-flash-attn", cell, here)
-        self._cell, self._n, self._rank = cell, here.ranks.size, here.ranks.rank
         if here.ranks.device.type == "cpu":
             raise PlanError("it calls flash-attn's kernels for packed documents, which want a GPU")
         cuts = torch.tensor(cell.mask.documents or (0, cell.tokens), dtype=torch.int32)
@@ -100,9 +99,6 @@ class Llama3FlashAttention(Contestant):
         )
         *self._lengths, self._keys = prepared
 
-    def shard(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self._n, 1)[self._rank].clone()
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cell = self._cell
         out: Tensor = self._library.llama3_flash_attn_varlen_func(
@@ -110,7 +106,7 @@ class Llama3FlashAttention(Contestant):
             heads_k_stride=1,
             local_k_slice=self._keys,
             causal=cell.causal,
-            window_size=(cell.window, 0 if cell.window >= 0 else -1),
+            window_size=cell.window,
         )
         return out[None]
 
@@ -119,13 +115,13 @@ class Yunchang(Contestant):
     """Its `UlyssesAttention`, or `LongContextAttention` with zigzag rings around Ulysses."""
 
     def __init__(self, cell: Cell, here: Surroundings, *, ulysses: int) -> None:
+        super().__init__(cell, here)
         self._library, self.setting = _library("yunchang", "yunchang", cell, here)
         cell.refuse("packed", because="it has no packed documents")
-        n, rank = here.ranks.size, here.ranks.rank
+        n, rank = self._n, self._rank
         if cell.heads % ulysses or cell.kv_heads % ulysses:
             raise PlanError(f"{cell.heads}:{cell.kv_heads} heads cannot be dealt to {ulysses}")
-        self._cell, self._n, self._rank, self._ulysses = cell, n, rank, ulysses
-        self._zigzag = cell.causal and ulysses < n
+        self._ulysses, self._zigzag = ulysses, cell.causal and ulysses < n
         self._library.set_seq_parallel_pg(ulysses, n // ulysses, rank, n)
         library, kind = self._library, import_module("yunchang.kernels").AttnType.FA
         self._attention = (
@@ -145,6 +141,5 @@ class Yunchang(Contestant):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cell = self._cell
-        window = (cell.window, 0 if cell.window >= 0 else -1)
-        out: Tensor = self._attention(q, k, v, causal=cell.causal, window_size=window)
+        out: Tensor = self._attention(q, k, v, causal=cell.causal, window_size=cell.window)
         return out

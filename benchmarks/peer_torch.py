@@ -28,15 +28,15 @@ class TorchRing(Contestant):
         from torch.distributed.tensor.experimental import _attention
 
         self._torch: Any = _attention
-        self._cell, self._size, self._rotate = cell, here.ranks.size, rotate
-        self._device = here.ranks.device
+        super().__init__(cell, here)
+        self._rotate, self._device = rotate, here.ranks.device
         cell.refuse(
             *("window", "packed"),
             because="context_parallel replaces SDPA, which has neither windows nor documents",
         )
         if self._device.type == "cpu":
             raise PlanError("context_parallel has no ring for SDPA on CPUs, forward or backward")
-        self._mesh = init_device_mesh(self._device.type, (self._size,))
+        self._mesh = init_device_mesh(self._device.type, (self._n,))
 
     @contextmanager
     def _block(self, buffer: Tensor) -> Iterator[None]:
@@ -57,7 +57,7 @@ class TorchRing(Contestant):
     @contextmanager
     def around(self) -> Iterator[None]:
         # Something to cut is needed; were it not cut evenly, nothing would be balanced.
-        smallest = torch.zeros(1, 1, 2 * self._size, 1, device=self._device)
+        smallest = torch.zeros(1, 1, 2 * self._n, 1, device=self._device)
         with self._block(smallest):
             yield
 
@@ -89,7 +89,7 @@ class HandUlysses(Contestant):
     """All-to-all, SDPA, all-to-all: autograd keeps what was exchanged, and nothing is hidden."""
 
     def __init__(self, cell: Cell, here: Surroundings) -> None:
-        self._cell, self._n, self._rank = cell, here.ranks.size, here.ranks.rank
+        super().__init__(cell, here)
         self._documents = None
         if (documents := cell.mask.documents) is not None:
             self._documents = torch.tensor(documents, dtype=torch.int32, device=here.ranks.device)
@@ -102,9 +102,6 @@ class HandUlysses(Contestant):
             raise PlanError(
                 f"{cell.heads}:{cell.kv_heads} heads cannot be dealt to {self._n} ranks"
             )
-
-    def shard(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self._n, 1)[self._rank].clone()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         Exchange.received = 0
@@ -153,7 +150,7 @@ def flash(rows: Sequence[Tensor], cell: Cell, documents: Tensor | None) -> Tenso
         *(x.contiguous() for x in rows),
         *(documents, documents, longest, longest, 0.0, True, False),
         scale=cell.scale,
-        window_size_left=cell.window,
-        window_size_right=0 if cell.window >= 0 else -1,
+        window_size_left=cell.window[0],
+        window_size_right=cell.window[1],
     )[0]
     return out if documents is None else out[None]

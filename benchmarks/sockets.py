@@ -33,16 +33,9 @@ def socket_environment(rank: int, num_ranks: int, backend: str, port: int) -> di
         rank, num_ranks, ranks_per_node=1, address="127.0.0.1", port=port, interface=INTERFACE
     )
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-    return (
-        usual
-        | hidden
-        | {
-            "NCCL_SOCKET_IFNAME": INTERFACE,
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_MAX_NCHANNELS": "1",
-            "NCCL_HOSTID": f"node{rank}",
-        }
-    )
+    one_channel = {"NCCL_IB_DISABLE": "1", "NCCL_MAX_NCHANNELS": "1"}
+    node = {"NCCL_SOCKET_IFNAME": INTERFACE, "NCCL_HOSTID": f"node{rank}"}
+    return usual | hidden | one_channel | node
 
 
 def free_port() -> int:
