@@ -95,7 +95,7 @@ def _heads(text: str) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Those of the command line, or these words."""
+    """Reads the arguments of the command line, or `words` in place of them."""
     reader = parser()
     args = reader.parse_args(words)
     vars(args).update({n: x for n, x in USUAL[args.gloo].items() if getattr(args, n) is None})
@@ -194,7 +194,7 @@ class Run:
             print("\n".join(lines_of(cell)), flush=True)
 
     def _hear(self, output: str, before: list[Any]) -> None:
-        """What the first rank has written so far."""
+        """Adds what the first rank has written so far to the result, and saves it."""
         whole = output[: output.rfind("\n") + 1].splitlines()
         lines = [json.loads(line) for line in whole if line.startswith("{")]
         for line in lines:
@@ -206,7 +206,7 @@ class Run:
 
 
 def timed(cell: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Empty if it was not timed; one that does the same may have been."""
+    """The row of a contestant that was timed, or of the one that does the same; otherwise empty."""
     row: dict[str, Any] = cell.get("contestants", {}).get(name, {})
     if "same_as" in row:
         row = timed(cell, row["same_as"])

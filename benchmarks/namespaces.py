@@ -98,7 +98,7 @@ def address(rank: int) -> str:
 
 
 def commands(links: Links, prefix: str) -> Iterator[Command]:
-    """Those that make the network, in order."""
+    """The commands that make the network, in order."""
     for name in namespaces(links, prefix):
         yield ("ip", "netns", "add", name)
         yield ("ip", "-n", name, "link", "set", "lo", "up")
@@ -243,7 +243,7 @@ def _run(command: Command) -> str:
 
 
 def _remove(names: Sequence[str]) -> None:
-    """With the processes inside, which are ranks that outlived the run that started them."""
+    """Removes namespaces, and ends the processes inside: ranks that outlived their run."""
     there = set(re.findall(r"^\S+", _run(("ip", "netns", "list")), re.MULTILINE))
     for name in there.intersection(names):
         for process in _run(("ip", "netns", "pids", name)).split():

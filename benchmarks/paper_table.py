@@ -104,7 +104,7 @@ Results = dict[Cell, SimulatedCell]
 
 
 def run_cell(cell: Cell, cluster: Cluster, settings: list[dict[str, Any]]) -> SimulatedCell:
-    """At the best of these settings."""
+    """Simulates a cell at each of these settings, and returns the best."""
     tries = []
     for setting in settings:
         plan = plan_of(cell, json.dumps(setting))

@@ -73,7 +73,8 @@ def main() -> None:
 
 
 def contestants(num_ranks: int) -> list[str]:
-    """With what makes a method itself: left free, USP may become Ulysses, and StarTrail a ring."""
+    """Names with the options that make a method what it is: if these were left free, USP might
+    become Ulysses, and StarTrail a ring."""
     tile, ulysses = ((2, 4), 2) if num_ranks == 8 else ((4, 4), 4)
     return [
         "ring",

@@ -41,7 +41,7 @@ def chosen(
 
 
 def whole(measured: Any, step: PlannedStep) -> dict[str, float]:
-    """Of all layers: middle ones repeat."""
+    """The numbers of a step of all layers: those that did not run are like those in the middle."""
     layers = step.asked.model.layers
     forward = statistics.mean(measured.forward[1:])
     backward = statistics.mean(measured.backward[:-1])

@@ -143,7 +143,7 @@ class Replayed:
         return self._mfu(self.compute_seconds)
 
     def _mfu(self, seconds: float) -> float:
-        """Of the mean work of a rank: more than the peak shows that another has more of it."""
+        """By the mean work of a rank; above the peak, this rank must have less than that."""
         mfu = 100.0 * self.part.flops / (self.part.peak_tflops * 1e12 * seconds)
         if mfu > 100.0:
             raise MeshAttentionError(

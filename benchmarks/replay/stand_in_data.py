@@ -84,7 +84,8 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRuns:
-    """In bytes; `stride` is the distance between the beginnings of two runs."""
+    """Where a message is written: equal runs of bytes, `stride` from the beginning of one to the
+    beginning of the next."""
 
     address: int
     stock: int  # address of the numbers that are written
@@ -94,7 +95,7 @@ class MemoryRuns:
 
 
 def memory_runs(tensor: Tensor, stock: Tensor) -> MemoryRuns:
-    """Of a (rows, batch, heads, width) view whose last dimensions are contiguous."""
+    """The runs of a (rows, batch, heads, width) view whose last dimensions are contiguous."""
     size = tensor.element_size()
     total = tensor.numel() * size
     if tensor.is_contiguous():

@@ -56,7 +56,7 @@ class AttentionOfRank:
         self._holder.mode = mode
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-        """As the operator of attention does it, for contexts that keep its results."""
+        """Returns what attention's operator does: contexts that keep its results call this."""
         inputs = {name: x.transpose(0, 1) for name, x in zip("qkv", (q, k, v), strict=True)}
         results = run_to_end(self._executors[Direction.FORWARD].run(inputs))
         place = torch.zeros(1, dtype=torch.int64)

@@ -61,7 +61,7 @@ def cluster_of_target(name: str) -> Cluster:
 
 
 def _to_lines(plan: Plan, rank: int) -> list[str]:
-    """With the program of `rank` as it runs, where the plan is compiled for a target."""
+    """A summary and the steps; of a plan that is compiled for a target, a program of `rank` too."""
     lines = [draw_summary(plan)]
     for pass_ in plan.passes:
         lines += [f"\n{pass_.direction} steps", draw_steps(pass_.schedule)]

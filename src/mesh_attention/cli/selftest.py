@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
-    """As many as ran: the ranks of one that raised are gone."""
+    """Runs the cases up to the first that raises: its ranks are gone, and the others do not run."""
     checks: list[MethodCheck] = []
     with local_ranks(NUM_RANKS, len(cases)) as check:
         for name, mask_name, mask in cases:
@@ -101,7 +101,7 @@ def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
 
 
 def _check_kernels() -> tuple[list[KernelCheck], str | None]:
-    """Of the CPU and of the first GPU, and the name of that."""
+    """Checks all kernels of the CPU and of the first GPU, and returns the name of that GPU too."""
     import torch
 
     from mesh_attention.measure.exactness import kernel_checks

@@ -203,7 +203,7 @@ def _largest(x: Tensor) -> float:
 
 
 def gathered(group: Any, value: Any) -> list[Any]:
-    """Of all processes; objects, since they are few and any backend sends them."""
+    """The values of all processes, sent as objects: they are few, and any backend sends objects."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

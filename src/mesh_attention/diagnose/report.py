@@ -24,8 +24,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Limits:
-    """Up to which numbers count as equal, as a part of the largest: `least`, and by name where the
-    rounding of one process alone is more."""
+    """Errors up to which numbers count as equal, as parts of the largest number: `least`, or for a
+    name in `rounding` the error of rounding on one process, if that is more."""
 
     least: float
     rounding: dict[str, float]

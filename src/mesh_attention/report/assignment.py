@@ -30,9 +30,9 @@ class HeadMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AssignmentFacts:
-    """By rank: its node, and for each pass and kind of group (such as Q or KV) the number of its
-    group. Kinds with a single group are left out. `num_head_groups` is the larger of the passes';
-    `heads` are of the first of them."""
+    """Matrices of the chosen plan; for each rank its node and, by pass and kind of group (such as Q
+    or KV), the number of its group. Kinds with a single group are left out. `num_head_groups` is
+    that of the pass that has more of them, and `heads` has a head of each of the first ones."""
 
     partitions: tuple[int, ...]  # that are shown, evenly spaced
     heads: tuple[int, ...]
@@ -61,7 +61,7 @@ def assignment_facts(plan: Plan) -> AssignmentFacts:
 
 
 def _first_heads(plan: Plan, pass_: Pass) -> tuple[int, ...]:
-    """The first query head of each head group: the heads that the same ranks compute."""
+    """The first query head of each head group, which is the heads that the same ranks compute."""
     ranks_of: list[set[int]] = [set() for _ in range(plan.problem.num_heads)]
     for program in pass_.programs:
         buffers = program.buffer_table()
