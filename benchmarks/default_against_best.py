@@ -42,9 +42,13 @@ class Judge:
 
     def __init__(self, question: Facts) -> None:
         self.question, self.cluster = question, load_cluster(question["cluster"])
-        sizes = (question[name] for name in ("tokens", "heads", "head_dim"))
-        mask = Mask(**question["mask"])
-        self.problem = Problem(*sizes, num_kv_heads=question["kv_heads"], mask=mask)
+        self.problem = Problem(
+            question["tokens"],
+            question["heads"],
+            question["head_dim"],
+            num_kv_heads=question["kv_heads"],
+            mask=Mask(**question["mask"]),
+        )
 
     def choose(self, find: Callable[..., PlanChoice]) -> tuple[PlanChoice, float]:
         begun = time.process_time()
