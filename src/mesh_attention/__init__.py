@@ -13,8 +13,7 @@ from mesh_attention.errors import MissingPackageError
 from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
-    from mesh_attention.api.attention_module import ContextParallelAttention
-    from mesh_attention.api.context_parallel import ContextParallel
+    from mesh_attention.api.context_parallel import ContextParallel, ContextParallelAttention
     from mesh_attention.api.functional import mesh_attention, release
     from mesh_attention.choose.ask import make_plan
     from mesh_attention.diagnose.doctor import doctor
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ContextParallel": ("mesh_attention.api.context_parallel", "ContextParallel"),
-    "ContextParallelAttention": ("mesh_attention.api.attention_module", "ContextParallelAttention"),
+    "ContextParallelAttention": ("mesh_attention.api.context_parallel", "ContextParallelAttention"),
     "Mask": ("mesh_attention.plan.problem.mask", "Mask"),
     "MeshAttentionError": ("mesh_attention.errors", "MeshAttentionError"),
     "Plan": ("mesh_attention.plan.language.plan", "Plan"),
@@ -47,23 +46,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "ContextParallel",
-    "ContextParallelAttention",
-    "Mask",
-    "MeshAttentionError",
-    "Plan",
-    "Problem",
-    "__version__",
-    "count",
-    "doctor",
-    "make_plan",
-    "mesh_attention",
-    "plan_step",
-    "register_kernel",
-    "release",
-    "unregister_kernel",
-    "verify",
-]
+    "ContextParallel", "ContextParallelAttention", "Mask", "MeshAttentionError", "Plan", "Problem",
+    "__version__", "count", "doctor", "make_plan", "mesh_attention", "plan_step", "register_kernel",
+    "release", "unregister_kernel", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

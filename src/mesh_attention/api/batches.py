@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.object_calls import ObjectCalls, checked
-from mesh_attention.request.position_checks import fault_of_positions
+from mesh_attention.request.port_checks import fault_of_positions
 from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
@@ -23,6 +23,8 @@ from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard
 
 
 class Batches:
+    """A base of `ContextParallel`, which sets `_calls`."""
+
     _calls: ObjectCalls
 
     # Documents that change with every batch.

@@ -14,6 +14,8 @@ from mesh_attention.runtime.transport.interface import Counters
 
 
 class Reports:
+    """A base of `ContextParallel`, which sets `_calls`."""
+
     _calls: ObjectCalls
 
     @property

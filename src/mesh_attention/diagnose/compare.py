@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mesh_attention.diagnose.report import Limits
 from mesh_attention.diagnose.runs import StepRun
-from mesh_attention.request.position_checks import other_ways
+from mesh_attention.request.port_checks import other_ways
 from mesh_attention.runtime.session.sharding import Shards
 
 Positions = NDArray[np.int64]

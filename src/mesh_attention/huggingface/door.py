@@ -14,7 +14,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME, WITHOUT_BATCH, ModelBatch, register
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.whole_outputs import WholeOutputs, fault_of_router
-from mesh_attention.request.position_checks import fault_of_positions
+from mesh_attention.request.port_checks import fault_of_positions
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.train.means import Reduce
 from mesh_attention.train.whole_batch import MARK

@@ -1,19 +1,24 @@
 """Checks for mistakes of ported programs that only wrong numbers would show: tensors in another
-order of dimensions, or cut in another way than the call assumes. `ObjectCalls` runs them.
+order of dimensions, or cut in another way than the call or the positions for RoPE assume.
 
-A call is compared with the tensors that this thread has cut on the process group; many heads mean
+`ObjectCalls` checks each new kind of call with the `refuse_*` functions. They compare it with the
+tensors that this thread has cut on the process group (`Shardings`); more heads than tokens mean
 another order of dimensions; equal keys on all ranks have not been cut. An explicit `seq_len` is
-trusted, unless this object has cut batches in another way.
+trusted, unless this object has cut batches in another way. `ContextParallel.check_positions` and
+models of transformers compare positions, by `fault_of_positions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
@@ -21,7 +26,9 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.session import Session
+from mesh_attention.runtime.session.sharding import Shards, Side, in_documents
 
+Positions = NDArray[np.int64]
 _MOST_HEADS = 256  # no model has more
 _SAMPLED = 8  # rows, and numbers of each row
 _WITH_DOCUMENTS = (
@@ -126,3 +133,53 @@ def _sample(k: Tensor) -> str | None:
         return None
     data = rows.resolve_neg().view(torch.uint8).numpy().tobytes()
     return blake2b(data, digest_size=8).hexdigest()
+
+
+def fault_of_positions(
+    shards: Shards, side: Side, position_ids: Any, own: Tensor | None = None
+) -> MeshAttentionError | None:
+    """The error for positions that are not those of this rank's shard; it names the layout that
+    they belong to. `own`: positions that the caller gave to `shard_batch`, which are right too."""
+    layout, starts = shards.layout(side), shards.starts[side == "kv"]
+    if not isinstance(position_ids, Tensor) or position_ids.shape[-1:] != (layout.slots,):
+        return MeshAttentionError(
+            f"position_ids: give a tensor of (..., {layout.slots}), with a position for each slot "
+            "of this rank, as positions() has them"
+        )
+    rows = position_ids.detach().cpu()
+    if own is not None and torch.equal(own.cpu(), rows):
+        return None
+    right = layout.positions(shards.rank)
+    real = right < layout.num_tokens
+
+    def equal(row: Positions, positions: Positions) -> bool:
+        """Positions may count in the whole or in each document; those of padding do not matter."""
+        ways = positions, in_documents(positions, starts, layout.num_tokens)
+        return any(np.array_equal(row[real], way[real]) for way in ways)
+
+    for row in rows.reshape(-1, layout.slots).numpy():
+        if not equal(row, right):
+            others = other_ways(layout, starts, shards.rank)
+            name = next((name for name, x in others if equal(row, x)), "of no layout known here")
+            return MeshAttentionError(
+                f"position_ids are {name}, and shards lie in the {layout.kind} layout: cut tensors "
+                "by shard or shard_batch and take positions() of the same object and documents; "
+                "where shards must stay as they are, say layout= or relayout=True to the object"
+            )
+    return None
+
+
+def other_ways(
+    layout: Layout, starts: tuple[int, ...], rank: int
+) -> Iterator[tuple[str, Positions]]:
+    """Names of usual ways to cut tensors, and this rank's positions under each."""
+    size, slots = layout.num_ranks, layout.slots
+    for kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG, LayoutKind.STRIPED):
+        other = Layout(kind, size * slots, size)
+        if other.slots == slots:
+            yield kind.value, other.positions(rank)
+    yield "counted from 0 on each rank", np.arange(slots)
+    if starts[-1] == size * slots and not any((b - a) % (2 * size) for a, b in pairwise(starts)):
+        pieces = [np.arange(a, b).reshape(2 * size, -1) for a, b in pairwise(starts)]
+        rows = [of_each[at] for of_each in pieces for at in (rank, -1 - rank)]
+        yield "zigzag of each document, as ring-flash-attention cuts them", np.concatenate(rows)
