@@ -75,7 +75,8 @@ class Training:
         numbers over each group. If ranks or replicas call with different arguments, all get an
         error, or on CUDA a loss of NaN.
         """
-        means = self._means("cross_entropy", reduce, data_parallel, num_targets, label, targets)
+        fields = self._loss_fields(reduce, label, targets)
+        means = Means("cross_entropy", *fields, data_parallel, num_targets)
         return cross_entropy(
             means, logits, targets, None, kernel, ignore_index, label_smoothing=label_smoothing
         )
@@ -119,8 +120,9 @@ class Training:
         autocast products have its dtype, to which the weight is copied. Sums and logits are float32
         or wider; with Liger's kernel logits have the dtype of products, as in `nn.Linear`.
         """
+        fields = self._loss_fields(reduce, label, labels)
         return cross_entropy(
-            self._means("linear_cross_entropy", reduce, data_parallel, num_targets, label, labels),
+            Means("linear_cross_entropy", *fields, data_parallel, num_targets),
             hidden,
             labels,
             (weight, bias, low_rank),
@@ -206,7 +208,8 @@ class Training:
         if per == "token" and documents is None and shards is not None:
             fits = getattr(values, "shape", ())[1:] == (shards.q_layout.slots,)
             shards = shards if fits else None  # else the values are of a batch with documents
-        means = self._means("token_mean", reduce, data_parallel, num_targets, label, mask)
+        fields = self._loss_fields(reduce, label, mask)
+        means = Means("token_mean", *fields, data_parallel, num_targets)
         return token_mean(means, values, mask, per=per, shards=shards)
 
     def keep_attention(
@@ -244,22 +247,11 @@ class Training:
         """
         return Tiled(block, tokens)
 
-    def _means(
-        self,
-        name: str,
-        reduce: Reduce,
-        data_parallel: dist.ProcessGroup | DeviceMesh | None,
-        num_targets: int | Tensor | None,
-        label: str | int | None,
-        tokens: Any,
-    ) -> Means:
-        fields = self._loss_fields(reduce, label, tokens)
-        return Means(name, *fields, data_parallel, num_targets)
-
     def _loss_fields(
         self, reduce: Reduce | None, label: str | int | None, tokens: Any
     ) -> tuple[User, CallOptions, Reduce | None, str | int | None, BatchIdentity | None]:
-        """The fields of a `LossCall` after its name. `tokens` from `shard_batch` name its batch."""
+        """What `LossCall` and `Means` hold after the name of the loss. Ranks compare the batch of
+        a call if its `tokens` come from `shard_batch`."""
         mark = getattr(tokens, MARK, None)
         batch = mark and BatchIdentity(*mark)
         return self._calls.user, self._calls.options, reduce, label, batch

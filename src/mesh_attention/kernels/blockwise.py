@@ -168,6 +168,4 @@ def _cap(scores: Tensor, softcap: float) -> Tensor:
 
 
 def _hide(scores: Tensor, visible_ST: Tensor) -> None:
-    B, G, N, T = scores.shape
-    S = visible_ST.shape[0]
-    scores.view(B, G, N // S, S, T).masked_fill_(~visible_ST, -torch.inf)
+    scores.unflatten(2, (-1, len(visible_ST))).masked_fill_(~visible_ST, -torch.inf)

@@ -63,13 +63,14 @@ class Reference:
         unseen = Padding.of(block.mask, q_BSHD.device).queries
         grad_out_BSHE = cleared(grad_out_BSHE, unseen)
         delta_BHS = None if delta_BHS is None else cleared(delta_BHS, unseen, dim=2)
-        G = k_BTGD.shape[2]
+        groups = k_BTGD.shape[2], -1
         if delta_BHS is None:
             assert out_BSHE is not None  # one of the two is there
             delta_BHS = delta(out_BSHE.double(), grad_out_BSHE.double())
-        lse_BGRS, delta_BGRS = (_group(x.double(), 1, G) for x in (lse_BHS, delta_BHS))
-        grad_BSGRE = _group(grad_out_BSHE.double(), 2, G)
-        q_BSGRD, k, v = _group(q_BSHD.double(), 2, G), k_BTGD.double(), v_BTGE.double()
+        lse_BGRS, delta_BGRS = (x.double().unflatten(1, groups) for x in (lse_BHS, delta_BHS))
+        grad_BSGRE = grad_out_BSHE.double().unflatten(2, groups)
+        q_BSGRD = q_BSHD.double().unflatten(2, groups)
+        k, v = k_BTGD.double(), v_BTGE.double()
 
         scores_BGRST = _scores(block)
         p_BGRST = _weights(scores_BGRST, lse_BGRS)
@@ -92,7 +93,7 @@ def _without_padding(block: Block) -> Block:
 
 def _scores(block: Block) -> Tensor:
     q_BSHD, k_BTGD, _, mask, softmax_scale, softcap, *_ = block
-    q_BSGRD = _group(q_BSHD.double(), 2, k_BTGD.shape[2])
+    q_BSGRD = q_BSHD.double().unflatten(2, (k_BTGD.shape[2], -1))
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -104,8 +105,3 @@ def _weights(scores_BGRST: Tensor, lse_BGRS: Tensor) -> Tensor:
     """Of the softmax; zero in rows that saw nothing, whose log-sum-exp is -inf."""
     seen_BGRS = lse_BGRS.masked_fill(lse_BGRS == -torch.inf, UNSEEN_LSE)
     return torch.exp(scores_BGRST - seen_BGRS[..., None])
-
-
-def _group(x: Tensor, heads_dim: int, num_groups: int) -> Tensor:
-    before, after = x.shape[:heads_dim], x.shape[heads_dim + 1 :]
-    return x.reshape(*before, num_groups, x.shape[heads_dim] // num_groups, *after)

@@ -177,12 +177,10 @@ def register(kernel: Kernel, *, before: str | None = None) -> None:
     if (fault := facts_fault(kernel)) is not None:
         raise MeshAttentionError(f"kernel {kernel.name!r} has wrong `facts`: {fault}")
     if kernel.name in kernel_names():
-        own = kernel.name in _OWN
-        raise KernelNameError(
-            f"a kernel named {kernel.name!r} is "
-            + ("the library's own; choose another name" if own else "registered already; ")
-            + ("" if own else f"unregister_kernel({kernel.name!r}) removes it")
-        )
+        way_out = f"registered already; unregister_kernel({kernel.name!r}) removes it"
+        if kernel.name in _OWN:
+            way_out = "the library's own; choose another name"
+        raise KernelNameError(f"a kernel named {kernel.name!r} is {way_out}")
     global _version
     _KERNELS.insert(0 if before is None else _index(before), kernel)
     _version += 1

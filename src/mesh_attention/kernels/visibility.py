@@ -21,7 +21,7 @@ from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
 _NEVER = 2**31 - 1  # a position that no key has
 _MOST_RUNS = 4096
 _FAR = 1 << 40  # behind every row
-_MOST_CELLS = 1 << 19  # queries x intervals of runs at a time, about eighty bytes each
+_MOST_CELLS = 1 << 19  # queries x intervals of runs at a time, about a hundred bytes each
 
 
 class Seen(Enum):
@@ -218,21 +218,15 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     runs = _Runs(first_row[:, None], start, length)
     # Part by part: all queries by all runs can take more memory than the attention itself.
     size = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
-    num_queries = lo.shape[1]
-    parts = [
-        _pairs(runs, lo[:, at : at + size], hi[:, at : at + size])
-        for at in range(0, max(num_queries, 1), size)
-    ]
-    most = max(part.shape[1] for part in parts)
+    bounds = zip(lo.split(size, dim=1), hi.split(size, dim=1), strict=True)
+    parts = [_ends_in_runs(runs, *of_part) for of_part in bounds]
+    most = max(2, *(part.shape[1] for part in parts))
+    ends = torch.cat([pad(part, (0, most - part.shape[1]), value=_FAR) for part in parts])
     # A query with fewer intervals gets empty ones behind its last interval.
-    pairs = torch.cat(
-        [torch.cat((part, part[:, -1:].expand(-1, most - part.shape[1])), dim=1) for part in parts]
-    )
-    if bool((pairs[:, 0] > 0).any()):
-        pairs = torch.cat((pairs.new_zeros(len(pairs), 1), pairs), dim=1)
-    else:
-        pairs = pairs[:, 1:]
-    return pairs.T.contiguous()
+    ends = torch.minimum(ends, ends.where(ends < _FAR, 0).amax(dim=1, keepdim=True))
+    # The first interval of the result begins at row 0.
+    ends = pad(ends, (1, 0)) if bool((ends[:, 0] > 0).any()) else ends[:, 1:]
+    return ends.T.to(torch.int32).contiguous()
 
 
 class _Runs(NamedTuple):
@@ -243,8 +237,9 @@ class _Runs(NamedTuple):
     length: Tensor
 
 
-def _pairs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
-    """(S, 2 n) int32: begin and end of each interval of rows that a query sees: b0, e0, b1, ..."""
+def _ends_in_runs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
+    """(S, 2 n): begin and end of each interval of rows that a query sees, ascending; `_FAR` behind
+    the last one of a query."""
     # (S, runs * intervals): the first row that a query sees of a run, and the row after the last.
     low, high = (
         (
@@ -252,19 +247,12 @@ def _pairs(runs: _Runs, lo: Tensor, hi: Tensor) -> Tensor:
         ).flatten(1)
         for bound in (lo, hi)
     )
-    real = (runs.position >= 0).expand(len(runs.row), len(lo)).flatten()
-    seen = (low < high) & real
-    low, high = low.masked_fill_(~seen, -1), high.masked_fill_(~seen, -1)
-    before = torch.cummax(high, dim=1).values.roll(1, dims=1)
-    before[:, 0] = -1
-    opens = seen & (low != before)
-    number = opens.cumsum(dim=1) - 1  # of the interval that a run belongs to
-    most = max(int(number.max()) + 1, 1) if number.numel() else 1
-    target = number.clamp_(min=0)
-    begins = torch.full((len(low), most), _FAR, device=low.device)
-    ends = torch.full((len(low), most), -1, device=low.device)
-    begins.scatter_reduce_(1, target, low.masked_fill_(~seen, _FAR), "amin")
-    ends.scatter_reduce_(1, target, high, "amax")
-    ends = ends.clamp_(min=0).cummax(dim=1).values
-    begins = torch.minimum(begins, ends)
-    return torch.stack((begins, ends), dim=2).flatten(1).int()
+    ends = torch.cat((low, torch.maximum(low, high)), dim=1).sort(dim=1).values
+    # Equal ends cancel each other in pairs: those of intervals that touch, and of empty ones.
+    first, behind = (
+        torch.searchsorted(ends, ends, right=right, out_int32=True) for right in (False, True)
+    )
+    at = torch.arange(ends.shape[1], device=ends.device)
+    kept = (first == at) & ((behind - first) % 2 == 1)
+    ends = ends.where(kept, _FAR).sort(dim=1).values
+    return ends[:, : int((ends < _FAR).any(dim=0).sum())]

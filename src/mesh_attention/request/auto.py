@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -151,10 +151,8 @@ def ranks_of_nodes(ranks: list[int], local_world_size: str | None) -> int | None
     if local_world_size is None or not local_world_size.isdecimal() or not int(local_world_size):
         return None
     nodes = [rank // int(local_world_size) for rank in ranks]
-    edges = [0, *(at for at, (a, b) in enumerate(pairwise(nodes), 1) if a != b), len(nodes)]
-    sizes = {stop - start for start, stop in pairwise(edges)}
-    in_order = len(edges) - 1 == len(set(nodes))
-    return sizes.pop() if len(sizes) == 1 and in_order else None
+    runs = [len([*same]) for _, same in groupby(nodes)]
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else None
 
 
 def cluster_here(group: dist.ProcessGroup, ranks_per_node: Any = None) -> tuple[Cluster, str]:

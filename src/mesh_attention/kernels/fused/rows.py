@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,18 +114,9 @@ def _block_shape(width: int) -> tuple[int, int]:
 def _equal_steps(tensors: Sequence[Tensor]) -> int | None:
     """Elements from each tensor to the next, where they lie in memory at equal distances, so that
     a kernel can walk over them; None if they differ in that, in dtype or in strides."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return 0
-    size = first.element_size()
-    step = tensors[1].data_ptr() - first.data_ptr()
-    if step % size:
+    first, size = tensors[0], tensors[0].element_size()
+    steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(tensors)} or {0}
+    step = steps.pop()
+    if steps or step % size or not _alike(tensors) or any(x.dtype != first.dtype for x in tensors):
         return None
-    before = first
-    for x in tensors[1:]:
-        if x.data_ptr() - before.data_ptr() != step:
-            return None
-        if x.dtype != first.dtype or x.stride() != first.stride():
-            return None
-        before = x
     return step // size
