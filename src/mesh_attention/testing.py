@@ -82,7 +82,8 @@ def run_local(
     ):
         raise MeshAttentionError("grad_lse needs grad_out, and has shape (batch, heads, tokens)")
     scores = Scores(scale, 0.0 if softcap is None else real("softcap", softcap))
-    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, poison)
+    workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
+    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, workspaces)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)
@@ -128,17 +129,17 @@ def _statistics(rows: Tensor) -> Tensor:
     return rows.squeeze(-1).permute(1, 2, 0)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self, plan: Plan, call_shape: CallShape, scores: Scores, kernel: str | None, poison: bool
-    ) -> None:
-        self.plan = plan
-        self.call_shape = call_shape
-        self.scores = scores
-        self.kernel = kernel
-        self.workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
-        self.counters: list[Counters] = []
-        self.lse_gradient = False
+    """What both passes of one call share; `counters` are those of the latest pass."""
+
+    plan: Plan
+    call_shape: CallShape
+    scores: Scores
+    kernel: str | None
+    workspaces: list[Workspace]
+    counters: list[Counters] = field(default_factory=list)
+    lse_gradient: bool = False
 
     def layout(self, name: str) -> Layout:
         keys = name in ("k", "v", "grad_k", "grad_v")

@@ -11,8 +11,6 @@ matrix product, so keys and values are never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from mesh_attention.kernels.interface import (
     Request,
 )
 from mesh_attention.kernels.rows import accumulator_dtype
-from mesh_attention.kernels.visibility import BlockVisibility, Padding, Seen, cleared
+from mesh_attention.kernels.visibility import Padding, VisibleBlocks, cleared
 from mesh_attention.plan.language.plan import Direction
 
 
@@ -60,26 +58,23 @@ class Blockwise:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, *_ = block
         B, S, H, _ = q_BSHD.shape
-        T, G, E = v_BTGE.shape[1:]
+        G, E = v_BTGE.shape[2:]
         dtype = accumulator_dtype(q_BSHD.dtype)
         out_BSHE = q_BSHD.new_empty(B, S, H, E, dtype=dtype)
         lse_BHS = q_BSHD.new_empty(B, H, S, dtype=dtype)
-        visibility = self._visibility(block)
+        blocks = self._blocks(block)
         padding = Padding.of(block.mask, q_BSHD.device)
-        for queries in _runs(S, self._query_block):
+        for number, queries in enumerate(blocks.queries):
             q_rows = _rows(cleared(q_BSHD, padding.queries, queries), G).to(dtype) * softmax_scale
             best = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
             total = torch.zeros_like(best)
             acc = q_rows.new_zeros(*q_rows.shape[:-1], E)
-            for keys in _runs(T, self._key_block):
-                seen = visibility.seen(queries.start, keys.start)
-                if seen is Seen.NONE:
-                    continue
+            for keys, visible in blocks.keys_of(number):
                 scores = q_rows @ cleared(k_BTGD, padding.keys, keys).permute(0, 2, 3, 1).to(dtype)
                 if softcap:
                     _cap(scores, softcap)
-                if seen is Seen.SOME:
-                    _hide(scores, visibility.mask(queries, keys))
+                if visible is not None:
+                    scores.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
                 new_best = torch.maximum(best, scores.amax(dim=-1))
                 # Rows that have seen nothing yet must not compute inf - inf.
                 base = new_best.masked_fill(new_best == -torch.inf, 0.0)
@@ -99,8 +94,8 @@ class Blockwise:
     def backward(self, block: Block, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         q_BSHD, k_BTGD, v_BTGE, _, softmax_scale, softcap, *_ = block
         grad_out_BSHE, _, lse_BHS, delta_BHS = inputs
-        B, S, H, _ = q_BSHD.shape
-        T, G, _ = v_BTGE.shape[1:]
+        B, _, H, _ = q_BSHD.shape
+        G = k_BTGD.shape[2]
         dtype = accumulator_dtype(q_BSHD.dtype)
         assert delta_BHS is not None  # as `backward_needs` says
         dq_BSHD = torch.zeros(q_BSHD.shape, dtype=dtype, device=q_BSHD.device)
@@ -108,24 +103,21 @@ class Blockwise:
             torch.zeros(x.transpose(1, 2).shape, dtype=dtype, device=x.device)
             for x in (k_BTGD, v_BTGE)
         )
-        visibility = self._visibility(block)
+        blocks = self._blocks(block)
         padding = Padding.of(block.mask, q_BSHD.device)
-        for queries in _runs(S, self._query_block):
+        for number, queries in enumerate(blocks.queries):
             q_rows = _rows(cleared(q_BSHD, padding.queries, queries), G).to(dtype) * softmax_scale
             grad_rows = _rows(cleared(grad_out_BSHE, padding.queries, queries), G).to(dtype)
             lse_rows = lse_BHS[:, :, queries].reshape(B, G, -1, 1)
             delta_rows = cleared(delta_BHS, padding.queries, queries, 2).reshape(B, G, -1, 1)
             dq_rows = torch.zeros_like(q_rows)
-            for keys in _runs(T, self._key_block):
-                seen = visibility.seen(queries.start, keys.start)
-                if seen is Seen.NONE:
-                    continue
+            for keys, visible in blocks.keys_of(number):
                 k = cleared(k_BTGD, padding.keys, keys).transpose(1, 2).to(dtype)
                 v = cleared(v_BTGE, padding.keys, keys).transpose(1, 2).to(dtype)
                 scores = q_rows @ k.mT
                 slope = _cap(scores, softcap) if softcap else None
-                if seen is Seen.SOME:
-                    _hide(scores, visibility.mask(queries, keys))
+                if visible is not None:
+                    scores.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
                 p = scores.sub_(lse_rows).exp_()
                 dv_BGTE[:, :, keys] += p.mT @ grad_rows
                 ds = (grad_rows @ v.mT).sub_(delta_rows).mul_(p)
@@ -137,14 +129,9 @@ class Blockwise:
         # q_rows carried the scale, so dk has it already; dq does not.
         return dq_BSHD.mul_(softmax_scale), dk_BGTD.transpose(1, 2), dv_BGTE.transpose(1, 2)
 
-    def _visibility(self, block: Block) -> BlockVisibility:
+    def _blocks(self, block: Block) -> VisibleBlocks:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
-        return BlockVisibility(block.mask, S, T, self._query_block, self._key_block, device)
-
-
-def _runs(length: int, block: int) -> Iterator[slice]:
-    for start in range(0, length, block):
-        yield slice(start, min(start + block, length))
+        return VisibleBlocks(block.mask, S, T, self._query_block, self._key_block, device)
 
 
 def _rows(x_BSHD: Tensor, num_groups: int) -> Tensor:
@@ -165,7 +152,3 @@ def _cap(scores: Tensor, softcap: float) -> Tensor:
     slope = 1.0 - tanh**2
     scores.mul_(softcap)
     return slope
-
-
-def _hide(scores: Tensor, visible_ST: Tensor) -> None:
-    scores.unflatten(2, (-1, len(visible_ST))).masked_fill_(~visible_ST, -torch.inf)

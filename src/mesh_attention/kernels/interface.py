@@ -190,16 +190,17 @@ class BlockSize:
 class Kernel(Protocol):
     """Attention on one block. Results may be in a wider dtype than the inputs.
 
-    A kernel that heeds `Block.softcap` says so by `has_softcap = True`, one that takes row ranges
-    of several intervals by `takes_unions = True`, and one that gives the same bits every time where
-    `Block.deterministic` asks for them by `deterministic = True`, or where only one of its passes
-    does, by `deterministic = "forward"` (or `"backward"`). One whose bits of a head do not depend
-    on how many heads a call has says so by `any_heads = True`. Others are asked for none of these.
-    One that can do a request, but far slower than kernels behind it in the table, says so in a line
-    by `slow_for(request)`: it is chosen by name, or where no other can. One that makes something of
-    a mask, and waits for the device meanwhile, may do so in `prepare(direction, block)`, which is
-    called ahead of a block's first call where there is time: its tensors have the shapes and hold
-    nothing.
+    A kernel may have more attributes; without one it is not asked for what the attribute says.
+
+    has_softcap     True: it heeds `Block.softcap`
+    takes_unions    True: it takes row ranges of several intervals
+    deterministic   True: it gives the same bits every time where `Block.deterministic` asks for
+                    them; "forward" or "backward": only that pass does
+    any_heads       True: the bits of a head do not depend on how many heads a call has
+    slow_for(request)   a line that says why it is far slower than kernels behind it in the table:
+                    it is then chosen by name, or where no other can do the request
+    prepare(direction, block)   makes what it needs of a mask, and may wait for the device. Called
+                    ahead of a block's first call where there is time; tensors hold nothing yet
     """
 
     @property

@@ -116,7 +116,11 @@ def padded(width: int) -> int:
 
 
 class WrittenLaunch:
-    """Kernels launched without the checks that their library makes every time."""
+    """Kernels launched without the checks that their library makes every time.
+
+    The first launch is made by `execute` of the library, and its kernels are replaced meanwhile by
+    functions that write down their arguments. Later launches call the kernels with what was written
+    down: the tensors of the call in their places, pieces of a new workspace, and constants."""
 
     def __init__(
         self, compiled: Any, execute: Callable[..., None], tensors: tuple[Tensor, ...]

@@ -146,6 +146,8 @@ class PackageFunction(NamedTuple):
 
 
 class DenseKernel(ABC):
+    """A dense or causal kernel of a library. Blocks that the library cannot do are done here."""
+
     name: str
     backward_needs = BackwardNeeds(out=True, finite_lse=True)
     least_rows = 1  # of queries and of keys; the blockwise kernel does blocks with fewer

@@ -58,7 +58,7 @@ class Choice:
     kernel: Kernel
     # (name, why not, or "chosen", or "chosen, deterministic"), in the order asked
     reasons: tuple[tuple[str, str], ...]
-    warning: str = ""  # for whoever uses it
+    warning: str = ""  # for the caller, by whoever prepares a call with it
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -47,41 +47,34 @@ def tiles_for(
     head_dim, smaller = max(head_dim, v_head_dim), min(head_dim, v_head_dim)
     if dtype == torch.float32:
         if head_dim <= 128:
-            return KernelTiles(
-                64, KernelTile(64, 32, 4, 1), KernelTile(32, 32, 4, 1), KernelTile(32, 32, 4, 1)
-            )
-        return KernelTiles(
-            64, KernelTile(32, 32, 4, 1), KernelTile(16, 32, 4, 1), KernelTile(16, 16, 4, 1)
-        )
+            return _tiles(64, (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1))
+        return _tiles(64, (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
     # The other GPUs of these generations have 99 KiB of shared memory for a program.
     if capability[0] == 9 or capability == (10, 0):
         if head_dim <= 64:
-            forward = KernelTile(64, 128, 4, 3, described=True)
-            return KernelTiles(128, forward, KernelTile(64, 128, 4, 3), KernelTile(64, 64, 4, 3))
+            tiles = _tiles(128, (64, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3))
+            return tiles._replace(forward=tiles.forward._replace(described=True))
         if head_dim <= 128:
-            forward = KernelTile(128, 128, 8, 3, described=True)
-            keys = KernelTile(64, 64, 4, 2, described=True, ahead=True)
-            return KernelTiles(128, forward, KernelTile(128, 64, 8, 3), keys)
-        if smaller <= 128:
-            return KernelTiles(
-                128, KernelTile(128, 64, 8, 2), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 4, 2)
+            tiles = _tiles(128, (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2))
+            return tiles._replace(
+                forward=tiles.forward._replace(described=True),
+                backward_keys=tiles.backward_keys._replace(described=True, ahead=True),
             )
+        if smaller <= 128:
+            return _tiles(128, (128, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2))
         # Both large: more rows would take more shared memory than there is.
         rows = 64 if capability[0] == 9 else 32
-        return KernelTiles(
-            128, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(rows, 64, 8, 2)
-        )
+        return _tiles(128, (128, 64, 8, 2), (64, 64, 8, 2), (rows, 64, 8, 2))
     if head_dim <= 64:
-        return KernelTiles(
-            128, KernelTile(128, 64, 4, 3), KernelTile(64, 64, 4, 2), KernelTile(64, 64, 4, 2)
-        )
+        return _tiles(128, (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2))
     if head_dim <= 128:
-        return KernelTiles(
-            128, KernelTile(128, 32, 8, 2), KernelTile(64, 32, 4, 2), KernelTile(32, 64, 4, 2)
-        )
-    return KernelTiles(
-        128, KernelTile(64, 32, 4, 2), KernelTile(32, 32, 4, 1), KernelTile(32, 32, 4, 1)
-    )
+        return _tiles(128, (128, 32, 8, 2), (64, 32, 4, 2), (32, 64, 4, 2))
+    return _tiles(128, (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1))
+
+
+def _tiles(block: int, *tiles: tuple[int, int, int, int]) -> KernelTiles:
+    """Of the tiles (rows, keys, warps, stages): forward, dQ, and dK and dV."""
+    return KernelTiles(block, *(KernelTile(*tile) for tile in tiles))
 
 
 class TritonRanges:

@@ -8,7 +8,7 @@ takes intervals of rows, where keys lie in a few runs.
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,15 +19,10 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.interface import BlockMask, Causal, Full, RowRange
 
 _NEVER = 2**31 - 1  # a position that no key has
+_NONE, _SOME, _ALL = range(3)  # of the pairs of a block are visible
 _MOST_RUNS = 4096
 _FAR = 1 << 40  # behind every row
 _MOST_CELLS = 1 << 19  # queries x intervals of runs at a time, about a hundred bytes each
-
-
-class Seen(Enum):
-    NONE = 0
-    SOME = 1
-    ALL = 2
 
 
 def check_mask(mask: BlockMask, num_queries: int, num_keys: int) -> None:
@@ -90,8 +85,9 @@ def dense_mask(
     return _visible(lo, hi, key_position)
 
 
-class BlockVisibility:
-    """Visibility of blocks of `query_block` x `key_block`; the last of a side may be shorter."""
+class VisibleBlocks:
+    """The blocks of `query_block` x `key_block` in which pairs are visible; the last block of a
+    side may be shorter."""
 
     def __init__(
         self,
@@ -103,35 +99,39 @@ class BlockVisibility:
         device: torch.device,
     ) -> None:
         check_mask(mask, num_queries, num_keys)
-        self._blocks = query_block, key_block
+        self.queries, self._keys = _slices(num_queries, query_block), _slices(num_keys, key_block)
         self._positions: tuple[Tensor, Tensor, Tensor] | None = None
         self._states: list[list[int]] | None = None
         if isinstance(mask, Full):
             return
         self._positions = _positions(mask, num_queries, device)
-        # Reading states off a device would make the host wait for it.
+        # The host would wait for states from a device: without them each block is masked.
         if isinstance(mask, Causal) or mask.key_position.device.type == "cpu":
             kept = mask.kept if isinstance(mask, RowRange) else {}
             key = ("states", query_block, key_block)
             if key not in kept:
                 positions = _positions(mask, num_queries, torch.device("cpu"))
                 whole, part = block_states(*positions, query_block, key_block)
-                kept[key] = (whole * Seen.ALL.value + part * Seen.SOME.value).tolist()
+                kept[key] = (whole * _ALL + part * _SOME).tolist()
             self._states = kept[key]
 
-    def seen(self, query_start: int, key_start: int) -> Seen:
-        if self._positions is None:
-            return Seen.ALL
-        if self._states is None:
-            return Seen.SOME
-        query_block, key_block = self._blocks
-        return Seen(self._states[query_start // query_block][key_start // key_block])
+    def keys_of(self, number: int) -> Iterator[tuple[slice, Tensor | None]]:
+        """The blocks of keys that the block of queries of this number sees, each with a (queries,
+        keys) bool, True where visible, or None if all pairs are."""
+        queries = self.queries[number]
+        for at, keys in enumerate(self._keys):
+            if self._positions is None:
+                yield keys, None
+                continue
+            state = _SOME if self._states is None else self._states[number][at]
+            if state != _NONE:
+                lo, hi, position = self._positions
+                bounds = lo[..., queries], hi[..., queries]
+                yield keys, None if state == _ALL else _visible(*bounds, position[keys])
 
-    def mask(self, queries: slice, keys: slice) -> Tensor:
-        """(queries, keys) bool, True where visible."""
-        assert self._positions is not None
-        lo, hi, key_position = self._positions
-        return _visible(lo[..., queries], hi[..., queries], key_position[keys])
+
+def _slices(length: int, block: int) -> list[slice]:
+    return [slice(at, min(at + block, length)) for at in range(0, length, block)]
 
 
 def block_states(

@@ -1,5 +1,8 @@
-"""Reads the arguments of `ContextParallel` and `mesh_attention` into a question, or the plan among
-them, and the options of calls. The caller must tell all ranks of an error that is raised here.
+"""Reads the arguments of `ContextParallel` and `mesh_attention`, for `ObjectCalls`.
+
+They become the question that a plan answers (`AskedPlan`; or the plan itself, if it is among them)
+and the options of calls (`CallOptions`). Each rank reads its own arguments, so the caller must tell
+the other ranks of an error that is raised here.
 """
 
 from __future__ import annotations
@@ -153,7 +156,8 @@ class AskedPlan:
 def layer_of_batches(
     asked: AskedPlan | Plan, arguments: Mapping[str, Any], options: CallOptions
 ) -> Layer:
-    """An object's question, for batches that bring their own documents and length."""
+    """What an object asks of batches that bring their own documents and length, for a `Packer`.
+    Raises for arguments that fit a single length or mask only."""
     if wants_same_bits(arguments):
         raise MeshAttentionError(
             "same_bits=True: documents that change with every batch are packed by the number of "
@@ -188,6 +192,7 @@ def layer_of_batches(
     of_any_method = {"layout", "ranks_per_node", "relayout"}
     if is_auto(arguments):
         of_any_method.add("method")
+    # An option of some methods only fixes the method; else each batch chooses among all methods.
     is_fixed = any(arguments.get(name) is not None for name in _method_options() - of_any_method)
     question = asked.any_question
     setting = question.setting
@@ -210,8 +215,9 @@ def layer_of_batches(
 def kept_source(
     session: Session, arguments: dict[str, Any], *, chosen: bool = True
 ) -> tuple[PlanSource, CallOptions]:
-    """The plans and options that arguments ask for, kept for the latest arguments of the session.
-    `chosen` False: plans of any method that takes the arguments, for their layout alone."""
+    """The plans and options that arguments ask for; the session keeps those of the latest
+    arguments. With `chosen=False` no method is chosen: enough for the layout of shards, which is
+    the same with all methods that take the arguments."""
     mask = arguments["mask"]
     rest = repr([(name, x) for name, x in arguments.items() if name != "mask"])
     key = (mask if isinstance(mask, Mask) else repr(mask), rest, chosen)

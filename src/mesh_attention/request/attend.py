@@ -1,7 +1,9 @@
-"""One attention on the plans of an object: `ContextParallel.attention`, models and replaced SDPA.
+"""`attend`: one attention on the plans of an object, for `ContextParallel.attention`, the function
+`mesh_attention`, models of transformers and replaced SDPA.
 
-A call is checked once: what its checks depend on is its key, by which an equal call finds the
-prepared call. Without a key (DTensors, transforms, compiled code, faults) it is checked each time.
+The first of equal calls is checked and prepared. Its key holds all that this depends on, and later
+calls find the prepared call by their key. A call that has no key (DTensors, transforms, faults) is
+checked and prepared each time. Compiled code records an operator that does so when the graph runs.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ def attend(
     if autocast:
         q, k, v = as_under_autocast(q, k, v)
         call = AttentionCall(q, k, v, *call[3:])
-    around = THREAD.innermost
+    around = THREAD.innermost  # a checkpoint, say, which keeps results or has them already
     if around is not None:
         fault = around.fault() or fault
+    # What the operator names the batch by, and prepared calls by key: the object's or the batch's.
     number, known, spread = None, calls.warm, _NOT_SPREAD
     if isinstance(documents, Documents):
         number, known = documents.number, documents.plans.warm
@@ -85,7 +88,8 @@ def attend(
 
 
 def _keep(known: dict[Any, UserCall], key: Any, warm: UserCall) -> None:
-    """Calls that the session has dropped are let go, with the memory they hold."""
+    """Keeps a prepared call by its key. Those that the session has dropped go, with the memory that
+    they hold, and the oldest where there are too many."""
     for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
         del known[other]
     if len(known) >= _MOST_WARM:
@@ -160,7 +164,8 @@ def _key(calls: ObjectCalls, call: AttentionCall) -> tuple[Any, ...] | None:
 def _traced(
     calls: ObjectCalls, call: AttentionCall, fault: MeshAttentionError | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as it stands in a graph. All ranks raise what is wrong when the graph runs."""
+    """`attend` in code that is compiled: the operator, by the name of the object. What is wrong
+    becomes a constant of the graph, and all ranks raise it when the graph runs."""
     q, k, v, sinks, documents = call[:5]
     refusal = None if fault is None else fault.args[0]
     if not isinstance(documents, Documents | None):

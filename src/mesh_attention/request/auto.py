@@ -45,7 +45,8 @@ class AutoChoice:
 
     @staticmethod
     def tuned(tuned: Tuned, problem: Problem, size: int, options: Mapping[str, Any]) -> AutoChoice:
-        """No word of the file's name, which may differ where its answers do not."""
+        """What a file of `mesh-attention tune` says. `line` does not name the file: ranks compare
+        it, and may have the same answers in files of different names."""
         answer = tuned.answer(problem, size, options)
         seconds = " + ".join(f"{s * 1e3:.3g}" for s in answer.pass_seconds.values())
         line = (
@@ -57,6 +58,7 @@ class AutoChoice:
 
     @staticmethod
     def of(choice: PlanChoice, machine: str) -> AutoChoice:
+        """What a search chose; `machine` says in words where the cluster comes from."""
         asked = choice.asked
         passes = {d.value: (best.name, best.options) for d, best in choice.chosen.items()}
         seconds = " + ".join(f"{best.seconds * 1e3:.3g}" for best in choice.chosen.values())
@@ -73,7 +75,8 @@ class AutoChoice:
         return json.dumps(asdict(self), sort_keys=True)
 
     def follow(self, text: str) -> AutoChoice:
-        """What another rank chose, for the same options."""
+        """The choice of the first rank, from its `text`. Raises if its caller gave other options
+        than the caller here."""
         first = json.loads(text)
         if first["options"] != self.options:
             raise MeshAttentionError(
@@ -101,7 +104,7 @@ def _said(options: Mapping[str, Any]) -> str:
 def choose(
     group: dist.ProcessGroup, problem: Problem, cluster: Any, options: Mapping[str, Any]
 ) -> AutoChoice:
-    """For a problem on this group: on the cluster that is given, or on the one that is found."""
+    """Searches for a problem on this group; `cluster` None: on the machine that is found here."""
     size, said = dist.get_world_size(group), options.get("ranks_per_node")
     if cluster is None:
         here, line = cluster_here(group, said)

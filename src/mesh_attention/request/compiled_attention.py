@@ -1,9 +1,10 @@
 """Attention in code that `torch.compile` traces: what a graph knows of its operators, and how their
 call is prepared when it runs.
 
-A graph holds tensors and constants. So an operator knows its `ContextParallel` by a number, in
-words, and the documents of a batch by a tensor that holds their number, on which no graph depends.
-Nothing else is kept for a backward pass that may never come.
+A graph holds tensors and constants. So an operator knows its `ContextParallel` by a name, which is
+its number in `OBJECT_CALLS`, and the documents of a batch by a tensor that holds their number: a
+number as a constant would compile the graph again for each batch. Nothing else is kept for a
+backward pass that may never come.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ Result = TypeVar("Result")
 
 
 class OfCall(NamedTuple):
-    """The constants of both operators, last of their inputs. `name`: of the object; `call`: number
-    of the prepared call, if there is one; `keeps`: in a graph, whether rows may be kept for the
-    backward pass; `refusal`: what is wrong already."""
+    """The constants of both operators, last of their inputs.
+
+    name      of the object
+    call      the number of the prepared call in `USER_CALLS`; None in a graph
+    keeps     in a graph: whether the forward pass may leave rows to the backward pass
+    refusal   what is wrong already, for all ranks to raise
+    """
 
     name: str
     call: int | None
@@ -97,7 +102,8 @@ def prepared_in_graph(
     *,
     in_backward: bool = False,
 ) -> Result:
-    """What `run` makes of the call of a graph on an object. `tensors`: q, k, v and sinks."""
+    """Prepares the call of a graph and returns what `run` makes of it. `tensors`: q, k, v and the
+    sinks."""
     calls = OBJECT_CALLS.find(of_call.name)
     fault = None if of_call.refusal is None else MeshAttentionError(of_call.refusal)
     plans: BatchPlans | None = None
@@ -124,7 +130,8 @@ def _shapes(out: Tensor, k_shape: Sequence[int]) -> list[Sequence[int]]:
     return [(*out.shape[:3], k_shape[3]), k_shape, (*k_shape[:3], out.shape[3])]
 
 
-# What tracing needs to know of them.
+# What tracing needs to know of the operators: the shapes of their results, and what may be done
+# to their nodes.
 
 
 def plan_of_graph(name: str, q: Tensor) -> RankPlan:

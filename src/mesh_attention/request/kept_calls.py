@@ -1,10 +1,11 @@
-"""Attention that a checkpoint does not repeat: results of its forward pass stand in for the call.
+"""Contexts around the code of a checkpoint, so that its recomputation does not attend again.
 
-A context around the code of a checkpoint holds the results of each call in the forward pass, and
-hands them out in the same order in the recomputation: no other rank is asked. `place` is a result
-too, so the backward pass belongs to the forward call, on all ranks alike. This stands below the
-operator, where eager and compiled code meet it. Rows that a forward pass would keep for the
-backward pass are not kept meanwhile: q, k and v are computed again, and exchanged again.
+`Recording` surrounds the forward pass and holds the results of each attention. `Replaying`
+surrounds the recomputation and hands them out in the same order: no other rank is asked. `place` is
+a result too, so the backward pass belongs to the forward call, on all ranks alike. The operator
+asks the innermost context (`operators.py`), so eager and compiled code are served alike. Meanwhile
+no rows are kept for the backward pass: q, k and v are computed again, and exchanged again.
+`train/keep_attention.py` makes the contexts.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Held:
 
 
 class AroundAttention:
-    """A context in which calls of this thread are its own to answer. `begin`: when it is entered,
-    which may be again and again."""
+    """A context that answers the calls of attention in its thread. `begin` is called whenever it is
+    entered, which may happen several times."""
 
     _outer: AroundAttention | None = None
 
@@ -51,11 +52,12 @@ class AroundAttention:
         self._begin = begin
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
-        """By default as without it, or as what stands around it says."""
+        """The results of a call on `inputs`, those of the operator; `make` makes the call. By
+        default what the context around this one answers, or the call."""
         return make(*inputs) if self._outer is None else self._outer.attend(make, inputs)
 
     def fault(self) -> MeshAttentionError | None:
-        """Why nothing may attend in it; asked before a call is prepared."""
+        """Why nothing may attend in the context; asked before a call is prepared."""
         return None if self._outer is None else self._outer.fault()
 
     def __enter__(self) -> None:
@@ -75,9 +77,9 @@ class _Thread(local):
 
 
 class _Keeping:
-    """Whether calls are to keep nothing but shards: also asked by code that is being compiled. Of
-    all threads, since such code can depend on no other: at worst another thread's code is compiled
-    for shards, which is right too."""
+    """Whether calls keep no rows for the backward pass, because a context is entered in any thread.
+    Code that is being compiled asks it too, and can depend on no state of a thread: at worst the
+    code of another thread keeps nothing, which is right too."""
 
     depth, on = 0, False
 
@@ -86,8 +88,8 @@ THREAD, KEEPING = _Thread(), _Keeping()
 
 
 class Recording(AroundAttention):
-    """The forward pass of a block: results are recorded for a backward pass, although gradients may
-    be off, as in reentrant checkpoints. `hold`: how a result waits for the backward pass."""
+    """Around the forward pass of a block. Results are recorded also where gradients are off, as in
+    reentrant checkpoints. `hold` makes what keeps a result until the backward pass."""
 
     def __init__(
         self, hold: Callable[[Tensor], Held] = Held, begin: Callable[[], None] = lambda: None
@@ -104,7 +106,7 @@ class Recording(AroundAttention):
 
 
 class Replaying(AroundAttention):
-    """Its recomputation, as often as it comes."""
+    """Around the recomputation of the same block, which may come several times."""
 
     def __init__(self, recording: Recording, begin: Callable[[], None] = lambda: None) -> None:
         super().__init__(begin)

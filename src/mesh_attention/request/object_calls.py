@@ -52,9 +52,9 @@ from mesh_attention.runtime.session.sharding import Shards
 
 
 class UserCall:
-    """A prepared call of a user, which operators name by a number. Whoever may need it later, as an
-    autograd graph does, holds it. `latest` and `batch`: of the object when it is its latest
-    call."""
+    """A prepared call of a user, which operators name by a number. Whoever may need it later, such
+    as an autograd graph, holds it. When it runs again, `latest` and `batch` become those of the
+    object."""
 
     def __init__(self, calls: ObjectCalls, call: PreparedCall) -> None:
         self.user, self.call, self.name = calls.user, call, calls.name
@@ -221,7 +221,8 @@ class ObjectCalls:
     # Batches and shards.
 
     def layer(self, sizes: Mapping[str, Any] | None = None) -> Layer:
-        """What is asked for in batches that bring their own documents and length."""
+        """What the object asks of batches that bring their own documents and length. `sizes`: of
+        a call, where the arguments do not say them."""
         arguments = self.arguments | dict(sizes or {})
         if self.fixed is None and not has_sizes(arguments):
             # Not those of the last call: a batch may be made ready before it, on some ranks.
@@ -271,7 +272,8 @@ class ObjectCalls:
         return Shards.of(source.first)
 
     def cut(self, documents: Documents | None) -> Shards:
-        """The same, for tensors that are cut: calls on them are held against it."""
+        """The same as `shards`, for a caller that cuts tensors by them. The session remembers how
+        they were cut, and calls are compared with it (`port_checks.py`)."""
         shards, cut = self.shards(documents), self.session.shardings
         is_packed = shards.of_batch and max(map(len, shards.starts)) > 2
         for layout in (shards.q_layout, shards.kv_layout):
@@ -286,7 +288,7 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
 )
 
 
-# In which PyTorch's attention is replaced (`train/replaced_attention.py`).
+# Blocks of code in which PyTorch's attention is replaced (`train/replaced_attention.py`).
 BLOCKS: WeakRegistry[Any] = WeakRegistry("the block of context_parallel around this call is over")
 
 

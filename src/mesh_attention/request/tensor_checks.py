@@ -1,4 +1,5 @@
-"""What a rank hands over for a call, and what is wrong with it: all ranks must be told."""
+"""The arguments of one call of attention, and what is wrong with them. The checks return an error
+and do not raise it, since the caller must first tell the other ranks, which wait for this one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from mesh_attention.plan.language.plan import Plan
 
 
 class AttentionCall(NamedTuple):
-    """What is said of one call alone.
+    """The arguments of one call.
 
     documents   of the batch, or the plans for them
     is_causal   what the caller takes the mask for
