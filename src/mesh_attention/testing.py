@@ -82,8 +82,7 @@ def run_local(
     ):
         raise MeshAttentionError("grad_lse needs grad_out, and has shape (batch, heads, tokens)")
     scores = Scores(scale, 0.0 if softcap is None else real("softcap", softcap))
-    workspaces = [Workspace(poison=poison) for _ in range(plan.num_ranks)]
-    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, workspaces)
+    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, poison)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)
@@ -137,9 +136,12 @@ class _Run:
     call_shape: CallShape
     scores: Scores
     kernel: str | None
-    workspaces: list[Workspace]
+    poison: bool
     counters: list[Counters] = field(default_factory=list)
     lse_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        self.workspaces = [Workspace(poison=self.poison) for _ in range(self.plan.num_ranks)]
 
     def layout(self, name: str) -> Layout:
         keys = name in ("k", "v", "grad_k", "grad_v")

@@ -20,7 +20,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Grad
-from mesh_attention.train.means import Reduce
+from mesh_attention.train.means import Means, Reduce
 
 
 def pools(model: nn.Module) -> bool:
@@ -162,7 +162,7 @@ def _balanced(
     """Gradients flow through `own` alone: sums of the chances of each expert."""
     experts = len(own)
     sums = torch.cat([own.detach(), selected, count[None]]).double()
-    means = cp._means("router loss", reduce, None, None, None, None)
+    means = Means("router loss", *cp._loss_fields(reduce, None, None), None, None)
     means.add_up({"experts": experts}, sums)
     chances, selected, count = sums[:experts], sums[experts:-1], sums[-1]
     value = (experts * (selected / count * chances / count).sum()).to(own.dtype)

@@ -74,7 +74,7 @@ class Blockwise:
                 if softcap:
                     _cap(scores, softcap)
                 if visible is not None:
-                    scores.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
+                    _hide(scores, visible)
                 new_best = torch.maximum(best, scores.amax(dim=-1))
                 # Rows that have seen nothing yet must not compute inf - inf.
                 base = new_best.masked_fill(new_best == -torch.inf, 0.0)
@@ -117,7 +117,7 @@ class Blockwise:
                 scores = q_rows @ k.mT
                 slope = _cap(scores, softcap) if softcap else None
                 if visible is not None:
-                    scores.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
+                    _hide(scores, visible)
                 p = scores.sub_(lse_rows).exp_()
                 dv_BGTE[:, :, keys] += p.mT @ grad_rows
                 ds = (grad_rows @ v.mT).sub_(delta_rows).mul_(p)
@@ -152,3 +152,7 @@ def _cap(scores: Tensor, softcap: float) -> Tensor:
     slope = 1.0 - tanh**2
     scores.mul_(softcap)
     return slope
+
+
+def _hide(scores: Tensor, visible_ST: Tensor) -> None:
+    torch.unflatten(scores, 2, (-1, len(visible_ST))).masked_fill_(~visible_ST, -torch.inf)

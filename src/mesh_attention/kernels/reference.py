@@ -67,9 +67,11 @@ class Reference:
         if delta_BHS is None:
             assert out_BSHE is not None  # one of the two is there
             delta_BHS = delta(out_BSHE.double(), grad_out_BSHE.double())
-        lse_BGRS, delta_BGRS = (x.double().unflatten(1, groups) for x in (lse_BHS, delta_BHS))
-        grad_BSGRE = grad_out_BSHE.double().unflatten(2, groups)
-        q_BSGRD = q_BSHD.double().unflatten(2, groups)
+        lse_BGRS, delta_BGRS = (
+            torch.unflatten(x.double(), 1, groups) for x in (lse_BHS, delta_BHS)
+        )
+        grad_BSGRE = torch.unflatten(grad_out_BSHE.double(), 2, groups)
+        q_BSGRD = torch.unflatten(q_BSHD.double(), 2, groups)
         k, v = k_BTGD.double(), v_BTGE.double()
 
         scores_BGRST = _scores(block)
@@ -93,7 +95,7 @@ def _without_padding(block: Block) -> Block:
 
 def _scores(block: Block) -> Tensor:
     q_BSHD, k_BTGD, _, mask, softmax_scale, softcap, *_ = block
-    q_BSGRD = q_BSHD.double().unflatten(2, (k_BTGD.shape[2], -1))
+    q_BSGRD = torch.unflatten(q_BSHD.double(), 2, (k_BTGD.shape[2], -1))
     scores = torch.einsum("bsgrd,btgd->bgrst", q_BSGRD, k_BTGD.double()) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

@@ -218,7 +218,7 @@ def interval_ends(mask: RowRange, device: torch.device) -> Tensor:
     runs = _Runs(first_row[:, None], start, length)
     # Part by part: all queries by all runs can take more memory than the attention itself.
     size = max(1, _MOST_CELLS // max(1, len(first_row) * len(lo)))
-    bounds = zip(lo.split(size, dim=1), hi.split(size, dim=1), strict=True)
+    bounds = zip(torch.split(lo, size, dim=1), torch.split(hi, size, dim=1), strict=True)
     parts = [_ends_in_runs(runs, *of_part) for of_part in bounds]
     most = max(2, *(part.shape[1] for part in parts))
     ends = torch.cat([pad(part, (0, most - part.shape[1]), value=_FAR) for part in parts])
