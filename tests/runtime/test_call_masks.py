@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +11,7 @@ from mesh_attention import Mask, Problem
 from mesh_attention.kernels import RowRange
 from mesh_attention.kernels.visibility import dense_mask, interval_ends
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Attention
-from mesh_attention.plan.passes.choose_calls import whole_call
+from mesh_attention.plan.language.program import Attention, CallKind, whole_call
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.runs import Run
 from mesh_attention.runtime.execute.call_masks import _runs, masks_of, row_range
@@ -78,7 +76,7 @@ def test_the_masks_of_a_program_are_made_once_for_the_same_rows() -> None:
     for at, (mask,) in masks_of(plan, program, CPU, {}).items():
         op = program.operations[at]
         assert isinstance(op, Attention)
-        assert op.calls == (replace(whole_call(op), kernel="any_mask"),)
+        assert op.calls == (whole_call(op, CallKind.RANGE).by("any_mask"),)
         rows = tuple(p.spans(table[p.buffer]) for p in (op.q, op.k))
         assert by_rows.setdefault(rows, mask) is mask
 

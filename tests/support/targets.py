@@ -40,7 +40,7 @@ def with_calls(
     program: Program, plan: Plan, direction: Direction, target: Target
 ) -> tuple[Program, CallSummary]:
     """The program with the calls that are chosen for its attentions, and nothing else changed."""
-    choose = CallChooser(plan, direction, target, CallSeconds(plan, direction, target))
+    choose = CallChooser(plan, CallSeconds(plan, direction, target))
     table, summary = program.buffer_table(), CallSummary()
     operations: list[Operation] = []
     for op in program.operations:

@@ -1,8 +1,7 @@
 """Who computes how many (query, key) pairs: read from the kernel calls of a plan's programs.
 
-Each call becomes blocks of (Q partitions) x (KV partitions) with the number of visible pairs in
-every cell. The assignment matrix, the balance of work and the seconds of calls come from these.
-`pairs_of_tiles` answers the same for the tiles of a mesh, without a plan.
+The assignment matrix (`work_of`), the balance of work and the seconds of calls (`CallPairs`) come
+from these. `pairs_of_tiles` answers the same for the tiles of a mesh, without a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import Attention, Call, CallKind, Task
+from mesh_attention.plan.language.program import Attention, Call, CallKind, Task, whole_call
 from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
@@ -32,47 +31,39 @@ class OwnedRows:
 
     def __init__(self, layout: Layout, places: Spans) -> None:
         slots = layout.slots
-        owners: list[int] = []
-        self._layout = layout
-        self._stretches: list[tuple[int, int]] = []
-        for start, stop in places:
-            for owner in range(start // slots, -(-stop // slots)):
-                owners.append(owner)
-                self._stretches.append((max(start, owner * slots), min(stop, (owner + 1) * slots)))
-        owner_array = np.array(owners, dtype=np.int64)
-        self.partitions, self._index = np.unique(owner_array, return_inverse=True)
+        owned = [
+            (owner, max(start, owner * slots), min(stop, (owner + 1) * slots))
+            for start, stop in places
+            for owner in range(start // slots, -(-stop // slots))
+        ]
+        owners = np.array([owner for owner, _, _ in owned], dtype=np.int64)
+        self.partitions, self._index = np.unique(owners, return_inverse=True)
+        self._runs = [layout.runs(start, stop) for _, start, stop in owned]
 
-    def counts(self) -> Array:
-        """Rows of each partition."""
-        return self._add_up(np.array([b - a for a, b in self._stretches], dtype=np.int64))
-
-    def visible_pairs(self, keys: OwnedRows, mask: RowRanges) -> Array:
-        """Between each partition of these rows and each of the keys'."""
-        q_runs, k_runs = ([of._layout.runs(*at) for at in of._stretches] for of in (self, keys))
-        return keys._add_up(self._add_up(pairs_of_parts(q_runs, k_runs, mask)).T).T
-
-    def _add_up(self, by_stretch: Array) -> Array:
-        total = np.zeros((len(self.partitions), *by_stretch.shape[1:]), dtype=np.int64)
-        np.add.at(total, self._index, by_stretch)
-        return total
+    def see(self, keys: OwnedRows, mask: RowRanges) -> NDArray[np.bool_]:
+        """Whether any row of each partition sees any key of each of the keys' partitions."""
+        q, k = np.nonzero(pairs_of_parts(self._runs, keys._runs, mask))
+        seen = np.zeros((len(self.partitions), len(keys.partitions)), dtype=np.bool_)
+        seen[self._index[q], keys._index[k]] = True
+        return seen
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`pairs[i, j]` visible pairs between Q partition q[i] and KV partition kv[j], on one rank."""
+    """`computes[i, j]`: if the rank computes pairs of Q partition q[i] and KV partition kv[j]."""
 
     rank: int
     q: Array
     kv: Array
-    pairs: Array
+    computes: NDArray[np.bool_]
 
 
 def work_of(
     plan: Plan, pass_: Pass, *, whole_tasks: bool = False, head: int | None = None
 ) -> Iterator[Work]:
-    """One item for each kernel call. With `whole_tasks` one for each task instead, with a 1 for
-    every cell that the task spans, whatever the mask shows of it. `head` leaves out the work of
-    other query heads."""
+    """One item for each kernel call. With `whole_tasks` one for each task instead, with every cell
+    that the task spans, whatever the mask shows of it. `head` leaves out the work of other query
+    heads."""
 
     @cache
     def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
@@ -86,21 +77,15 @@ def work_of(
             q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
             if head is not None and head not in heads_of(op, q_buffer):
                 continue
-            if whole_tasks:
-                q = rows(plan.q_layout, q_buffer, op.q.start, op.q.stop)
-                k = rows(plan.kv_layout, k_buffer, op.k.start, op.k.stop)
-                spanned = np.ones((len(q.partitions), len(k.partitions)), dtype=np.int64)
-                yield Work(program.rank, q.partitions, k.partitions, spanned)
-                continue
-            for call in op.calls:
+            for call in (whole_call(op, CallKind.FULL),) if whole_tasks else op.calls:
                 q_first, k_first = op.q.start, op.k.start
                 q = rows(plan.q_layout, q_buffer, q_first + call.q_start, q_first + call.q_stop)
                 k = rows(plan.kv_layout, k_buffer, k_first + call.k_start, k_first + call.k_stop)
                 if call.kind is CallKind.FULL:
-                    pairs = np.outer(q.counts(), k.counts())
+                    computes = np.ones((len(q.partitions), len(k.partitions)), dtype=np.bool_)
                 else:
-                    pairs = q.visible_pairs(k, plan.problem.rows)
-                yield Work(program.rank, q.partitions, k.partitions, pairs)
+                    computes = q.see(k, plan.problem.rows)
+                yield Work(program.rank, q.partitions, k.partitions, computes)
 
 
 def heads_of(op: Attention, queries: Buffer) -> range:
@@ -129,8 +114,12 @@ class CallPairs:
         # others get the same identity.
         self._by_rows: dict[tuple[int, ...], tuple[int, Spans, Spans]] = {}
 
-    def __call__(self, op: Attention, table: Mapping[str, Buffer], call: Call) -> int:
-        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
+    def __call__(
+        self, op: Attention, table: Mapping[str, Buffer], call: Call, known: int | None = None
+    ) -> int:
+        """`known`: the pairs, where they were counted elsewhere, as a sum over other calls; they
+        are remembered."""
+        height, width = call.size
         if call.kind is CallKind.FULL:
             return height * width
         if call.kind is CallKind.CAUSAL:
@@ -138,20 +127,15 @@ class CallPairs:
         q_rows, k_rows = table[op.q.buffer].rows, table[op.k.buffer].rows
         q, k = op.q.start + call.q_start, op.k.start + call.k_start
         key = id(q_rows), q, height, id(k_rows), k, width
-        known = self._by_rows.get(key)
-        if known is None:
-            queries = slice_spans(q_rows, q, q + height)
-            keys = slice_spans(k_rows, k, k + width)
-            pairs = _visible_pairs(*self._layouts, queries, keys, self._mask)
-            known = self._by_rows[key] = pairs, q_rows, k_rows
-        return known[0]
-
-    def know(self, op: Attention, table: Mapping[str, Buffer], call: Call, pairs: int) -> None:
-        """Remember the pairs of a call that were counted elsewhere, as a sum over other calls."""
-        q_rows, k_rows = table[op.q.buffer].rows, table[op.k.buffer].rows
-        q, k = op.q.start + call.q_start, op.k.start + call.k_start
-        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
-        self._by_rows[id(q_rows), q, height, id(k_rows), k, width] = pairs, q_rows, k_rows
+        counted = self._by_rows.get(key)
+        if counted is None:
+            pairs = known
+            if pairs is None:
+                queries = slice_spans(q_rows, q, q + height)
+                keys = slice_spans(k_rows, k, k + width)
+                pairs = _visible_pairs(*self._layouts, queries, keys, self._mask)
+            counted = self._by_rows[key] = pairs, q_rows, k_rows
+        return counted[0]
 
 
 @lru_cache(maxsize=512)  # the passes and the cuts of a search ask for the same

@@ -41,6 +41,11 @@ class Call(Value):
     kernel: str = ""
     leave_sms: int = 0
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows of queries, and of keys."""
+        return self.q_stop - self.q_start, self.k_stop - self.k_start
+
     def by(self, kernel: str, leave_sms: int = 0) -> Call:
         rows = self.q_start, self.q_stop, self.k_start, self.k_stop
         return Call(self.kind, *rows, kernel, leave_sms)
@@ -269,6 +274,11 @@ Collective = AllGather | ReduceScatter | AllToAll
 Communication = Collective | SendRecv
 Attention = Attend | AttendBackward
 Operation = Communication | Attention | Merge | Free
+
+
+def whole_call(op: Attention, kind: CallKind) -> Call:
+    """One call for all rows of both sides."""
+    return Call(kind, 0, op.q.num_rows, 0, op.k.num_rows)
 
 
 def reads(op: Operation) -> tuple[Piece, ...]:

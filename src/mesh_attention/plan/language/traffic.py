@@ -135,10 +135,6 @@ def traffic_of(op: Communication, flows: Flows, member: int, num_members: int) -
         # A collective passes each part on once per other member.
         moved, tokens = ((num_members - 1) * size for size in flows.received[0])
         return Traffic(moved, moved, tokens)
-    if isinstance(op, SendRecv):
-        received, tokens = flows.received[op.from_member] if op.from_member != member else (0, 0)
-        sent = flows.sent[op.to_member] if op.to_member != member else 0
-        return Traffic(sent, received, tokens)
     arriving = [flow for other, flow in flows.received.items() if other != member]
     return Traffic(
         sum(size for other, size in flows.sent.items() if other != member),
@@ -171,7 +167,5 @@ def entering_bytes(
             times = len(set(nodes)) - 1
         everything, tokens = flows.received[0]
         return times * everything, times * tokens
-    if isinstance(op, SendRecv):
-        return flows.received[op.from_member] if nodes[op.from_member] != here else (0, 0)
     crossing = [flow for other, flow in flows.received.items() if nodes[other] != here]
     return sum(size for size, _ in crossing), sum(tokens for _, tokens in crossing)

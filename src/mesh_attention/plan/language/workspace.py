@@ -26,13 +26,13 @@ from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
     AllToAll,
     Attention,
-    Call,
     CallKind,
     Communication,
     Free,
     Operation,
     Program,
     reads,
+    whole_call,
     writes,
 )
 from mesh_attention.plan.problem.problem import Problem
@@ -244,14 +244,10 @@ def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [*merged[1:], (low, high)]
 
 
-def _all_rows(op: Attention) -> tuple[Call, ...]:
-    return (Call(CallKind.FULL, 0, op.q.num_rows, 0, op.k.num_rows),)
-
-
 def without_calls(program: Program) -> Program:
     """Equal for programs of a rank that are alike, which batches with other masks often have."""
     operations = [
-        replace(op, calls=_all_rows(op) if is_one_call(op) else ())
+        replace(op, calls=(whole_call(op, CallKind.FULL),) if is_one_call(op) else ())
         if isinstance(op, Attention)
         else op
         for op in program.operations
@@ -322,8 +318,4 @@ class Alike:
 
 def is_one_call(op: Attention) -> bool:
     """Whether the attention is one call for all rows of both sides."""
-    if len(op.calls) != 1:
-        return False
-    (call,) = op.calls
-    rows = call.q_start, call.q_stop, call.k_start, call.k_stop
-    return rows == (0, op.q.num_rows, 0, op.k.num_rows)
+    return len(op.calls) == 1 and op.calls[0].by("") == whole_call(op, op.calls[0].kind)

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from mesh_attention.machine.call_time import CallSize
 from mesh_attention.machine.kernel_facts import PassRates
-from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.language.program import Attend, Attention, Call, CallKind
+from mesh_attention.plan.language.program import Attend, Attention, Call, CallKind, whole_call
 from mesh_attention.plan.passes.seconds import CallSeconds
 
 # Rates are rough, and the host launches every call and every merge: three calls that were predicted
@@ -59,10 +58,8 @@ class CallSummary:
 class CallChooser:
     """Chooses for the attentions of a pass. Attentions of the same sizes are decided once."""
 
-    def __init__(
-        self, plan: Plan, direction: Direction, target: Target, clock: CallSeconds
-    ) -> None:
-        self._clock = clock
+    def __init__(self, plan: Plan, clock: CallSeconds) -> None:
+        self._clock, target, direction = clock, clock.target, clock.direction
         self._holds = target.own_stream and plan.num_ranks > 1
         self._kernels: dict[str, tuple[str, PassRates] | None] = {
             kind: target.kernel(direction, kind) for kind in CallKind
@@ -82,7 +79,7 @@ class CallChooser:
         if not op.calls:
             return op, CallSummary()
         summary = CallSummary(whole=int(self._takes_whole))
-        single = whole_call(op)
+        single = whole_call(op, CallKind.RANGE)
         if self._takes_whole and (single,) != op.calls:
             whole, cut = self._seconds(op, table, single, splits)
             better = whole * (1 - SEVERAL_GAIN * (len(op.calls) > 1)) < cut
@@ -130,7 +127,3 @@ class CallChooser:
             if not self._hides_merges or at + 1 == len(sizes):  # others are hidden by the next call
                 total += self._clock.merge(size, fresh)
         return total + held / 2
-
-
-def whole_call(op: Attention) -> Call:
-    return Call(CallKind.RANGE, 0, op.q.stop - op.q.start, 0, op.k.stop - op.k.start)

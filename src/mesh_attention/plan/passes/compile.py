@@ -96,7 +96,7 @@ class PassCompiler:
     def __init__(self, plan: Plan, pass_: Pass, target: Target) -> None:
         self._plan, self._pass, self._target = plan, pass_, target
         self.clock = CallSeconds(plan, pass_.direction, target)
-        self._choose = CallChooser(plan, pass_.direction, target, self.clock)
+        self._choose = CallChooser(plan, self.clock)
         self.transfers = TransferCosts(target.links, plan, pass_)
         self.flows = SharedFlows(plan.problem)
         self._two_streams = target.takes_turns
@@ -129,11 +129,11 @@ class PassCompiler:
         return self._leaving_sms(at, CallSeconds(plan, self._pass.direction, self._target))
 
     def _leaving_sms(self, at: int, clock: CallSeconds) -> Program:
-        program, direction, waits = self._whole[at], self._pass.direction, self.waits[at]
+        program = self._whole[at]
         if not (self._two_streams and runs_beside(program)):
             return program
         seconds = self._seconds_of(program, self.tables[at])
-        return leave_sms(program, direction, waits, seconds, clock, self._target)
+        return leave_sms(program, self.waits[at], seconds, clock)
 
     def _placed(self, program: Program, table: int) -> tuple[Program, Waits]:
         # From the second program on: most searches ask for one, and to compare takes its time.
@@ -195,7 +195,7 @@ class PassCompiler:
                 if len(chosen.calls) == 1 and chosen.calls[0].kind is CallKind.RANGE:
                     # Those of rectangles are known at once; counting others takes its time.
                     pairs = sum([self.clock.pairs(op, table, call) for call in op.calls])
-                    self.clock.pairs.know(op, table, chosen.calls[0], pairs)
+                    self.clock.pairs(op, table, chosen.calls[0], pairs)
                 op = chosen
                 summary += of_op
             operations.append(op)

@@ -25,7 +25,7 @@ from mesh_attention.plan.language.program import (
     AllToAll,
     Attend,
     Attention,
-    CallKind,
+    Call,
     Collective,
 )
 from mesh_attention.plan.language.traffic import Flows
@@ -36,7 +36,7 @@ class CallSeconds:
         p = plan.problem
         self._heads = HeadSizes(p.head_dim, p.v_dim, p.element_bytes, p.accumulate_bytes)
         self._backward = direction is Direction.BACKWARD
-        self._gpu, self._target, self._direction = target.gpu, target, direction
+        self.target, self.direction = target, direction
         self.pairs = CallPairs(plan)
         self._of_sizes: dict[tuple[int, CallSize, float | None], float | None] = {}
 
@@ -44,7 +44,7 @@ class CallSeconds:
         """The seconds of all calls of an attention, without merges."""
         total = 0.0
         for call, size in zip(op.calls, self.sizes(op, table), strict=True):
-            rates = self._target.kernels[call.kernel].of(self._direction)
+            rates = self.rates(call)
             assert rates is not None
             total += self.kernel(rates, size) or 0.0
         return total
@@ -54,24 +54,26 @@ class CallSeconds:
         heads = op.q.num_heads(table[op.q.buffer]), op.k.num_heads(table[op.k.buffer])
         sizes = []
         for call in op.calls:
-            rows, columns = call.q_stop - call.q_start, call.k_stop - call.k_start
-            full = call.kind is CallKind.FULL
-            pairs = rows * columns if full else self.pairs(op, table, call)
-            sizes.append(CallSize(call.kind, rows, columns, pairs, *heads))
+            sizes.append(CallSize(call.kind, *call.size, self.pairs(op, table, call), *heads))
         return sizes
+
+    def rates(self, call: Call) -> PassRates | None:
+        """Of its kernel; None before one is chosen."""
+        rates = self.target.kernels.get(call.kernel)
+        return None if rates is None else rates.of(self.direction)
 
     def kernel(self, rates: PassRates, size: CallSize, rounds: float | None = None) -> float | None:
         key = (id(rates), size, rounds)  # the target has the rates
         if key not in self._of_sizes:
             flops = self._heads.flops(size, backward=self._backward)
-            seconds = kernel_seconds(rates, self._gpu, size, flops, rounds=rounds)
+            seconds = kernel_seconds(rates, self.target.gpu, size, flops, rounds=rounds)
             self._of_sizes[key] = seconds
         return self._of_sizes[key]
 
     def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
         """The seconds to merge the results of a call."""
         moved = self._heads.result_bytes(size, fresh, backward=self._backward)
-        return memory_seconds(self._gpu, moved)
+        return memory_seconds(self.target.gpu, moved)
 
     @staticmethod
     def fresh(op: Attention) -> tuple[bool, bool]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil
+from math import ceil, prod
 
 from mesh_attention.machine.call_time import (
     CallSize,
@@ -34,7 +34,6 @@ from mesh_attention.machine.call_time import (
     lost_by_leaving,
     rounds_of_parts,
 )
-from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction
@@ -80,11 +79,11 @@ def split_calls(op: Attend, heads: int, wanted: int, target: Target) -> Attend:
 
 
 def _area(call: Call) -> int:
-    return (call.q_stop - call.q_start) * (call.k_stop - call.k_start)
+    return prod(call.size)
 
 
 def _split(call: Call, heads: int, wanted: int, target: Target) -> list[Call]:
-    tiles = -(-(call.q_stop - call.q_start) // TILE_ROWS)
+    tiles = -(-call.size[0] // TILE_ROWS)
     count = min(wanted, tiles * heads // _LEAST_TILES)
     if call.kind is not CallKind.FULL or count < 2 or not call.kernel:
         return [call]
@@ -97,20 +96,15 @@ def _split(call: Call, heads: int, wanted: int, target: Target) -> list[Call]:
 
 def leave_sms(
     program: Program,
-    direction: Direction,
     waits: Sequence[tuple[int, ...]],
     transfer_seconds: Callable[[Communication], float],
     clock: CallSeconds,
-    target: Target,
 ) -> Program:
     """The program whose calls leave SMs to the transfers in flight. `waits`: the operations that
     each must come after. A slice of a GPU has no SMs to leave."""
-    kernels = {name for name, rates in target.kernels.items() if _margin(rates.of(direction))}
-    if target.gpu.sms <= SMS_OF_TRANSFERS or not any(
-        call.kernel in kernels
-        for op in program.operations
-        if isinstance(op, Attention)
-        for call in op.calls
+    attentions = (op for op in program.operations if isinstance(op, Attention))
+    if clock.target.gpu.sms <= SMS_OF_TRANSFERS or not any(
+        _margin(call, clock) for op in attentions for call in op.calls
     ):
         return program
     table = program.buffer_table()
@@ -131,37 +125,31 @@ def leave_sms(
         if not all(call.kernel for call in op.calls):
             continue
         passed = clock.attention(op, table)
-        if any(call.kernel in kernels for call in op.calls):
+        if any(_margin(call, clock) for call in op.calls):
             rate = sum(map(_pairs, op.calls)) / passed if passed else 0.0  # pairs a second
             needed = (_WHERE_IT_WAITS if idle else _ELSEWHERE) * sum(in_flight.values()) * rate
             heads = op.q.num_heads(table[op.q.buffer])
-            made = replace(op, calls=_parts(op.calls, heads, needed, direction, target))
+            made = replace(op, calls=_parts(op.calls, heads, needed, clock))
             # Otherwise whatever is in flight waits for the end of the attention.
-            if _longer(made, table, direction, clock, target) <= sum(in_flight.values()):
-                roomy = _with_room_for_pairs(made, table, direction, clock, target)
-                operations[-1] = roomy if idle else made
+            if _longer(made, table, clock) <= sum(in_flight.values()):
+                operations[-1] = _with_room_for_pairs(made, table, clock) if idle else made
         for i, left in tuple(in_flight.items()):
             in_flight[i] = max(0.0, left - passed)
             passed = max(0.0, passed - left)
     return replace(program, operations=tuple(operations))
 
 
-def _margin(rates: PassRates | None) -> int:
-    """SMs that a kernel leaves where it is asked to."""
+def _margin(call: Call, clock: CallSeconds) -> int:
+    """SMs that the kernel of a call leaves where it is asked to."""
+    rates = clock.rates(call)
     return 0 if rates is None else rates.sm_margin
 
 
-def _longer(
-    op: Attention,
-    table: Mapping[str, Buffer],
-    direction: Direction,
-    clock: CallSeconds,
-    target: Target,
-) -> float:
+def _longer(op: Attention, table: Mapping[str, Buffer], clock: CallSeconds) -> float:
     """Seconds by which its calls last longer because few rounds of tiles become one more."""
-    total, sms = 0.0, target.gpu.sms
+    total, sms = 0.0, clock.target.gpu.sms
     for call, size in zip(op.calls, clock.sizes(op, table), strict=True):
-        rates = target.kernels[call.kernel].of(direction)
+        rates = clock.rates(call)
         if rates is None or not call.leave_sms:
             continue
         lost = lost_by_leaving(rates, sms, size, call.leave_sms)
@@ -171,20 +159,16 @@ def _longer(
 
 
 def _with_room_for_pairs(
-    op: Attention,
-    table: Mapping[str, Buffer],
-    direction: Direction,
-    clock: CallSeconds,
-    target: Target,
+    op: Attention, table: Mapping[str, Buffer], clock: CallSeconds
 ) -> Attention:
     """Beside a transfer that begins on an idle GPU, pairs of programs that find no place would
     double a call: more SMs are left then, so that all find one."""
 
     def with_room(call: Call, size: CallSize) -> Call:
-        rates = target.kernels[call.kernel].of(direction)
+        rates = clock.rates(call)
         if not call.leave_sms or rates is None or rates.pair_sms is None:
             return call
-        late = late_pairs(rates, target.gpu.sms, size, call.leave_sms)
+        late = late_pairs(rates, clock.target.gpu.sms, size, call.leave_sms)
         return call.by(call.kernel, rates.pair_sms) if late else call
 
     return replace(op, calls=tuple(map(with_room, op.calls, clock.sizes(op, table))))
@@ -195,16 +179,16 @@ def _pairs(call: Call) -> int:
 
 
 def _parts(
-    calls: Sequence[Call], heads: int, needed: float, direction: Direction, target: Target
+    calls: Sequence[Call], heads: int, needed: float, clock: CallSeconds
 ) -> tuple[Call, ...]:
     """The calls of an attention in parts, some of which leave SMs. `needed`: pairs of rows and keys
     that are computed while transfers last."""
     result: list[Call] = []
     for call in reversed(calls):
         parts = [(call, False)]
-        margin = _margin(target.kernels[call.kernel].of(direction))
+        margin = _margin(call, clock)
         if needed > 0 and margin:
-            parts = _split_leaving(call, heads, target.gpu.sms, margin, needed)
+            parts = _split_leaving(call, heads, clock.target.gpu.sms, margin, needed)
         needed -= sum(_pairs(part) for part, leaves in parts if leaves)
         result = [*[c.by(c.kernel, margin) if x else c for c, x in parts], *result]
     return tuple(result)
@@ -219,7 +203,7 @@ def _split_leaving(
     if call.kind is CallKind.CAUSAL:  # rows that could be split see less or more than others
         # Otherwise a transfer that becomes ready while the call runs begins after it.
         return [(call, needed > _pairs(call) / 2)]
-    rows, keys = call.q_stop - call.q_start, call.k_stop - call.k_start
+    rows, keys = call.size
     tiles, least = -(-rows // TILE_ROWS) * heads, ceil(needed * heads / (TILE_ROWS * keys * sms))
     leaving = _leaving_tiles(tiles, heads, sms, margin, least)
     if not leaving:

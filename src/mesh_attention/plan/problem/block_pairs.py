@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.problem.intervals import cut
 from mesh_attention.plan.problem.row_ranges import RowRanges
 
 Array = NDArray[np.int64]
@@ -18,7 +19,7 @@ _MOST_AT_ONCE = 1 << 16  # pairs of a part and an edge, so that arrays stay in t
 
 def block_pairs(q: Array, k: Array, rows: RowRanges) -> Array:
     """`result[i, j]` = number of visible pairs between block i of queries and block j of keys."""
-    of, at, low, high = _parts(q, rows)
+    of, at, low, high = cut(q[:, 0], q[:, 1], *rows.edges)  # the parts of blocks in segments
     edges, places = np.unique(k, return_inverse=True)
     starts, stops = places.reshape(k.shape).T
     result = np.zeros((len(q), len(k)), dtype=np.int64)
@@ -55,25 +56,11 @@ def _numbers_below(count: Array) -> Array:
     return count * (count - 1) >> 1
 
 
-def _parts(q: Array, rows: RowRanges) -> tuple[Array, Array, Array, Array]:
-    """Blocks of queries cut where segments begin: the block and the segment of each part, and its
-    start and stop."""
-    starts, stops = rows.edges
-    first = np.maximum(np.searchsorted(starts, q[:, 0], side="right") - 1, 0)
-    last = np.searchsorted(starts, q[:, 1], side="left")
-    count = last - first
-    of = np.repeat(np.arange(len(q)), count)
-    at = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
-    low, high = np.maximum(q[of, 0], starts[at]), np.minimum(q[of, 1], stops[at])
-    inside = high > low
-    return of[inside], at[inside], low[inside], high[inside]
-
-
 def pairs_of_blocks(q: Array, k: Array, rows: RowRanges) -> int:
     """All visible pairs of blocks of queries and of keys: arrays of starts and stops, those of keys
     in order."""
     below = _KeysBelow(k)
-    _, at, low, high = _parts(q, rows)
+    _, at, low, high = cut(q[:, 0], q[:, 1], *rows.edges)
     total = 0
     for lo, lo_slope, hi, hi_slope in rows.lines(at):
         total += below.sum(low, high, hi, hi_slope) - below.sum(low, high, lo, lo_slope)
@@ -84,31 +71,33 @@ class _KeysBelow:
     """How many keys of disjoint blocks, in order, lie below a position; and sums of that."""
 
     def __init__(self, blocks: Array) -> None:
-        self._starts, size = blocks[:, 0], blocks[:, 1] - blocks[:, 0]
-        self._size = size
-        self._before = np.concatenate([[0], np.cumsum(size)])  # keys before each block
-        # The same summed over all positions up to the start of each block.
-        gaps = np.diff(self._starts)
-        rising = size[:-1] * (size[:-1] - 1) // 2 + (gaps - size[:-1]) * size[:-1]
-        steps = self._before[:-2] * gaps + rising
-        self._summed = np.concatenate([[0], np.cumsum(steps)])
+        # Positions in stretches: one before the first key, then each block and the gap after it.
+        self._edges = blocks.ravel()
+        self._starts = np.append(self._edges[:1], self._edges)
+        self._is_block = np.arange(len(self._starts)) % 2
+        sizes = np.diff(self._starts)
+        self._before = np.append(0, np.cumsum(sizes * self._is_block[:-1]))  # keys
+        self._summed = np.zeros_like(self._starts)  # the sum over all positions before
+        self._summed[1:] = np.cumsum(self._sum_within(np.arange(len(sizes)), sizes))
 
     def sum(self, low: Array, high: Array, base: Array, slope: Array) -> int:
         """Over queries `low <= q < high`: keys below `base + slope * q`."""
         level = slope == 0
-        total = int(((high - low) * self._number(base))[level].sum())
+        at, into = self._place(base)
+        number = self._before[at] + into * self._is_block[at]
+        total = int(((high - low) * number)[level].sum())
         up, down = (self._sum_to(edge + base)[~level] for edge in (high, low))
         return total + int((up - down).sum())
 
-    def _number(self, position: Array) -> Array:
-        at = np.searchsorted(self._starts, position, side="right") - 1
-        inside = np.minimum(position - self._starts[at], self._size[at])
-        return np.where(at < 0, 0, self._before[at] + inside)
+    def _place(self, position: Array) -> tuple[Array, Array]:
+        """The stretch of a position, and how far into it the position is."""
+        at = np.searchsorted(self._edges, position, side="right")
+        return at, position - self._starts[at]
 
     def _sum_to(self, position: Array) -> Array:
-        """The numbers at all positions before this."""
-        at = np.searchsorted(self._starts, position, side="right") - 1
-        into, size = position - self._starts[at], self._size[at]
-        rising = np.minimum(into, size + 1)
-        inside = rising * (rising - 1) // 2 + np.maximum(into - rising, 0) * size
-        return np.where(at < 0, 0, self._summed[at] + self._before[at] * into + inside)
+        at, into = self._place(position)
+        return self._summed[at] + self._sum_within(at, into)
+
+    def _sum_within(self, at: Array, into: Array) -> Array:
+        """The sum over the first positions of a stretch, so many as `into`."""
+        return self._before[at] * into + self._is_block[at] * (into * (into - 1) // 2)

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.arguments import number
+from mesh_attention.plan.problem.intervals import cut
 from mesh_attention.plan.problem.runs import Run, clip_run
 from mesh_attention.plan.problem.spans import Spans, joined
 
@@ -178,26 +179,9 @@ class Layout:
 
     @cached_property
     def padded_tokens(self) -> int:
-        if self.kind is LayoutKind.LISTED:
-            return self.num_ranks * max(offsets[-1] for _, offsets in self._listed)
+        if self.stretches is not None:
+            return self.num_ranks * max(sum(b - a for a, b in own) for own in self.stretches)
         return -(-self.num_tokens // self._grain) * self._grain
-
-    @cached_property
-    def _listed(self) -> list[tuple[list[tuple[int, int]], list[int]]]:
-        """The stretches of each rank, and the slot at which each begins. All ranks are filled up to
-        the largest with positions past the last token, each used once."""
-        listed = [
-            (list(own), list(accumulate((b - a for a, b in own), initial=0)))
-            for own in self.stretches or ()
-        ]
-        slots, unused = max(offsets[-1] for _, offsets in listed), self.num_tokens
-        for own, offsets in listed:
-            missing = slots - offsets[-1]
-            if missing:
-                own.append((unused, unused + missing))
-                offsets.append(slots)
-                unused += missing
-        return listed
 
     @cached_property
     def slots(self) -> int:
@@ -211,124 +195,109 @@ class Layout:
             return (0, self.slots // 2, self.slots)
         return (0, self.slots)
 
+    def _partitions(self) -> list[Spans]:
+        """The positions of each partition in order, padding included; not of a striped layout."""
+        size, last = self.halves[1], 2 * self.num_ranks - 1
+        if self.kind is LayoutKind.CONTIGUOUS:
+            return [((p * size, (p + 1) * size),) for p in range(self.num_ranks)]
+        if self.kind is LayoutKind.ZIGZAG:
+            low_and_high = [(p, last - p) for p in range(self.num_ranks)]
+            return [tuple((x * size, (x + 1) * size) for x in both) for both in low_and_high]
+        partitions, unused = [], self.num_tokens
+        for own in self.stretches or ():
+            padding = self.slots - sum(b - a for a, b in own)
+            partitions.append((*own, (unused, unused + padding)) if padding else own)
+            unused += padding
+        return partitions
+
+    @cached_property
+    def _stretches(self) -> tuple[list[int], list[int]]:
+        """Of all stretches of consecutive positions, rank by rank: the place at which each begins,
+        with one past the last place, and its first position. Not of a striped layout."""
+        partitions = self._partitions()
+        owned = [s for rank in range(self.num_ranks) for s in partitions[self.partition(rank)]]
+        return list(accumulate((b - a for a, b in owned), initial=0)), [a for a, _ in owned]
+
     def parts(self, rank: int) -> Spans:
         """Slots of a rank, cut so that the positions of each part are consecutive; a striped rank
         is one part nevertheless."""
-        is_listed = self.kind is LayoutKind.LISTED
-        cuts = self._listed[self.partition(rank)][1] if is_listed else self.halves
-        return tuple(pairwise(cuts))
+        if self.kind is LayoutKind.STRIPED:
+            return ((0, self.slots),)
+        places, first = self._stretches[0], rank * self.slots
+        own = places[bisect_left(places, first) : bisect_left(places, first + self.slots) + 1]
+        return tuple(pairwise([place - first for place in own]))
 
     def runs(self, place_start: int, place_stop: int) -> list[Run]:
         """Positions of an interval of places, in order, padding included."""
+        if self.kind is not LayoutKind.STRIPED:
+            return [Run(a, b - a) for a, b in self._blocks(((place_start, place_stop),))]
         runs: list[Run] = []
+        stride = self.num_ranks * self.block
         while place_start < place_stop:
             rank, slot = divmod(place_start, self.slots)
             stop = min(self.slots, slot + place_stop - place_start)
-            runs += self._rank_runs(rank, slot, stop)
+            start = self.partition(rank) * self.block
+            first, last = (
+                start + at // self.block * stride + at % self.block for at in (slot, stop - 1)
+            )
+            whole = Run(start, self.block, stride, self.slots // self.block)
+            runs += clip_run(whole, first, last + 1)
             place_start += stop - slot
         return runs
 
     def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
         """The positions of intervals of places as stretches, in order: faster than `runs`. None for
-        layouts that may have many."""
-        if self.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
+        a striped layout, which may have many."""
+        if self.kind is LayoutKind.STRIPED:
             return None
-        if self.order is not None:
-            spans = self._of_partitions(spans, self.order)
-        if self.kind is LayoutKind.CONTIGUOUS:
+        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
             return list(spans)
-        half, last = self.slots // 2, 2 * self.num_ranks - 1
-        if len(spans) < _MANY_SPANS:
-            cut = [
-                (index, max(start - index * half, 0), min(stop - index * half, half))
-                for start, stop in spans
-                for index in range(start // half, -(-stop // half))
-            ]
-            firsts = [(last - x // 2 if x % 2 else x // 2) * half for x, _, _ in cut]
-            return [(at + a, at + b) for at, (_, a, b) in zip(firsts, cut, strict=True)]
-        starts, stops = np.array(spans, dtype=np.int64).T
-        first = starts // half
-        count = -(-stops // half) - first
-        of = np.repeat(np.arange(len(count)), count)
-        index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
-        rank, high = np.divmod(index, 2)
-        shift = (np.where(high, last - rank, rank) - index) * half
-        starts = np.maximum(starts[of], index * half) + shift
-        stops = np.minimum(stops[of], (index + 1) * half) + shift
-        return list(zip(starts.tolist(), stops.tolist(), strict=True))
+        return self._blocks(spans)
 
-    def _of_partitions(self, spans: Spans, order: tuple[int, ...]) -> Spans:
-        """Places where each rank has its own partition, of intervals of places."""
-        slots = self.slots
-        cut = [
-            (max(start, rank * slots), min(stop, (rank + 1) * slots), order[rank] - rank)
-            for start, stop in spans
-            for rank in range(start // slots, -(-stop // slots))
-        ]
-        return tuple([(a + far * slots, b + far * slots) for a, b, far in cut])
-
-    def _rank_runs(self, rank: int, start: int, stop: int) -> list[Run]:
-        match self.kind:
-            case LayoutKind.CONTIGUOUS | LayoutKind.ZIGZAG:
-                first = rank * self.slots
-                blocks = self.blocks_of(((first + start, first + stop),)) or ()
-                return [Run(low, high - low) for low, high in blocks]
-            case LayoutKind.STRIPED:
-                stride, partition = self.num_ranks * self.block, self.partition(rank)
-                whole = Run(partition * self.block, self.block, stride, self.slots // self.block)
-                first, last = (
-                    whole.start + slot // self.block * stride + slot % self.block
-                    for slot in (start, stop - 1)
-                )
-                return clip_run(whole, first, last + 1)
-            case LayoutKind.LISTED:
-                stretches, offsets = self._listed[self.partition(rank)]
-                inside = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
-                cuts = [start, *offsets[inside.start + 1 : inside.stop], stop]
-                return [
-                    Run(stretches[at][0] + a - offsets[at], b - a)
-                    for at, (a, b) in zip(inside, pairwise(cuts), strict=True)
-                ]
+    def _blocks(self, spans: Spans) -> list[tuple[int, int]]:
+        """The same, cut where another rank or another stretch begins."""
+        places, firsts = self._stretches
+        if len(spans) >= _MANY_SPANS:
+            edges, (starts, stops) = np.array(places), np.array(spans, dtype=np.int64).T
+            _, index, low, high = cut(starts, stops, edges[:-1], edges[1:])
+            shifts = np.array(firsts)[index] - edges[index]
+            return list(zip((low + shifts).tolist(), (high + shifts).tolist(), strict=True))
+        blocks = []
+        for start, stop in spans:
+            at = bisect_right(places, start) - 1
+            while start < stop:
+                end, shift = min(stop, places[at + 1]), firsts[at] - places[at]
+                blocks.append((start + shift, end + shift))
+                start, at = end, at + 1
+        return blocks
 
     def all_runs(self) -> NDArray[np.int64]:
         """The runs of all ranks in order: start, block, stride and count of each."""
-        if self.kind is LayoutKind.LISTED:  # there may be thousands, and this is faster
-            parts = [self._listed[self.partition(rank)][0] for rank in range(self.num_ranks)]
-            rows = [(a, b - a, 0, 1) for own in parts for a, b in own]
-        else:
+        if self.kind is LayoutKind.STRIPED:
             runs = self.runs(0, self.padded_tokens)
-            rows = [(run.start, run.block, run.stride, run.count) for run in runs]
-        return np.array(rows, dtype=np.int64)
+            return np.array([(r.start, r.block, r.stride, r.count) for r in runs], dtype=np.int64)
+        places, firsts = self._stretches
+        sizes = np.diff(places)
+        return np.stack([np.array(firsts), sizes, 0 * sizes, 0 * sizes + 1], axis=1)
 
     def slot_runs(self, start: int, stop: int) -> list[Run]:
         """Positions of these slots of all ranks together, as a set."""
-        ranks = self.num_ranks
-        match self.kind:
-            case LayoutKind.CONTIGUOUS:
-                return [Run(start, stop - start, self.slots, ranks)]
-            case LayoutKind.ZIGZAG:
-                half = self.slots // 2
-                parts = ((start, min(stop, half)), (max(start, half), stop))
-                return [
-                    Run(low + (ranks - 1) * half * (low >= half), high - low, half, ranks)
-                    for low, high in parts
-                    if low < high
-                ]
-            case LayoutKind.STRIPED:
-                runs = []
-                while start < stop:
-                    turn, within = divmod(start, self.block)
-                    if within or stop - start < self.block:
-                        end = min(stop, (turn + 1) * self.block)
-                        first = turn * ranks * self.block + within
-                        runs.append(Run(first, end - start, self.block, ranks))
-                    else:
-                        end = stop - stop % self.block
-                        runs.append(Run(start * ranks, (end - start) * ranks))
-                    start = end
-                return runs
-            case LayoutKind.LISTED:
-                return [run for rank in range(ranks) for run in self._rank_runs(rank, start, stop)]
+        ranks, runs = self.num_ranks, []
+        if self.kind is LayoutKind.LISTED:
+            firsts = range(0, self.padded_tokens, self.slots)
+            return [run for first in firsts for run in self.runs(first + start, first + stop)]
+        # Tokens are dealt out in turns of so many a rank, and in each turn lie side by side.
+        turn = self.block if self.kind is LayoutKind.STRIPED else self.halves[1]
+        while start < stop:
+            whole, within = divmod(start, turn)
+            if within or stop - start < turn:
+                end = min(stop, (whole + 1) * turn)
+                runs.append(Run(whole * ranks * turn + within, end - start, turn, ranks))
+            else:
+                end = stop - stop % turn
+                runs.append(Run(start * ranks, (end - start) * ranks))
+            start = end
+        return runs
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Position of every slot of a rank; padding positions are `>= num_tokens`."""

@@ -158,24 +158,6 @@ class Mask:
         """The mask on real sizes."""
         return _row_ranges(self, q_tokens, kv_tokens)
 
-    def _document_lines(
-        self, q: tuple[int, int], k: tuple[int, int]
-    ) -> tuple[list[Line], list[Line], list[Line]]:
-        """The lines of a document. lo is the largest of the first list. hi is the smallest of the
-        second, or the largest of the third (the prefix) where that is larger."""
-        own = k[1] - q[1]  # the key position that lies under query position 0
-        lows: list[Line] = [(k[0], 0)]
-        highs: list[Line] = [(k[1], 0)]
-        left, right = self.window or (None, None)
-        if left is not None:
-            lows.append((own - left, 1))
-        if right is not None:
-            highs.append((own + right + 1, 1))
-        if self.causal:
-            highs.append((own + 1, 1))
-        floor = [(min(k[0] + self.prefix, k[1]), 0)] if self.prefix else []
-        return lows, highs, floor
-
 
 def _parent(node: int, parent: Any) -> int | None:
     if parent is None or (above := number("parents", parent, least=-1)) == -1:
@@ -217,13 +199,19 @@ def _row_ranges(mask: Mask, q_tokens: int, kv_tokens: int) -> RowRanges:
             hi = (k[1] - q[1] + 1, 1) if mask.causal and size > 1 else (k[1], 0)
             segments.append(Segment(*q, (Interval(k[0], 0, *hi),)))
         elif size:
-            segments += _document_segments(q, k, *mask._document_lines(q, k))
+            segments += _document_segments(mask, q, k)
     return RowRanges(joined(segments), q_tokens, kv_tokens)
 
 
-def _document_segments(
-    q: tuple[int, int], k: tuple[int, int], lows: list[Line], highs: list[Line], floor: list[Line]
-) -> list[Segment]:
+def _document_segments(mask: Mask, q: tuple[int, int], k: tuple[int, int]) -> list[Segment]:
+    """Of a document with these queries and keys. A query sees keys from the largest of `lows` to
+    the smallest of `highs`, or to the end of the prefix where that is larger."""
+    own = k[1] - q[1]  # the key position that lies under query position 0
+    left, right = mask.window or (None, None)
+    lows: list[Line] = [(k[0], 0)] + ([(own - left, 1)] if left is not None else [])
+    ahead = (right, 0 if mask.causal else None)
+    highs = [(k[1], 0), *((own + reach + 1, 1) for reach in ahead if reach is not None)]
+    floor: list[Line] = [(min(k[0] + mask.prefix, k[1]), 0)] if mask.prefix else []
     lines = lows + highs + floor
     flat = {base for base, slope in lines if slope == 0}
     steep = {base for base, slope in lines if slope == 1}
@@ -235,10 +223,7 @@ def _document_segments(
         def key(line: Line, start: int = start, stop: int = stop) -> tuple[int, int]:
             return (line[0] + line[1] * start, line[0] + line[1] * (stop - 1))
 
-        lo = max(lows, key=key)
-        hi = min(highs, key=key)
-        if floor:
-            hi = max([hi, *floor], key=key)
+        lo, hi = max(lows, key=key), max([min(highs, key=key), *floor], key=key)
         # Rows that see nothing, which end before the first key, keep an empty interval there, so
         # that bounds never fall.
         if key(hi)[0] <= key(lo)[0] and key(hi)[1] <= key(lo)[1]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.arguments import number
@@ -79,12 +79,8 @@ def _checked(at: int, item: Any) -> Slice:
         ) from None
 
 
-class _Piece(NamedTuple):
-    """A slice without the queries that see nothing of it."""
-
-    start: int
-    stop: int
-    interval: Interval
+# Queries from and to, of a slice without the queries that see nothing of it, and what they see.
+_Piece = tuple[int, int, Interval]
 
 
 def _pieces(slices: Iterable[Slice]) -> Iterator[_Piece]:
@@ -101,25 +97,25 @@ def _pieces(slices: Iterable[Slice]) -> Iterator[_Piece]:
         elif follows:
             stop = min(q1, q0 + k1 - k0)
         if start < stop and k0 < k1:
-            yield _Piece(start, stop, Interval(*lo, *hi))
+            yield start, stop, Interval(*lo, *hi)
 
 
 def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
     """All queries, each with the union of what slices show of it."""
     pieces = sorted(_pieces(slices))
-    cuts = sorted({0, q_tokens, *(p.start for p in pieces), *(p.stop for p in pieces)})
+    cuts = sorted({0, q_tokens, *(edge for piece in pieces for edge in piece[:2])})
     segments: list[Segment] = []
     active: list[_Piece] = []
     reached = 0
     for start, stop in pairwise(cuts):
-        active = [p for p in active if p.stop > start]
-        while reached < len(pieces) and pieces[reached].start == start:
+        active = [piece for piece in active if piece[1] > start]
+        while reached < len(pieces) and pieces[reached][0] == start:
             active.append(pieces[reached])
             reached += 1
-        if len(active) < 2:
-            segments.append(Segment(start, stop, tuple(p.interval for p in active)))
+        intervals = {interval for _, _, interval in active}
+        if len(intervals) < 2:
+            segments.append(Segment(start, stop, tuple(intervals)))
             continue
-        intervals = {p.interval for p in active}
         for a, b in pairwise(_crossings(intervals, start, stop)):
             segments.append(Segment(a, b, _union(intervals, a, b)))
     return joined(segments)
@@ -177,7 +173,7 @@ def tree_slices(parents: Sequence[int | None], lengths: Sequence[int]) -> Iterat
     """Nodes that lie one after another: each sees itself causally and its ancestors whole."""
     starts = list(accumulate(lengths, initial=0))
     above: list[tuple[tuple[int, int], ...]] = []  # what the children of a node see, by node
-    for node, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
+    for parent, own in zip(parents, pairwise(starts), strict=True):
         seen = [] if parent is None else list(above[parent])
         if seen and seen[-1][1] == own[0]:  # it follows its parent: one stretch of keys
             seen[-1] = (seen[-1][0], own[1])
@@ -186,7 +182,6 @@ def tree_slices(parents: Sequence[int | None], lengths: Sequence[int]) -> Iterat
         above.append(tuple(seen))
         yield from ((own, keys, SliceKind.FULL) for keys in seen[:-1])
         yield own, seen[-1], SliceKind.CAUSAL
-        assert parent is None or parent < node
 
 
 def frame_slices(num_tokens: int, frame: int, num_seen: int | None) -> Iterator[Slice]:

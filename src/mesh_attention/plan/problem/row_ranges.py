@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.problem.intervals import cut
+
 Array = NDArray[np.int64]
 
 
@@ -85,13 +87,9 @@ class RowRanges:
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
     def segments_of(self, blocks: Sequence[tuple[int, int]]) -> list[Segment]:
-        """Those that may hold queries of these stretches."""
-        starts, stops = np.array(blocks, dtype=np.int64).T
-        first = np.maximum(np.searchsorted(self._starts, starts, side="right") - 1, 0)
-        edges = np.zeros(len(self.segments) + 1, dtype=np.int64)
-        np.add.at(edges, first, 1)
-        np.subtract.at(edges, np.searchsorted(self._starts, stops), 1)
-        return [self.segments[at] for at in np.flatnonzero(np.cumsum(edges) > 0)]
+        """Those that hold queries of these stretches, each once and in order."""
+        _, at, _, _ = cut(*np.array(blocks, dtype=np.int64).T, *self.edges)
+        return [self.segments[i] for i in np.unique(at).tolist()]
 
     def lines(self, at: Array) -> tuple[tuple[Array, ...], ...]:
         """lo, its slope, hi and its slope of these segments, interval by interval; an interval that

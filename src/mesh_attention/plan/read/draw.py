@@ -136,7 +136,7 @@ def computed_cells(
         q, kv = work.q[rows], work.kv[columns]
         index = np.ix_(q, kv)
         there = ranks[index]
-        computes = work.pairs[np.ix_(rows, columns)] > 0
+        computes = work.computes[np.ix_(rows, columns)]
         shared = computes & (there != NOBODY) & (there != work.rank)
         for x, y in np.argwhere(shared).tolist():
             cell = (int(q[x]), int(kv[y]))
@@ -151,8 +151,7 @@ def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
         OwnedRows(layout, ((0, first * layout.slots),))
         for layout in (plan.q_layout, plan.kv_layout)
     )
-    visible: NDArray[np.bool_] = queries.visible_pairs(keys, plan.problem.rows) > 0
-    return visible
+    return queries.see(keys, plan.problem.rows)
 
 
 def draw_assignment(

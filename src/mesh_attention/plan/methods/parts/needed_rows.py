@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.methods.parts.intervals import cut, expanded, joined
+from mesh_attention.plan.problem.intervals import cut, expanded, joined
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 

@@ -1,6 +1,7 @@
 """Many intervals at once, as arrays of their ends: joined, and cut at ranges.
 
-`needed_rows.py` says with them which rows ranks need.
+Layouts and counts of pairs cut with them, and `needed_rows.py` of the methods says which rows ranks
+need. `spans.py` has what few intervals need, as tuples.
 """
 
 from __future__ import annotations
