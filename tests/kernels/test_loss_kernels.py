@@ -12,9 +12,8 @@ import torch
 
 from mesh_attention import MeshAttentionError
 from mesh_attention.train import loss_kernels
-from mesh_attention.train.chunked_logits import Factors, Head
-from mesh_attention.train.loss_kernels import LigerLoss, choose_loss, why_not_liger
-from mesh_attention.train.token_losses import CrossEntropy, Targets
+from mesh_attention.train.chunked_logits import Factors, Head, Targets
+from mesh_attention.train.loss_kernels import CrossEntropy, LigerLoss, choose_loss, why_not_liger
 from support.head_case import error, true_loss
 from support.interpreted_liger import interpreted_liger
 

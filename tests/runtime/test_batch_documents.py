@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh_attention import MeshAttentionError
-from mesh_attention.train.batch_documents import rows_of_documents
+from mesh_attention.train.whole_batch import rows_of_documents
 
 
 def rows(

@@ -1,8 +1,7 @@
 """`cp.keep_attention()`: checkpoints that keep out and lse, and compute the rest of a block again.
 
 Attention is most of the work of long sequences, and its results are small beside all that a block
-computes, so they are worth keeping (`request/kept_calls.py`), in the host's memory where a device
-has no room.
+computes. `request/kept_calls.py` keeps them on the device, `offloaded.py` in the host's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ Result = TypeVar("Result")
 
 
 def in_compiled_code(offload: bool) -> Any:
-    """Contexts for a graph, in which attention is an operator whose results are saved."""
+    """The contexts of a checkpoint in code that is being compiled: attention is an operator of the
+    graph, whose results it saves."""
     if offload:
         raise MeshAttentionError(
             "keep_attention(offload=True) inside compiled code: graphs keep tensors on their "
@@ -38,9 +38,9 @@ def in_compiled_code(offload: bool) -> Any:
 
 class KeepAttention(partial[Any]):
     """A `context_fn` of `torch.utils.checkpoint`, for any number of blocks, models and steps.
-    `host`: the memory in which tensors wait, counted; None without `offload`.
+    `host` counts what waits in the host's memory; None without `offload`.
 
-    Compiled code takes no object as `context_fn`, but a `partial`, of which it calls the function.
+    It is a `partial`, since compiled code takes only that as `context_fn`, and calls its function.
     """
 
     def __new__(cls, *, offload: bool = False, host_bytes: int | None = None) -> Self:
@@ -86,8 +86,9 @@ class KeepAttention(partial[Any]):
 
 
 def _hold_inputs(block: OffloadedBlock) -> Callable[[], None]:
-    """A checkpoint saves its inputs after it has called its `context_fn` and before it enters what
-    that returned: these hooks are for that time, and what is returned ends them."""
+    """Offloads the inputs of a checkpoint: it saves them after it has called its `context_fn`, and
+    before it enters the context that this returned. Hooks are on in between; the function that is
+    returned ends them."""
 
     def hold(x: Tensor) -> Held:
         # Parameters, and what was computed for all blocks such as rotary angles, are there anyway.

@@ -1,15 +1,21 @@
-"""Which kernel makes losses, and the gradient of logits, from the logits of a chunk: that of Liger
-(the extra `liger`) where it is installed and can, otherwise PyTorch's operators.
+"""The cross-entropy of tokens, a chunk of logits at a time, and the kernel that computes a chunk:
+Liger's (the extra `liger`) where it is installed and can, otherwise PyTorch's operators.
 
-Of Liger only the kernel of a chunk is taken, which writes gradients over logits in the dtype of
-products: chunks have four times the tokens in the same memory. Its own function of a whole head
-waits for the host, and scales saved gradients in place, so that a second backward pass is wrong.
+`CrossEntropy` computes gradients in the forward pass, while it has the logits: the gradient of a
+sum is known but for the factor that the backward pass brings. Derivatives of a chunk are written by
+hand, so that no tensor beside the chunk's own is ever there.
+
+Only Liger's kernel for a chunk is used. It writes gradients over logits in the dtype of products,
+so chunks have four times the tokens in the same memory. Liger's function for a whole head is not
+used: it waits for the host, and scales saved gradients in place, so that a second backward pass is
+wrong.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,8 +23,14 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels.ready_made import PackageFunction
 from mesh_attention.kernels.registry import KernelRefusedError
-from mesh_attention.train.chunked_logits import Factors, Head
-from mesh_attention.train.token_losses import Loss
+from mesh_attention.train.chunked_logits import (
+    Factors,
+    Gradients,
+    Head,
+    Targets,
+    add_at,
+    refuse_second_derivatives,
+)
 
 LossKernel = Literal["liger", "plain"]
 Reasons = tuple[tuple[str, str], ...]  # (name, why not, or "chosen"), in the order asked
@@ -44,10 +56,105 @@ _LIGER = PackageFunction(
 )
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The cross-entropy of each token of a chunk, by PyTorch's operators."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def logit_bytes(self, head: Head) -> int | None:
+        """The memory that a chunk takes for each of its logits, as `Head.chunks` wants it."""
+        return None
+
+    def of_chunk(
+        self, head: Head, rows: Factors, tokens: Tensor, ignored: Tensor, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses of the rows, 0 where `ignored`. With `needs_grad` also the gradient of their sum
+        with respect to `Head.products`."""
+        logits, log_probs, capped = head.chunk(rows)
+        losses = log_probs.gather(-1, tokens[:, None]).squeeze(-1).neg_()
+        if self.label_smoothing:
+            losses.mul_(1 - self.label_smoothing)
+            losses.sub_(log_probs.mean(-1), alpha=self.label_smoothing)
+        grad = of_softmax = (~ignored).to(head.precise)
+        if self.z_loss:
+            log_sum_exp = logits.amax(-1).to(log_probs.dtype) - log_probs.amax(-1)
+            of_softmax = grad * (1 + 2 * self.z_loss * log_sum_exp)
+            losses.add_(log_sum_exp.square_(), alpha=self.z_loss)
+        losses.masked_fill_(ignored, 0)
+        if not needs_grad:
+            return losses, None
+        del logits
+        of_logits = log_probs.exp_().mul_(of_softmax[:, None])
+        if self.label_smoothing:
+            of_logits.sub_(grad[:, None] * (self.label_smoothing / of_logits.shape[-1]))
+        add_at(of_logits, tokens, grad * (self.label_smoothing - 1))
+        return losses, head.before_softcap(capped, of_logits)
+
+
+class LigerLoss(Loss):
+    """The same by Liger's kernel."""
+
+    def logit_bytes(self, head: Head) -> int:
+        return head.dtype.itemsize
+
+    def of_chunk(
+        self, head: Head, rows: Factors, tokens: Tensor, ignored: Tensor, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = head.products(rows, head.dtype)
+        if rows.weight is None:  # the caller's
+            logits = logits.clone(memory_format=torch.contiguous_format)
+        logits.gather(-1, tokens[:, None])  # refuses what is no token: the kernel would write there
+        targets = tokens.masked_fill(ignored, _IGNORED)
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            settings = self.z_loss, self.label_smoothing, head.softcap
+            results = _LIGER(logits, targets, *settings, needs_grad, *_ALWAYS.values())
+        return results[0], results[-1] if needs_grad else None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The sum of the losses of all targets, in float64. `parts` are those of `Factors`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: Targets, loss: Loss, needs_grad: bool, *parts: Tensor | None
+    ) -> Tensor:
+        factors = Factors(*parts)  # type: ignore[arg-type]
+        tokens, ignored, head = targets
+        total = torch.zeros((), dtype=torch.float64, device=ignored.device)
+        needed = [needs_grad and x for x in ctx.needs_input_grad[3:]]
+        gradients = Gradients(head, factors, needed)
+        for rows, of_rows in head.chunks(factors, loss.logit_bytes(head)):
+            losses, of_logits = loss.of_chunk(
+                head, of_rows, tokens[rows], ignored[rows], any(needed)
+            )
+            total += losses.sum(dtype=torch.float64)
+            if of_logits is not None:
+                gradients.add(rows, of_rows, of_logits)
+            del of_logits  # before the next
+        ctx.gradients = gradients.parts
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        parts = ctx.gradients
+        assert parts is not None  # PyTorch refuses a second pass before, at the division
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            scaled = [None if x is None else x * grad for x in parts]
+        else:  # nobody else has them: no copies, and the first to accumulate may keep them
+            ctx.gradients = None
+            scaled = [None if x is None else x.mul_(grad) for x in parts]
+        del parts
+        return (None, None, None, *scaled)
+
+
 def choose_loss(
     kernel: LossKernel | None, head: Head, factors: Factors, label_smoothing: float, z_loss: float
 ) -> tuple[Loss, Reasons]:
-    """The one that is called `kernel`, or the first that can."""
+    """The loss by the kernel of that name (None: the first that can), and the reasons, which
+    `kernels()` of the object reports."""
     names = get_args(LossKernel)
     if kernel is not None and kernel not in names:
         raise MeshAttentionError(f"kernel={kernel!r}: must be {' or '.join(names)}, or None")
@@ -61,24 +168,6 @@ def choose_loss(
     if kernel is not None:
         raise KernelRefusedError(f"kernel='liger' cannot make this loss: {why_not}")
     return Loss(label_smoothing, z_loss), (("liger", why_not), ("plain", "chosen"))
-
-
-class LigerLoss(Loss):
-    def logit_bytes(self, head: Head) -> int:
-        return head.dtype.itemsize
-
-    def of_chunk(
-        self, head: Head, rows: Factors, tokens: Tensor, ignored: Tensor, needs_grad: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = head.from_matrix(rows, head.dtype)
-        if rows.weight is None:  # the caller's
-            logits = logits.clone(memory_format=torch.contiguous_format)
-        logits.gather(-1, tokens[:, None])  # refuses what is no token: the kernel would write there
-        targets = tokens.masked_fill(ignored, _IGNORED)
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-            settings = self.z_loss, self.label_smoothing, head.softcap
-            results = _LIGER(logits, targets, *settings, needs_grad, *_ALWAYS.values())
-        return results[0], results[-1] if needs_grad else None
 
 
 def why_not_liger(

@@ -1,5 +1,8 @@
 """The cross-entropy of a batch whose tokens are on many ranks: from logits, or from hidden states
 and the weight of the head, without ever holding all logits.
+
+`cross_entropy` checks and joins; `loss_kernels.py` computes this rank's sum, `means.py` the mean of
+all ranks. `policy.py` shares the checks.
 """
 
 from __future__ import annotations
@@ -18,16 +21,14 @@ from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
-from mesh_attention.train.chunked_logits import Factors, Head
-from mesh_attention.train.loss_kernels import LossKernel, choose_loss
+from mesh_attention.train.chunked_logits import Factors, Head, Targets
+from mesh_attention.train.loss_kernels import CrossEntropy, LossKernel, choose_loss
 from mesh_attention.train.means import LossCall, Means, TokenMean
 from mesh_attention.train.sharded_weight import count_gathering, own_weights
-from mesh_attention.train.token_losses import CrossEntropy, Targets
 from mesh_attention.train.whole_batch import MARK, index_of_64_bits
 
-_LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
-_COMPARED = {"weight": "weight", "bias": "bias", "few_weight": "second matrix of low_rank"}
+_LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
 
 
 def cross_entropy(
@@ -42,7 +43,6 @@ def cross_entropy(
     """`ContextParallel.cross_entropy`, of logits `x`, or `linear_cross_entropy`, of hidden states
     `x` with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`, `softcap` and
     `chunk_tokens`."""
-    groups = means.user.session.groups
     count_gathering(means, head)
     means.refuse_wrong()
     name = "logits" if head is None else "hidden"
@@ -50,7 +50,7 @@ def cross_entropy(
     ignore_index, numbers = plain_numbers(ignore_index, **numbers)
     chunk_tokens, softcap = numbers.pop("chunk_tokens", None), numbers.get("softcap")
     targets = targets_of(factors, tokens, ignore_index, softcap=softcap, chunk_tokens=chunk_tokens)
-    groups.check_device(tokens.device)
+    means.user.session.groups.check_device(tokens.device)
     smoothing, z_loss = numbers["label_smoothing"], numbers.get("z_loss", 0.0)
     loss, reasons = choose_loss(kernel, targets.head, factors, smoothing, z_loss)
     means.user.loss_kernels[means.name] = reasons
@@ -62,9 +62,10 @@ def cross_entropy(
         "dtype": str(factors.x.dtype),
         "kernel": reasons[-1][0],
     }
-    for name, factor in factors._asdict().items():
-        if factor is not None and name in _COMPARED:
-            statement[f"shape of the {_COMPARED[name]}"] = list(factor.shape)
+    names = {"weight": "weight", "bias": "bias", "few_weight": "second matrix of low_rank"}
+    for field, text in names.items():
+        if (factor := getattr(factors, field)) is not None:
+            statement[f"shape of the {text}"] = list(factor.shape)
     return means.mean(
         total,
         (~targets.ignored).sum(dtype=torch.float64),
@@ -134,8 +135,9 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
 
 
 def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
-    """`mark`: the batch that `shard_batch` noted on the targets. The graph of `x` has the attention
-    that `x` comes from, which knows its batch if the call had documents."""
+    """Raises if `x` comes from attention over another batch than `mark`, which `shard_batch` noted
+    on the targets. Attention is found in the graph of `x`, and knows its batch if the call had
+    documents."""
     nodes, seen = deque([x.grad_fn]), 0
     while mark is not None and nodes and seen < _LOOKED_AT:
         node: Any = nodes.popleft()

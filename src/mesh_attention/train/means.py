@@ -1,8 +1,8 @@
-"""A mean over the tokens of all ranks, on each of them.
+"""`Means`: the mean over the tokens of all ranks, the same number on each of them.
 
-A mean that every rank takes over its own tokens, averaged by the framework, is another number
-whenever ranks have different numbers of them. So they are counted over all ranks, and each rank
-divides by that count.
+If every rank took the mean over its own tokens, and the framework averaged these means, the result
+would be another number whenever ranks have different numbers of tokens. So tokens are counted over
+all ranks, and each rank divides its sum by that count. All losses of `ContextParallel` end here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def refuse_reduce(reduce: object) -> None:
 @dataclass(frozen=True, eq=False)
 class TokenMean:
     """
-    loss         to call `backward` on; scaled for what becomes of gradients, so not for people
-    value        the mean over all targets of all ranks, the same on each of them, without a graph
-    num_targets  how many there are
+    loss         to call `backward` on: this rank's share, scaled by how gradients are reduced
+    value        to print: the mean over all targets of all ranks, the same on each, without a graph
+    num_targets  the number of these targets
     """
 
     loss: Tensor
@@ -52,7 +52,12 @@ _pytree.register_dataclass(TokenMean)
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss, or what is made of a head for one; `name` is that of the method that was called."""
+    """The fields that ranks compare of a call of a loss, or of `log_probs`.
+
+    name     of the method of `ContextParallel` that was called
+    reduce   how the caller's framework reduces gradients; None only in `log_probs`
+    batch    what `shard_batch` noted on the targets: ranks compare that they have the same batch
+    """
 
     name: str
     user: User
@@ -64,8 +69,9 @@ class LossCall:
     def begin(
         self, statement: Statement, device: torch.device, *, name: str = "", of: int = 0
     ) -> None:
-        """A pass that ranks of the group make together. `of`: the place of the forward call that a
-        backward pass belongs to, which has a `name` of its own."""
+        """Tells the other ranks of the group about this pass, and that it begins; they compare it
+        with theirs. A backward pass has a `name` of its own, and `of`: the place of its forward
+        call."""
         session = self.user.session
         statement = {self.name: self.reduce, "device": device.type} | statement
         kind = session.calls.agree_on(statement, self.options, ahead=True)
@@ -75,7 +81,7 @@ class LossCall:
 
 @dataclass(frozen=True)
 class Means(LossCall):
-    """How a mean is taken, and of which ranks."""
+    """A call that takes a mean; `data_parallel` and `num_targets` as in `cross_entropy`."""
 
     data_parallel: dist.ProcessGroup | DeviceMesh | None
     num_targets: int | Tensor | None
@@ -97,7 +103,8 @@ class Means(LossCall):
             )
 
     def add_up(self, statement: Statement, sums: Tensor, *, within: bool = True) -> None:
-        """In place, over the context-parallel group: a call that ranks make together."""
+        """Adds up `sums` in place over the context-parallel group: a call that ranks make together.
+        Without `within` they compare the call, and add up nothing."""
         session = self.user.session
         self.begin(statement, sums.device)
         with session.guard.whole_or_broken():
@@ -117,9 +124,12 @@ class Means(LossCall):
         alike: dict[str, object],
         statement: Statement,
     ) -> TokenMean:
-        """From this rank's sum, in float64 and with its graph, and count. `dtype` of the loss;
-        `alike` is what replicas must say too, `statement` what ranks of the group compare
-        besides."""
+        """The mean from this rank's sum, in float64 and with its graph, and from its count.
+
+        dtype      of the loss
+        alike      what all ranks must say alike, data-parallel ones too
+        statement  what ranks of the group compare besides
+        """
         session = self.user.session
         ranks = self.ranks
         number = self.num_targets
@@ -146,11 +156,13 @@ class Means(LossCall):
 
 @dataclass(frozen=True)
 class LossRanks:
-    """
-    known    those of the group and those that were given
-    number   of those that have a part of the batch
-    group    over which sums of a context-parallel group are added up, if there are others
-    within   whether they must be added up in the group before
+    """The ranks over which a mean is taken.
+
+    known    ranks of the context-parallel group and of `data_parallel`
+    number   of all ranks that have a part of the batch
+    group    of `data_parallel`, over which sums are added up; None without it
+    within   whether sums are added up in the context-parallel group first: not if `group` has all
+             its ranks
     """
 
     known: frozenset[int]
@@ -183,9 +195,10 @@ class LossRanks:
 
 
 class _Said:
-    """What all ranks must say alike, those of other replicas too. It travels with the sums of the
-    losses: numbers below 4,093 and their squares, which are exact when added up, and of which the
-    mean of the squares is the square of the mean only where all are equal."""
+    """Checks that all ranks, those of other replicas too, say `alike` and `num_targets` alike.
+
+    Both travel with the sums of the losses as numbers below 4,093 and their squares, which are
+    exact when added up. The mean of the squares is the square of the mean only if all are equal."""
 
     def __init__(
         self,
@@ -208,7 +221,8 @@ class _Said:
         self.sums = torch.cat([values, values**2])
 
     def is_wrong(self, sums: Tensor, count: Tensor, num_ranks: int) -> Tensor:
-        """Whether results must be NaN: on the CPU, where nobody waits for it, an error on all."""
+        """From the sums over all ranks: whether results must be NaN. On the CPU, where this waits
+        for nothing, it is an error instead, on all ranks. `count`: targets of this batch."""
         total, squares = sums.chunk(2)
         numbers, settings = (total**2 != num_ranks * squares).view(2, -1).any(1)
         few = count > (count if self._num_targets is None else self._num_targets)

@@ -1,9 +1,9 @@
-"""Tensors that wait for the backward pass in the host's memory.
+"""Tensors that wait for the backward pass in the host's memory, for `keep_attention.py`.
 
-On CUDA they are copied to pinned memory on a stream of their own, while their block is computed,
-and back while the block after it has its backward pass. A tensor stays on the device until the next
-block begins, which waits for the copies there: a change in place is seen. On the CPU they are
-copies.
+On CUDA they are copied to pinned memory on a stream of their own while their block is computed, and
+back while the block after it has its backward pass. Until the next block begins, a tensor also
+stays on the device; then the computing stream waits for the copies, and a tensor that was changed
+in place meanwhile is an error. On the CPU tensors are simply copied.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mesh_attention.request.kept_calls import Held
 
 
 class HostMemory:
-    """`limit_bytes`: the most that is taken; what does not fit stays on its device. `num_bytes` are
-    taken now, `most_bytes` were at some time, and `stayed_bytes` in all did not fit."""
+    """Counts what is offloaded: `num_bytes` now, `most_bytes` at the most. What would exceed
+    `limit_bytes` stays on its device: `stayed_bytes` in all."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -52,8 +52,8 @@ class HostMemory:
 
 
 class OffloadedBlock:
-    """What one block leaves to its backward pass. It knows the block before it, whose backward pass
-    comes next, as long as that is to come."""
+    """The tensors that one block leaves to its backward pass. It knows those of the block `before`,
+    whose backward pass comes next."""
 
     def __init__(self, memory: HostMemory, before: OffloadedBlock | None) -> None:
         self._memory = memory
@@ -72,15 +72,16 @@ class OffloadedBlock:
         return held
 
     def fetch_ahead(self) -> None:
-        """What this block needs and is not on its way yet, then what the one before it needs."""
+        """Starts copies back: of what this block needs, then of what the block before it needs."""
         for weak in (*self._held, *self._before):
             if (held := weak()) is not None:
                 held.fetch()
 
 
 class Offloaded(Held):
-    """A copy in memory of the host, from which a tensor is made for each backward pass; and the
-    tensor itself until it has to `leave` its device."""
+    """A tensor with a copy in the host's memory. `leave` ends its stay on the device, `fetch`
+    starts a copy back, and `take`, in a backward pass, returns the tensor; another pass copies
+    again."""
 
     def __init__(
         self, x: Tensor, memory: HostMemory, num_bytes: int, stream: torch.cuda.Stream | None
@@ -95,7 +96,6 @@ class Offloaded(Held):
         self._copy(self._host, parts)
 
     def _copy(self, to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """After all that is computed so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -105,7 +105,7 @@ class Offloaded(Held):
                 self._copied = self._stream.record_event()
 
     def _wait(self) -> None:
-        """What is computed from now on comes after the copy."""
+        """Lets the computing stream wait for the copy."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

@@ -1,11 +1,11 @@
 """What policy losses (PPO, GRPO, DPO) need of a batch whose tokens are on many ranks:
 log-probabilities and entropies of this rank's tokens, and means over tokens or over sequences,
-which may lie on several ranks.
+which may lie on several ranks. `ContextParallel.log_probs` and `token_mean` call it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -20,12 +20,26 @@ from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.sharding import Shards
+from mesh_attention.train.chunked_logits import (
+    Factors,
+    Gradients,
+    Targets,
+    add_at,
+    refuse_second_derivatives,
+)
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
 from mesh_attention.train.means import LossCall, Means, TokenMean, refuse_reduce
 from mesh_attention.train.sharded_weight import count_gathering
-from mesh_attention.train.token_losses import STATISTICS, LogProbs
 
 Per = Literal["token", "sequence"]
+_LEAST = -1e4  # bounds log-probabilities: p * log p is 0 far above it, and never 0 * inf
+
+# What else is known of each token, from logits, log-probabilities and tokens; without gradients.
+STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "is_top1": lambda _, log_probs, tokens: log_probs.argmax(-1) == tokens,
+    "mean_logits": lambda logits, log_probs, _: logits.mean(-1, dtype=log_probs.dtype),
+    "log_sum_sq_probs": lambda _, log_probs, __: (2 * log_probs).logsumexp(-1),
+}
 
 
 def log_probs(
@@ -38,8 +52,7 @@ def log_probs(
     statistics: Sequence[str],
     **numbers: Any,
 ) -> tuple[Tensor, ...]:
-    """As `ContextParallel.log_probs` describes it; `numbers` are `softcap`, `temperature` and
-    `chunk_tokens`."""
+    """As `ContextParallel.log_probs` describes it. `numbers` are fields of `Head`."""
     count_gathering(call, (weight, bias))
     if weight is None and bias is not None:
         raise MeshAttentionError("bias without a weight: logits have it already")
@@ -63,10 +76,65 @@ log_probs_together = collective_call(lambda call, *_, **__: (call.user.session, 
 )
 
 
+class LogProbs(torch.autograd.Function):
+    """Log-probability, entropy and `statistics` of each token, 0 where it has no target. `parts`
+    are those of `Factors`.
+
+    Logits are computed again in the backward pass: only there it is known what each result weighs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: Targets, statistics: Sequence[str], *parts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        factors, (tokens, ignored, head) = Factors(*parts), targets  # type: ignore[arg-type]
+        log_probs, entropies = (
+            torch.empty(len(tokens), dtype=head.precise, device=tokens.device) for _ in range(2)
+        )
+        dtypes = [torch.bool if name == "is_top1" else head.precise for name in statistics]
+        others = [torch.empty_like(tokens, dtype=dtype) for dtype in dtypes]
+        for rows, of_rows in head.chunks(factors):
+            logits, of_vocabulary, capped = head.chunk(of_rows)
+            for name, result in zip(statistics, others, strict=True):
+                result[rows] = STATISTICS[name](logits, of_vocabulary, tokens[rows])
+            del logits, capped
+            log_probs[rows] = of_vocabulary.gather(-1, tokens[rows, None]).squeeze(-1)
+            of_vocabulary.clamp_(min=_LEAST)
+            entropies[rows] = of_vocabulary.exp().mul_(of_vocabulary).sum(-1).neg_()
+            del of_vocabulary  # before the next
+        for result in (log_probs, entropies, *others):
+            result.masked_fill_(ignored, 0)
+        ctx.targets = targets
+        ctx.save_for_backward(entropies, *parts)
+        ctx.mark_non_differentiable(*others)
+        return log_probs, entropies, *others
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        entropies, *parts = ctx.saved_tensors
+        factors, (tokens, ignored, head) = Factors(*parts), ctx.targets
+        gradients = Gradients(head, factors, ctx.needs_input_grad[2:])
+        grad, of_entropy = (x.masked_fill(ignored, 0)[:, None] for x in grads[:2])
+        for rows, of_rows in head.chunks(factors):
+            logits, of_logits, capped = head.chunk(of_rows)
+            del logits
+            probs = of_logits.clamp_(min=_LEAST).exp()
+            # -p (grad + of_entropy (log p + H)), and grad where the token is
+            of_logits.add_(entropies[rows, None]).mul_(-of_entropy[rows])
+            of_logits.sub_(grad[rows]).mul_(probs)
+            del probs
+            add_at(of_logits, tokens[rows], grad[rows, 0])
+            gradients.add(rows, of_rows, head.before_softcap(capped, of_logits))
+            del of_logits, capped
+        return (None, None, *gradients.parts)
+
+
 def token_mean(
     means: Means, values: Tensor, mask: Tensor, *, per: Per, shards: Shards | None
 ) -> TokenMean:
-    """As `ContextParallel.token_mean` describes it; `shards` of the batch, where they are known."""
+    """As `ContextParallel.token_mean` describes it. `shards` of the batch, if they are known: then
+    slots without a token do not count."""
     groups = means.user.session.groups
     means.refuse_wrong()
     values, mask = own_copies(groups.ranks, values=values, mask=mask)
@@ -96,8 +164,8 @@ def token_mean(
 
 
 def _sequences(shards: Shards, values: Tensor) -> tuple[Tensor, int]:
-    """The sequence of each slot, in the shape of the values, and how many there are; slots without
-    a token are of one more."""
+    """The number of the sequence of each slot, in the shape of the values, and how many sequences
+    there are. Slots without a token get the number after the last."""
     slots = shards.q_layout.slots
     if values.ndim != 2 or values.shape[1] != slots:
         raise MeshAttentionError(

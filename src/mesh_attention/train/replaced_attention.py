@@ -1,7 +1,8 @@
-"""`scaled_dot_product_attention` over all ranks inside a block, for model code that stays as it is,
-with the buffers convention of PyTorch's own `context_parallel`.
+"""`cp.context_parallel(...)`: a block in which `scaled_dot_product_attention` attends over all
+ranks, with the arguments of PyTorch's own `context_parallel`. The code of the model stays as it is.
 
-A torch function mode finds the calls however a model imported the name.
+A torch function mode (`_OverRanks`) finds the calls, however a model imported the name.
+`sharded_buffers.py` sees to the buffers.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ _WHOLE_LAYERS = tuple(
 
 
 class _OverRanks(TorchFunctionMode):
-    """Of this thread; PyTorch's threads of a backward pass have the modes of who called it."""
+    """Replaces calls of this thread. PyTorch's threads of a backward pass take the modes of the
+    thread that called `backward`."""
 
     def __init__(self, calls: ObjectCalls, documents: Documents | None) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class _OverRanks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def note_checkpoints(self) -> None:
-        """Those around a call, each by the object that its two passes share."""
+        """Notes reentrant checkpoints around a call, each by the object that its passes share."""
         if torch.is_grad_enabled() and not self._to_come:
             return  # they attend without gradients first
         frame: FrameType | None = sys._getframe(1)
@@ -130,7 +132,7 @@ _PASSES = (torch.autograd.backward, torch.autograd.grad)
 
 
 def _of_edges(func: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward pass by edges of the graph in place of tensors: nobody is asked about it."""
+    """A backward pass by edges of the graph in place of tensors, for which PyTorch asks no mode."""
     roots = _several(roots)
     name = "grad_outputs" if func is torch.autograd.grad else "grad_tensors"
     if kwargs.get(name) is None:  # of an edge nothing but the shape is known
@@ -206,17 +208,17 @@ _BACKWARD = _engine_run_backward.__code__
 # A checkpointed function runs again without what was around it, and must have the same label.
 _ENDS = (unwrap(checkpoint).__code__, _BACKWARD)
 
-# Of modules, by model and part. A layer that is checkpointed runs again in a backward pass, without
-# the model that it is a part of: then its name is that of its latest forward pass.
+# Names of modules, by model and part. A layer that is checkpointed runs again in a backward pass,
+# without the model around it: then it has the name of its latest forward pass.
 _PARTS: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
 _LATEST: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
 
 def running_module(frame: FrameType | None) -> str | None:
-    """A label, by which ranks find out that they are at different layers: the class of the model
-    and the name in it of the innermost module whose forward pass has come to `frame`; None in a
-    function that is checkpointed or called outside any module. The stack says it: hooks on every
-    module would be compiled and guarded."""
+    """A label, by which ranks find out that they are at different layers: the class of the model,
+    and the name in it of the innermost module whose forward pass has come to `frame`. None in a
+    function that is checkpointed or called outside any module. It is read from the stack: hooks on
+    every module would be compiled and guarded."""
     while frame is not None and frame.f_code not in _ENDS:
         if frame.f_code is _CALL:
             return _named(frame.f_locals["self"], frame)

@@ -20,27 +20,34 @@ from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.train.batch_documents import Rows
-from mesh_attention.train.whole_batch import MARK, WholeBatch, checked_tensors, index_of_64_bits
+from mesh_attention.train.whole_batch import (
+    MARK,
+    Rows,
+    WholeBatch,
+    checked_tensors,
+    index_of_64_bits,
+)
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch(Mapping[str, Any]):
-    """This rank's slots of a batch, (rows, local tokens) each; also a mapping of what there is.
+    """This rank's part of a batch: tensors of (rows, local tokens). Also a mapping, by name, of
+    those that there are.
 
     labels        targets: what each token is to predict, `ignore_index` where nothing; with `ahead`
                   of (rows, local tokens, ahead)
     position_ids  as given, or counted in each document
     padding       true where a slot holds no token, or one that the mask says is padding
-    documents     to hand to `attention` and `unshard`; None where the object says all
+    documents     to hand to `attention` and `unshard`; None where the object knows them
     others        tensors that were given by other names: `batch.name` as well as `batch["name"]`
-    num_targets   of the whole batch, of all ranks of the group: a tensor, nobody waits for it; with
-                  `ahead` a number for each distance
-    whole         of a Trainer: as data_collator made it, with labels that are not shifted
+    num_targets   of the whole batch, on all ranks of the group: a tensor, for which nobody waits;
+                  with `ahead` a number for each distance
+    of_model      names of the arguments of a model, where a `ModelContextParallel` knows it
+    whole         only of a Trainer: the batch as data_collator made it, labels not shifted
 
-    Where rows have documents of their own they are one pack, and `rows` is 1 here.
+    If rows have different documents, they became one pack, and `rows` is 1 here.
     """
 
     input_ids: Tensor | None
@@ -54,8 +61,8 @@ class ShardedBatch(Mapping[str, Any]):
     whole: Mapping[str, Any] = field(default_factory=dict)
 
     def model_inputs(self) -> dict[str, Any]:
-        """What a model takes: no labels, since models that take some shift them once more, and of
-        `others` those that it names, where a `ModelContextParallel` knows the model."""
+        """Arguments for a model: without labels, since models that take some shift them once more,
+        and of `others` only those `of_model`."""
         names = self.others if self.of_model is None else self.of_model
         others = {name: x for name, x in self.others.items() if name in names}
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, **others}
@@ -80,7 +87,6 @@ class ShardedBatch(Mapping[str, Any]):
         return self.model_inputs() | {**self.others} | own
 
     def __getattr__(self, name: str) -> Any:
-        """Of `others`."""
         others = vars(self).get("others")
         if others is None or name.startswith("_"):  # of one that is being made
             raise AttributeError(name)
@@ -169,7 +175,8 @@ def shard_batch(
 
 
 def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
-    """What is on a device is not compared among ranks: there the length is all that tells."""
+    """Raises if a batch looks like the shard of one. Contents on a device are not compared among
+    ranks, so there only the length tells."""
     if all(x.device.type == "cpu" for x in whole.tensors.values()):
         return
     try:
@@ -186,7 +193,8 @@ def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
 def _sharing(
     calls: ObjectCalls, whole: WholeBatch, also: Sequence[Any]
 ) -> tuple[Documents | None, Shards, Rows]:
-    """How the batch is shared out; by the object alone where that is for one length and mask."""
+    """How the batch is cut, and the documents of each row. The handle is None where the object is
+    for one length and mask, and these are the batch's."""
     handle = whole.documents
     rows = whole.rows()
     if handle is None:
@@ -206,27 +214,23 @@ def _sharing(
     return handle, calls.cut(handle), rows
 
 
-def _roomy(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels of bytes would take `ignore_index` for another token."""
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
-    range_of = torch.iinfo(labels.dtype)
-    return labels if range_of.min <= ignore_index <= range_of.max else labels.long()
-
-
 def _targets(
     whole: WholeBatch, rows: Rows, shift_labels: bool, ahead: int | None, ignore_index: int
 ) -> Tensor:
     """What each token of the whole batch is to predict: nothing behind the end of its document.
-    With `ahead`, (rows, tokens, ahead): of the next token, of that after it, and so on."""
-    labels = _roomy(whole.tensors["labels"], ignore_index)
+    With `ahead`, (rows, tokens, ahead): the next token, that after it, and so on."""
+    labels = whole.tensors["labels"]
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
+    if not torch.iinfo(labels.dtype).min <= ignore_index <= torch.iinfo(labels.dtype).max:
+        labels = labels.long()  # bytes would take `ignore_index` for another token
     if shift_labels:
         whole.refuse_next_tokens(ignore_index)
     tokens, device = labels.shape[1], labels.device
     starts = torch.tensor([s for row in rows for s in row[:-1]], device=device)
     ends = torch.tensor([s for row in rows for s in row[1:]], device=device)
-    size = labels.numel()
-    ends = torch.repeat_interleave(ends, ends - starts, output_size=size).view(labels.shape)
+    lengths, size = ends - starts, labels.numel()
+    ends = torch.repeat_interleave(ends, lengths, output_size=size).view(labels.shape)
     at = torch.arange(tokens, device=device)
     mask, targets = whole.tensors.get("attention_mask"), []
     for distance in range(shift_labels, shift_labels + (ahead or 1)):

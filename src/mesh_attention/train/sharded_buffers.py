@@ -1,6 +1,6 @@
-"""Buffers that hold this rank's tokens inside a block of `ContextParallel.context_parallel`, and
-their whole data again after it. Tensors that autograd saved in the block keep the data of the
-block, so the backward pass may come after it.
+"""Buffers that hold this rank's tokens inside a block of `ContextParallel.context_parallel`
+(`replaced_attention.py`), and their whole data again after it. Tensors that autograd saved in the
+block keep the data of the block, so the backward pass may come after it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def sharded_buffers(
     dims: Sequence[int],
     no_restore: Collection[Tensor],
 ) -> Iterator[None]:
-    """Replaces the data of `buffers` inside the block. Call `check_buffers` before. `shards` may be
-    None if there are no buffers."""
+    """Replaces the data of `buffers` inside the block. Call `check_buffers` before. `shards` is
+    None only if there are no buffers."""
     parts = [
         _shard(shards, number, x, dim)
         for number, (x, dim) in enumerate(zip(buffers, dims, strict=True))

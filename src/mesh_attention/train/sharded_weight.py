@@ -1,9 +1,9 @@
 """The weight of a head as FSDP2 has it outside of forward: in parts, on ranks with other tokens.
 
-It is gathered for the call, in the dtype of the hidden states (its own under autocast), and its
-gradient is reduced to the parts as FSDP2 reduces those of other parameters. Ranks compare the call
-before they gather, and before they reduce: those of other replicas, with other batches, by how many
-such calls they have made and with what.
+`own_weights` gathers it for a loss or for `log_probs`, in the dtype of the hidden states (under
+autocast in its own), and its gradient is reduced to the parts as FSDP2 reduces gradients of other
+parameters. Before they gather, and before they reduce, ranks compare the call. Ranks of other
+replicas, which have other batches, compare what is gathered and how many such calls they have made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SAID_BYTES = 1024  # of what replicas compare
 
 
 def own_weights(call: LossCall, hidden: Tensor, **tensors: Any) -> list[Any]:
-    """Whole weight and bias."""
+    """Tensors of a head (some may be None) whole, in the same order: parts are gathered, others are
+    as this rank holds them."""
     ranks = call.user.session.groups.ranks
     of_loss = call.ranks if isinstance(call, Means) else None
     parts = {name: x for name, x in tensors.items() if is_of_fsdp(x, ranks, of_loss)}
@@ -66,8 +67,9 @@ _WAYS_OUT = (
 
 
 def is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None = None) -> bool:
-    """Sharded along one dimension of its mesh, over ranks with other tokens: the whole group, or
-    all ranks of the loss. On other meshes parts may belong to tensor parallelism."""
+    """Whether `x` is sharded by FSDP2: along one dimension of its mesh, over ranks with other
+    tokens (the whole group `ranks`, or all ranks of the loss). On other meshes parts may belong to
+    tensor parallelism."""
     if not is_dtensor(x):
         return False
     from torch.distributed.tensor import Replicate, Shard
@@ -83,8 +85,8 @@ def is_of_fsdp(x: Any, ranks: Collection[int], of_loss: LossRanks | None = None)
 
 
 def count_gathering(call: LossCall, head: Sequence[Any] | None) -> None:
-    """Before anything can go wrong with it: a call that fails counts on all ranks. `head`: weight,
-    bias, and a pair if there is one."""
+    """Counts this call for the meshes of its weights, before anything can go wrong: a call that
+    fails counts on all ranks. `head`: weight, bias, and a pair if there is one."""
     weights = [y for x in head or () for y in (x if isinstance(x, tuple | list) else (x,))]
     for mesh in {x.device_mesh for x in weights if is_dtensor(x)}:
         call.user.session.gathered[_members(mesh)] += 1
@@ -96,9 +98,11 @@ def _members(mesh: DeviceMesh) -> tuple[int, ...]:
 
 @dataclass
 class Gathering:
-    """
+    """The sharded weights of one call, in both passes.
+
     statement  what ranks compare of it
-    numbers    how many calls of this session have gathered on a mesh, this one included
+    numbers    by mesh, how many calls of this session have gathered there, this one included
+    dtype      to gather in; None: that of each weight
     place      of the forward pass, among the calls of the group
     """
 
@@ -123,8 +127,9 @@ class Gathering:
         return Gathering(call, statement, {m: counted[_members(m)] for m in meshes}, dtype)
 
     def meet(self, device: torch.device, *, backward: bool = False) -> Tensor:
-        """All ranks are about to move the same parts, or it is an error; where the host does not
-        wait for the device it is NaN in place of 0, by which parts are spoilt."""
+        """Raises unless all ranks are about to move the same parts. Returns 0; on a device, for
+        which the host does not wait, NaN in place of an error: callers spoil their results by it.
+        """
         call, session = self.call, self.call.user.session
         call.user.refuse_if_closed()
         name = f"backward of {call.name}" if backward else call.name
@@ -139,7 +144,7 @@ class Gathering:
         return wrong[0]
 
     def _differ(self, mesh: DeviceMesh, number: int, name: str, device: torch.device) -> Tensor:
-        """Replicas, as `meet` says it."""
+        """The same among the ranks of a mesh that are not all of the group's."""
         from torch.distributed.tensor import DTensor, Shard
 
         guard, members = self.call.user.session.guard, _members(mesh)
@@ -162,7 +167,7 @@ class Gathering:
 
 
 class _Gathered(torch.autograd.Function):
-    """All parts of a call, so that their gradients come together too."""
+    """Gathers all parts of a call at once, so that their gradients come at once too."""
 
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *parts: Any) -> tuple[Tensor, ...]:

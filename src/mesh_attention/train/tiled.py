@@ -1,8 +1,8 @@
-"""`cp.tiled(mlp, tokens=...)`: a block that looks at each token by itself, in tiles of tokens.
+"""`cp.tiled(mlp, tokens=...)`: runs a block that treats each token by itself on tiles of tokens.
 
-What it computes on the way is there for one tile at a time: nothing of it is saved, and the
-backward pass computes each tile again, with the random numbers and the autocast of the first time.
-Gradients of parameters are summed over the tiles, in their order, in float32 or wider.
+Intermediate values exist for one tile at a time. Nothing of a tile is saved: the backward pass
+computes it again, with the random numbers and the autocast of the first time. Gradients of
+parameters are summed over tiles, in their order, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MIX_TOKENS = (
 
 
 class Tiled:
-    """`block` on tiles of (..., tokens, width). Not a module, so that names of parameters stay."""
+    """Runs `block`, a module or a module's method, on tiles of (..., tokens, width). It is no
+    module itself, so that names of parameters stay."""
 
     def __init__(self, block: Callable[[Tensor], Tensor], tokens: int) -> None:
         if not callable(block):
@@ -126,7 +127,7 @@ def _gradients(
 
 
 def _leaves_of(out: Tensor) -> Iterator[Tensor]:
-    """All tensors that autograd would have a gradient for."""
+    """All leaves that autograd would compute a gradient for, by its graph."""
     nodes, seen = [out.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -145,6 +146,8 @@ def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 class _NoAttention(AroundAttention):
+    """A context in which calls of attention are refused."""
+
     def fault(self) -> MeshAttentionError:
         return _refusal("the block calls attention, which looks at all tokens; tile what is beside")
 
@@ -153,7 +156,7 @@ class _NoAttention(AroundAttention):
 
 
 class _Modes:
-    """Those of the forward pass, for both passes."""
+    """Autocast and random state as they were in the forward pass, for both passes."""
 
     def __init__(self, device: torch.device) -> None:
         self._dtypes = {kind: torch.get_autocast_dtype(kind) for kind in ambient_autocast()}

@@ -1,5 +1,9 @@
-"""A whole batch as training code gives it: checked before anything is made of it, read where it
-has to be, and described for other ranks, which must have the same.
+"""A whole batch as training code gives it: checked before anything is made of it, its documents
+read, and described for other ranks, which must have the same. `shard_batch` calls it.
+
+Documents come from `cu_seqlens`, from packed `position_ids`, or from a padding mask: padding
+becomes a document of its own, so no real token sees it. What contradicts itself is refused by name,
+and so is a mask that documents cannot express.
 """
 
 from __future__ import annotations
@@ -13,19 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesh_attention.choose.pack import Pack
+from mesh_attention.choose.documents import Starts
+from mesh_attention.choose.pack import Pack, document_starts
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind
 from mesh_attention.runtime.session.documents import Documents
-from mesh_attention.train.batch_documents import Rows, rows_of_documents, rows_of_pack
 
-MARK = "_mesh_attention_shard"  # of tensors that are sharded: the fields of their `BatchIdentity`
+Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
+
+MARK = "_mesh_attention_shard"  # attribute of a shard's tensors: the fields of its `BatchIdentity`
 _FEWEST_LABELS = 8  # that tell labels of next tokens from others
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Tensors (rows, tokens, ...) by name, as they were given, and what was said with them."""
+    """Tensors (rows, tokens, ...) by name, and the arguments of `shard_batch` that go with them."""
 
     tensors: dict[str, Tensor]
     cu_seqlens: Any
@@ -42,7 +48,7 @@ class WholeBatch:
         return self.cu_seqlens is not None or self.documents is not None
 
     def readable(self, name: str) -> Tensor | None:
-        """A tensor on the host, if it is there or may be fetched."""
+        """A tensor on the host; None if it is on a device and `check` does not allow to wait."""
         x = self.tensors.get(name)
         return x.cpu() if x is not None and (x.device.type == "cpu" or self.check) else None
 
@@ -56,14 +62,13 @@ class WholeBatch:
                     "host, which would have to wait: keep it on the CPU, give cu_seqlens in its "
                     "place, or say check=True to wait"
                 )
+        pack = None if self.documents is None else self.documents.pack
+        said = pack if self.cu_seqlens is None else self.cu_seqlens
         read = (self.readable("position_ids"), self.readable("attention_mask"))
-        pack = self.cu_seqlens if self.documents is None else self.documents.pack
-        if not isinstance(pack, Pack):
-            return rows_of_documents(self.shape, pack, *read)
-        fixed = rows_of_pack(pack, self.shape)
-        said = fixed if self.cu_seqlens is None or pack is self.cu_seqlens else self.cu_seqlens
-        rows = rows_of_documents(self.shape, said, *read)
-        if [{*row} for row in rows] != [{*row} for row in fixed]:
+        rows, pack = rows_of_documents(self.shape, said, *read), pack or said
+        if isinstance(pack, Pack) and any(
+            {*row} != {*made} for row, made in zip(rows, _rows(pack, self.shape), strict=True)
+        ):
             raise MeshAttentionError(
                 "the documents that were made are not those of the batch: by its cu_seqlens, or "
                 "since attention_mask begins padding inside one of them"
@@ -71,7 +76,8 @@ class WholeBatch:
         return rows
 
     def contents(self, **more: Any) -> str:
-        """What ranks compare: digests of what was read here, shapes of the rest."""
+        """A text by which ranks compare their batches: `more`, all shapes, and digests of what may
+        be read."""
         parts = [f"{name} {value}" for name, value in more.items()]
         for name, x in sorted(self.tensors.items()):
             parts.append(f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
@@ -97,7 +103,8 @@ class WholeBatch:
 
 
 def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that there are, all of (rows, tokens, ...)."""
+    """Those that are not None, first the one that says the size; raises unless all of them are
+    (rows, tokens, ...)."""
     tensors = {name: x for name, x in arguments.items() if x is not None}
     for name, x in tensors.items():
         if hasattr(x, MARK):
@@ -139,6 +146,118 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
                 )
             )
     return {first: tensors.pop(first), **tensors}
+
+
+def rows_of_documents(
+    shape: tuple[int, int],
+    cu_seqlens: Any = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Rows:
+    """The documents of a batch of (rows, tokens). Positions and mask are on the CPU, of that shape.
+    Positions of padding say nothing."""
+    num_rows, num_tokens = shape
+    real = None if attention_mask is None else attention_mask.bool()
+    said = None if cu_seqlens is None else _rows(cu_seqlens, shape)
+    restarts = None if position_ids is None else _restarts(position_ids, real)
+    if position_ids is not None and said is None:
+        _refuse_negative_and_jumps(position_ids, real)
+    spans = None if attention_mask is None else _real_tokens(attention_mask)
+    rows = said or restarts or [(0, num_tokens)] * num_rows
+    for row, starts in enumerate(rows):
+        inside = sorted({*restarts[row]} - {*starts}) if restarts else []
+        if inside:
+            raise MeshAttentionError(
+                f"position_ids of row {row} restart at token {inside[0]}, where cu_seqlens begin "
+                "no document; leave one of them out"
+            )
+        if spans is None:
+            continue
+        first, stop = spans[row]
+        inside = [s for s in starts if 0 < s < first or stop < s < num_tokens]
+        if inside:
+            raise MeshAttentionError(
+                f"cu_seqlens begin a document at token {inside[0]} of row {row}, inside what "
+                "attention_mask says is padding; leave one of them out"
+            )
+        rows[row] = tuple(sorted({0, first, stop, num_tokens, *starts}))
+    return rows
+
+
+def _rows(starts: Any, shape: tuple[int, int]) -> Rows:
+    """Of cumulative starts as people write them, or of a pack."""
+    rows, tokens = shape
+    if isinstance(starts, Pack):
+        starts, num_rows = starts.documents, starts.num_rows
+    else:
+        starts, num_rows = document_starts("cu_seqlens", starts)
+    per_row = starts[-1] // num_rows
+    if per_row != tokens:
+        raise MeshAttentionError(
+            f"the documents have {per_row} tokens in a row, and the batch has {tokens}; give the "
+            "whole batch, which is sharded here and only once"
+        )
+    if num_rows not in (1, rows):
+        raise MeshAttentionError(
+            f"the documents are those of {num_rows} rows, and the batch has {rows}"
+        )
+    if num_rows == 1:
+        return [starts] * rows
+    return [
+        tuple(s - row * tokens for s in starts if row * tokens <= s <= (row + 1) * tokens)
+        for row in range(rows)
+    ]
+
+
+def _restarts(positions: Tensor, real: Tensor | None) -> Rows:
+    """A document begins at every position 0, and at the first token whatever its position."""
+    begins = positions == 0
+    if real is not None:
+        begins = begins & real
+    return [tuple(sorted({0, *torch.nonzero(row).flatten().tolist(), len(row)})) for row in begins]
+
+
+def _refuse_negative_and_jumps(positions: Tensor, real: Tensor | None) -> None:
+    """Negative positions would come to 0 inside a document, and begin another there."""
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+    negative = (positions < 0) & real
+    if negative.any():
+        row, at = torch.nonzero(negative)[0].tolist()
+        raise MeshAttentionError(
+            f"position_ids of row {row} are {positions[row, at].item()} at token {at}, and "
+            "negative positions begin no document: count from 0"
+        )
+    jumps = (positions[:, 1:] != positions[:, :-1] + 1) & (positions[:, 1:] != 0)
+    jumps &= real[:, 1:] & real[:, :-1]
+    if jumps.any():
+        row, at = torch.nonzero(jumps)[0].tolist()
+        before, after = positions[row, at : at + 2].tolist()
+        raise MeshAttentionError(
+            f"position_ids of row {row} go from {before} to {after} at token {at + 1}, which is "
+            "neither the next position nor the begin of a document: give whole batches, which are "
+            "cut here, and with cu_seqlens positions may be anything"
+        )
+
+
+def _real_tokens(attention_mask: Tensor) -> list[tuple[int, int]]:
+    """(first, stop) of each row: a mask may say no more than that."""
+    real = attention_mask.bool()
+    if bool((attention_mask != real).any()):
+        raise MeshAttentionError(
+            "attention_mask holds other values than 0 and 1; give the documents of a pack as "
+            "cu_seqlens or position_ids"
+        )
+    counts = real.sum(1).tolist()
+    firsts = real.int().argmax(1).tolist()
+    spans = []
+    for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        if not bool(real[row, first : first + count].all()):
+            raise MeshAttentionError(
+                f"attention_mask of row {row} has padding between tokens; only padding on the "
+                "left or on the right of a row is supported"
+            )
+        spans.append((first, first + count))
+    return spans
 
 
 def index_of_64_bits(ignore_index: Any) -> int:
