@@ -44,7 +44,7 @@ def test_importing_the_package_imports_neither_transformers_nor_torch() -> None:
 
 
 def test_without_transformers_names_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("attention", "door", "model", "trainer"):
+    for name in ("attention", "model_hooks", "model", "trainer"):
         monkeypatch.delitem(sys.modules, f"mesh_attention.huggingface.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("register", "ModelContextParallel"):
@@ -59,7 +59,7 @@ def test_packages_that_were_not_tested_are_refused_or_warned_of(
 ) -> None:
     from transformers.utils import logging
 
-    from mesh_attention.huggingface import accelerator_ranks as ranks
+    from mesh_attention.huggingface import accelerator as ranks
 
     monkeypatch.setattr(logging.get_logger(), "propagate", True)
     rows = {n: re.search(rf"^\| {n} \| (\S+) \| (\S+) \|$", PAGE, re.M) for n in ranks.TESTED}

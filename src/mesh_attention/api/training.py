@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,12 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.runtime.agreement.identity import BatchIdentity
-from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.modes import outside_compile
-from mesh_attention.runtime.session.session import User
 from mesh_attention.train.keep_attention import KeepAttention, in_compiled_code
 from mesh_attention.train.loss_kernels import LossKernel
 from mesh_attention.train.losses import cross_entropy
@@ -29,7 +25,7 @@ from mesh_attention.train.replaced_attention import replaced_attention
 from mesh_attention.train.sharded_batch import IGNORE_INDEX
 from mesh_attention.train.sharded_weight import is_of_fsdp
 from mesh_attention.train.tiled import Tiled
-from mesh_attention.train.whole_batch import MARK
+from mesh_attention.train.whole_batch import batch_of
 
 
 class Training:
@@ -75,8 +71,8 @@ class Training:
         numbers over each group. If ranks or replicas call with different arguments, all get an
         error, or on CUDA a loss of NaN.
         """
-        fields = self._loss_fields(reduce, label, targets)
-        means = Means("cross_entropy", *fields, data_parallel, num_targets)
+        how = reduce, label, batch_of(targets), data_parallel, num_targets
+        means = Means("cross_entropy", self._calls, *how)
         return cross_entropy(
             means, logits, targets, None, kernel, ignore_index, label_smoothing=label_smoothing
         )
@@ -120,9 +116,9 @@ class Training:
         autocast products have its dtype, to which the weight is copied. Sums and logits are float32
         or wider; with Liger's kernel logits have the dtype of products, as in `nn.Linear`.
         """
-        fields = self._loss_fields(reduce, label, labels)
+        how = reduce, label, batch_of(labels), data_parallel, num_targets
         return cross_entropy(
-            Means("linear_cross_entropy", *fields, data_parallel, num_targets),
+            Means("linear_cross_entropy", self._calls, *how),
             hidden,
             labels,
             (weight, bias, low_rank),
@@ -163,7 +159,7 @@ class Training:
                     logarithm of the sum of squared probabilities
         label       as in `attention`, if a weight is gathered: tells apart calls of several models
         """
-        call = LossCall("log_probs", *self._loss_fields(reduce, label, tokens))
+        call = LossCall("log_probs", self._calls, reduce, label, batch_of(tokens))
         # With `reduce` the weight is trained, on all ranks, even if it is whole at the moment.
         ranks = self._calls.ranks
         together = reduce is not None or any(is_of_fsdp(x, ranks) for x in (weight, bias))
@@ -208,8 +204,8 @@ class Training:
         if per == "token" and documents is None and shards is not None:
             fits = getattr(values, "shape", ())[1:] == (shards.q_layout.slots,)
             shards = shards if fits else None  # else the values are of a batch with documents
-        fields = self._loss_fields(reduce, label, mask)
-        means = Means("token_mean", *fields, data_parallel, num_targets)
+        how = reduce, label, batch_of(mask), data_parallel, num_targets
+        means = Means("token_mean", self._calls, *how)
         return token_mean(means, values, mask, per=per, shards=shards)
 
     def keep_attention(
@@ -246,15 +242,6 @@ class Training:
         tokens are refused; functions that do are not detected.
         """
         return Tiled(block, tokens)
-
-    def _loss_fields(
-        self, reduce: Reduce | None, label: str | int | None, tokens: Any
-    ) -> tuple[User, CallOptions, Reduce | None, str | int | None, BatchIdentity | None]:
-        """What `LossCall` and `Means` hold after the name of the loss. Ranks compare the batch of
-        a call if its `tokens` come from `shard_batch`."""
-        mark = getattr(tokens, MARK, None)
-        batch = mark and BatchIdentity(*mark)
-        return self._calls.user, self._calls.options, reduce, label, batch
 
     def context_parallel(
         self,

@@ -1,8 +1,8 @@
-"""Attention over ranks as transformers' `AttentionInterface` wants it.
+"""Attention over ranks as transformers' `AttentionInterface` wants it: layers call `attend`.
 
-Everything that a layer hands over is used or refused by name. The object and the documents of the
-batch are an argument that models pass on to their layers, so a checkpoint that attends again finds
-them too.
+Everything that a layer passes is used or refused by name. The object and the documents of the batch
+come as one argument (`ModelBatch`), which models pass on to their layers, so a checkpoint that
+attends again has it too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def register() -> None:
 
 
 def layer_mask(**arguments: Any) -> LayerMask:
+    """The mask interface: guesses in compiled code, where functions of masks cannot be read."""
     mask = guess(**arguments) if is_dynamo_compiling() else None
     return read_mask(**arguments) if mask is None else mask
 
 
 @dataclass(frozen=True, eq=False)
 class ModelBatch:
-    """What goes through the model with a batch: its `ModelContextParallel`, and its documents; also
-    those cut into chunks of so many tokens."""
+    """What goes through the model with a batch: the `ModelContextParallel`, documents and
+    positions; also, made on demand, the documents cut into chunks of so many tokens."""
 
     cp: Any
     documents: Documents
@@ -79,8 +80,8 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Tensors are (batch, heads, local tokens, head_dim); the result is (batch, local tokens,
-    heads, head_dim), and there are no attention weights."""
+    """The attention interface, which every layer calls. Tensors are (batch, heads, local tokens,
+    head_dim); the result is (batch, local tokens, heads, head_dim), without attention weights."""
     if not isinstance(documents, ModelBatch):
         # Of this rank alone: others may not come, as where one rank generates.
         raise MeshAttentionError(
@@ -134,8 +135,8 @@ def _mask_of(mask: Any) -> LayerMask:
 
 
 def with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Llama 4 scales the queries of layers without RoPE by the number of their token, for which it
-    takes the place on this rank; here by its position."""
+    """Llama 4 scales the queries of layers without RoPE by the number of their token. It counts
+    tokens of this rank; here queries get the factor of their position."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
 

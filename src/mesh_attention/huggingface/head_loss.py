@@ -1,8 +1,10 @@
-"""The loss of a causal language model, made in its head, so that its logits are never there.
+"""`ModelLoss`: the loss of a causal language model, computed in its head, so that its logits never
+exist. `ContextParallelTrainer` and `AcceleratorContextParallel` use it.
 
-FSDP2 has the whole weight of a head in the forward of the head alone. There the loss is made, and a
-few known numbers are returned in the place of logits, which carry the graph for DDP and FSDP2. A
-scale or a softcap after the head is read off beforehand from what the model makes of such numbers.
+FSDP2 has the whole weight of a head only in the head's forward. So the loss is computed there, and
+the head returns a few known numbers (probes) in place of logits: they carry the graph through the
+model's outputs, where DDP and FSDP2 look for it. If the model scales or softcaps its logits, the
+loss must too: scale and softcap are read off, once, from what the model makes of the probes.
 """
 
 from __future__ import annotations
@@ -27,27 +29,25 @@ _PROBES = (1.0, 1e5, -2.7, 0.3, 7.7, -61.0)
 
 
 def _probes(vocabulary: int, device: torch.device | None = None) -> Tensor:
-    """Of one token, over the whole vocabulary: models may treat parts of it otherwise."""
+    """In place of the logits of one token; models may change parts of the vocabulary."""
     times = -(-vocabulary // len(_PROBES))
     return torch.tensor(_PROBES, device=device).repeat(times)[:vocabulary][None, None]
 
 
 class ModelLoss:
-    """The loss of the model of `cp`: made in its head, in whose place this stands until somebody
-    asks for logits, or the head turns out to be another; from logits else, or without `in_head`.
-    Made before the model is wrapped."""
+    """The loss of the model of `cp`. With `in_head` it is made in the head, whose forward this
+    replaces, if the head is a plain matrix (or one with LoRA); otherwise, and where logits are
+    asked for, from logits. Make it before the model is wrapped."""
 
     def __init__(self, cp: ModelContextParallel, *, in_head: bool = True) -> None:
         self._cp = cp
         self._head: Any = None
         self._loss: Callable[..., TokenMean] | None = None
-        self._means: list[tuple[TokenMean, _Gradient]] = []
+        self._means: list[tuple[TokenMean, list[Tensor]]] = []
         if in_head:
             self._stand_in_head(cp.model)
 
     def _stand_in_head(self, model: Any) -> None:
-        """Where it is a plain matrix or one with LoRA, and the model does no more with its logits
-        than to scale and to softcap them."""
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         fault = _fault_of(head)
         if fault is None:
@@ -71,8 +71,8 @@ class ModelLoss:
         logits: bool = False,
         **options: Any,
     ) -> tuple[TokenMean, Any]:
-        """Of a forward pass of `model`, wrapped or not, and what the model returns: its `logits`
-        where they are asked for. `options` as of `cross_entropy`."""
+        """The loss of a forward pass of `model`, wrapped or not, and the model's outputs, in which
+        logits are right only if `logits` asks for them. `options` as of `cross_entropy`."""
         if self._head is not None and not logits:
             self._loss = partial(self._cp.linear_cross_entropy, labels=labels, **options)
             try:
@@ -82,8 +82,11 @@ class ModelLoss:
                 self._loss, self._means = None, []
             if len(means) == 1:
                 [(mean, gradient)] = means
-                emerged: Tensor = _Emerge.apply(outputs.logits, mean.loss.detach(), gradient)  # type: ignore[no-untyped-call]
-                return TokenMean(emerged, mean.value, mean.num_targets), outputs
+                # Its backward pass comes to the head by way of the outputs.
+                loss = mean.loss.detach() + 0 * outputs.logits.flatten()[0]
+                if loss.requires_grad:
+                    loss.register_hook(gradient.append)
+                return TokenMean(loss, mean.value, mean.num_targets), outputs
             self.remove()  # the model did not call its head once
         outputs = model(**arguments)
         return self._cp.cross_entropy(outputs.logits, labels, **options), outputs
@@ -101,6 +104,7 @@ class ModelLoss:
 
     @outside_compile
     def _forward(self, hidden: Tensor, *others: Any, **more: Any) -> Tensor:
+        """In place of the head's: makes the loss if `mean` has asked for one."""
         head, loss, scale = self._head, self._loss, self._after.scale
         if loss is None or others or more or _fault_of_adapters(head):
             logits: Tensor = type(head).forward(head, hidden, *others, **more)
@@ -110,14 +114,14 @@ class ModelLoss:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         how = {"bias": bias, "softcap": self._after.softcap, "low_rank": _adapters(head, hidden)}
         mean = loss(hidden, head.weight, **how)
-        gradient: _Gradient = []
+        gradient: list[Tensor] = []
         self._means.append((mean, gradient))
         carried: Tensor = _Carry.apply(mean.loss, len(head.weight), gradient)  # type: ignore[no-untyped-call]
         return carried
 
 
 def _fault_of(head: Any) -> str | None:
-    """Why the loss cannot be made in it."""
+    """Why the loss cannot be made in this head."""
     base = head.base_layer if _has_lora(head) else head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         return f"its head is a {type(base).__name__}, and no plain matrix"
@@ -132,7 +136,7 @@ def _has_lora(head: Any) -> bool:
 
 
 def _fault_of_adapters(head: Any) -> str | None:
-    """They may come and go between two steps."""
+    """The same of its adapters, asked in each step: they may come and go."""
     if _has_lora(head) and not (head.disable_adapters or head.merged):
         for name in head.active_adapters:
             if name in head.lora_variant or head.lora_bias.get(name, False):
@@ -141,7 +145,7 @@ def _fault_of_adapters(head: Any) -> str | None:
 
 
 def _adapters(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The product of peft's LoRA, of all adapters at once."""
+    """The two factors of peft's LoRA, of all adapters at once, as `low_rank` of the loss."""
     if not _has_lora(head) or head.disable_adapters or head.merged:
         return None
     names = [name for name in head.active_adapters if name in head.lora_A]
@@ -162,7 +166,8 @@ class _AfterHead(NamedTuple):
 
 
 def _after_head(model: Any, head: Any) -> _AfterHead | None:
-    """From what the model makes of the probes, if its layers are left out."""
+    """From what the model makes of the probes, with its layers left out; None if it does more with
+    logits than to scale and to softcap them."""
     device = head.weight.device
     probes = _probes(len(head.weight), device)
     layers = model.base_model
@@ -185,14 +190,15 @@ def _after_head(model: Any, head: Any) -> _AfterHead | None:
 
 
 class _Hidden(tuple[Tensor]):
-    """What layers return, and nothing but hidden states."""
+    """What layers return, with hidden states and no other outputs."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def _read(y: Tensor, x: Tensor) -> _AfterHead | None:
-    """y = scale * x, or softcap * tanh(scale * x / softcap), or something else."""
+    """From what the model made of probes `x`: y = scale * x, or softcap * tanh(scale * x /
+    softcap). None if it is something else."""
     if y.shape != x.shape or x.numel() < len(_PROBES):
         return None
     (first, large), softcap = y[0, 0, :2].tolist(), None
@@ -209,28 +215,15 @@ def _read(y: Tensor, x: Tensor) -> _AfterHead | None:
     return _AfterHead(scale, softcap) if is_it else None
 
 
-_Gradient = list[Tensor]  # of the loss, on its way past what the model does with its logits
-
-
 class _Carry(torch.autograd.Function):
+    """Probes in place of logits. `gradient` holds that of the loss, which comes past whatever the
+    model does with its logits."""
+
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, vocabulary: int, gradient: _Gradient) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, vocabulary: int, gradient: list[Tensor]) -> Tensor:
         ctx.gradient = gradient
         return _probes(vocabulary, loss.device).clone()  # FSDP2 warns of views
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
         return ctx.gradient.pop(), None, None
-
-
-class _Emerge(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: Tensor, gradient: _Gradient) -> Tensor:
-        ctx.gradient, ctx.shape = gradient, logits.shape
-        ctx.kind = {"dtype": logits.dtype, "device": logits.device}
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.gradient.append(grad)
-        return torch.zeros(ctx.shape, **ctx.kind), None, None

@@ -2,7 +2,7 @@
 
 Models combine mask functions of transformers. Supported are causal masks and masks of both
 directions, with a window or in chunks. Documents that a model finds by the positions of this rank's
-tokens are left out: the documents of the batch count.
+tokens are ignored: the documents of the batch count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mesh_attention.runtime.session.modes import outside_compile
 
 @dataclass(frozen=True)
 class LayerMask:
-    """Goes through the model in place of a mask tensor.
+    """Goes through the model in place of a mask tensor, to `attend` of `attention.py`.
 
     causal   a query sees no key after its own
     window   (left, right): that many keys before and after its own, as in `window_size`
@@ -58,8 +58,8 @@ class MaskIsReadError(MeshAttentionError, AttributeError):
 
 @outside_compile
 def read_mask(**arguments: Any) -> LayerMask:
-    """`arguments`: those of a mask interface of transformers. Versions differ in them: a mask that
-    lacks a needed argument is refused."""
+    """The mask of a layer, from the arguments of a mask interface of transformers. Versions differ
+    in them: a mask that lacks a needed argument is refused."""
     if arguments.get("attention_mask") is not None:
         return LayerMask(refused="attention_mask was given to the model: give it to shard_batch")
     function_of_mask = arguments.get("mask_function")
@@ -103,8 +103,8 @@ def _size(function: Callable[..., Any], name: str) -> int:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions that a mask combines by `and`, each after the name of the function that made
-    it."""
+    """The functions that a mask combines by `and`: (name of the function that made it,
+    function)."""
     name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         yield f"{name}, which is not one of transformers", function
@@ -139,7 +139,8 @@ def guess(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | None:
-    """None: the mask must be read. `use_vmap`: the model adds functions of its own."""
+    """The mask by the arguments of a mask interface but the function; None if it must be read.
+    `use_vmap` says that the model adds functions of its own."""
     if attention_mask is not None or use_vmap or config is None:
         return None
     if mask_function is masking_utils.causal_mask_function:

@@ -1,7 +1,8 @@
-"""A Hugging Face model on ranks: one object for each kind of layer that it has, on one group.
+"""`ModelContextParallel`: a Hugging Face model on ranks.
 
-Layers with a window and layers without share the tokens of a batch, so its layout is chosen for all
-of them. What enters the model is checked at its door, where mistakes have names.
+It has one `ContextParallel` for each kind of layer (mask and softcap), all on one group; the layout
+of a batch is chosen for all of them. `model_checks.py` says which models it takes, `model_hooks.py`
+checks each call of the model, `attention.py` is what layers call.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
@@ -24,7 +25,6 @@ from mesh_attention.api.context_parallel import ContextParallel
 from mesh_attention.diagnose.doctor import diagnose
 from mesh_attention.diagnose.runs import Step
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.door import Door
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
     SHOWN,
@@ -32,7 +32,7 @@ from mesh_attention.huggingface.model_checks import (
     shifts_labels,
     transformers_model,
 )
-from mesh_attention.huggingface.whole_outputs import pools
+from mesh_attention.huggingface.model_hooks import ModelHook, pools
 from mesh_attention.request.attend import attend
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
@@ -40,7 +40,14 @@ from mesh_attention.train.means import Reduce, TokenMean
 from mesh_attention.train.sharded_batch import ShardedBatch
 
 _COMPARED = 2048  # tokens of the first batch of a model that is untested
-Kind = tuple[LayerMask, float | None]  # of a layer, with its softcap
+
+
+class LayerKind(NamedTuple):
+    """In what the layers of a model differ, as arguments of `ContextParallel`."""
+
+    causal: bool
+    window_size: tuple[int, int] | None
+    softcap: float | None
 
 
 class ModelContextParallel(ContextParallel):
@@ -90,23 +97,23 @@ class ModelContextParallel(ContextParallel):
         self._of_layers = options | sizes
         self._pools = pools(own)
         self._shifts_labels = shifts_labels(own)
-        super().__init__(group_or_mesh, **self._of_layers, **_arguments(first))
-        self._by_kind: dict[Kind, ContextParallel] = {first: self}
-        self._door: Door | None = None
+        super().__init__(group_or_mesh, **self._of_layers, **first._asdict())
+        self._by_kind: dict[LayerKind, ContextParallel] = {first: self}
+        self._hook: ModelHook | None = None
         self._names = frozenset(inspect.signature(own.forward).parameters)
         self._uncompared = model if untested and config.model_type not in SHOWN else None
         try:
             for kind in rest:
                 self._of(kind)
-            self._door = Door(own, self, reduce)
+            self._hook = ModelHook(own, self, reduce)
         except BaseException:
             self.close()
             raise
 
     def shard_batch(self, *, shift_labels: bool | None = None, **whole: Any) -> ShardedBatch:
-        """As of `ContextParallel`; without `shift_labels`, labels are shifted for models that
-        predict the next token, and for others they stay. Other tensors go to the model only if it
-        names them; what collators of transformers say to flash-attn are documents."""
+        """As of `ContextParallel`. Left out, `shift_labels` is True for models that predict the
+        next token. Documents may come as collators of transformers give them to flash-attn. Other
+        tensors go to the model only if its forward has an argument of their name."""
         if self._pools and whole.get("labels") is not None:
             raise MeshAttentionError(
                 "labels are those of rows here: keep them, and give them to a loss with "
@@ -122,15 +129,17 @@ class ModelContextParallel(ContextParallel):
         return replace(super().shard_batch(**whole), of_model=self._names)
 
     def plain_step(self) -> Step:
-        """For `doctor`, which asks for it before it compares the model."""
+        """What `doctor` compares ranks with: the loss by the model's own attention. From now on
+        `shard_batch` compares nothing by itself."""
         self._uncompared = None
         return lambda model, whole: self.plain_loss(model, self.shard_batch(**whole), whole)
 
     def plain_loss(
         self, model: Any, part: ShardedBatch, whole: Any, router: float = 0.0, **loss: Any
     ) -> Tensor:
-        """Of a whole batch by the model's own attention. `part` is that of one rank, so it is all;
-        rows that became one pack are rows again."""
+        """The loss of a whole batch by the model's own attention. `part` is the shard of one rank
+        of one, so all of it; rows that became one pack are made rows again. `router`: the weight of
+        `aux_loss`; `loss`: options of torch's `cross_entropy`."""
         size = next(x for n in _INPUTS if (x := whole.get(n)) is not None).shape[:2]
         inputs = {n: x for n, x in part.model_inputs().items() if n != "documents"}
         inputs = {name: x.reshape(*size, *x.shape[2:]) for name, x in inputs.items()}
@@ -146,17 +155,17 @@ class ModelContextParallel(ContextParallel):
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
-        """Inside, the model attends to whole sequences by itself; `generate` does so by itself."""
-        door, self._door = self._door, None
-        if door is None:
+        """Inside, the model attends to whole sequences by itself. `generate` needs no block."""
+        hook, self._hook = self._hook, None
+        if hook is None:
             yield
             return
-        door.remove()
+        hook.remove()
         try:
             yield
         finally:
-            door.add()
-            self._door = door
+            hook.add()
+            self._hook = hook
 
     def attend_layer(
         self,
@@ -166,23 +175,25 @@ class ModelContextParallel(ContextParallel):
         softcap: float | None,
         **call: Any,
     ) -> Tensor:
-        """Of a layer of the model; chunks are documents of the call."""
-        kind = replace(mask, chunk=None), softcap or None
-        cp = self if fault is not None else self._of(kind)
+        """Attention of one layer, by the object of its kind. Not for users: `attention.py` calls
+        it. `call` are fields of `AttentionCall`; chunks of the mask are in its documents already.
+        """
+        cp = self if fault else self._of(LayerKind(mask.causal, mask.window, softcap or None))
         return _attend(cp, tensors, fault, **call)
 
-    def _of(self, kind: Kind) -> ContextParallel:
-        """Kinds that the config did not say are made when a layer comes, on all ranks alike."""
+    def _of(self, kind: LayerKind) -> ContextParallel:
+        """The object of a kind. Kinds that the config does not say are made when a layer comes, on
+        all ranks alike."""
         if kind not in self._by_kind:
             group = self._calls.session.groups.parent
-            cp = ContextParallel(group, **self._of_layers, **_arguments(kind))
+            cp = ContextParallel(group, **self._of_layers, **kind._asdict())
             self._by_kind[kind] = cp
             self._calls.companions.append(cp._calls)
         return self._by_kind[kind]
 
     def close(self) -> None:
-        if self._door is not None:
-            self._door.remove()
+        if self._hook is not None:
+            self._hook.remove()
         for cp in list(self._by_kind.values())[1:]:
             cp.close()
         super().close()
@@ -199,30 +210,30 @@ def _attend(
     return out
 
 
-def _kinds(model: nn.Module, config: Any) -> list[Kind]:
-    """Of the layers, those without a window first; a forecast, on which only the choice of the
-    layout depends."""
-    window, types = _said(config, "sliding_window"), _said(config, "layer_types")
-    softcap = _said(config, "attn_logit_softcapping")
+def _kinds(model: nn.Module, config: Any) -> list[LayerKind]:
+    """The kinds of layers that the config announces, those without a window first. Only the choice
+    of the layout depends on it: each layer says its kind when it attends."""
+    window, types = _field(config, "sliding_window"), _field(config, "layer_types")
+    softcap = _field(config, "attn_logit_softcapping")
     causal = not any(getattr(module, "is_causal", True) is False for module in model.modules())
     behind = None if not window else (window - 1, 0) if causal else (window, window)
     windows = (
         {behind} if types is None else {behind if "sliding" in name else None for name in types}
     )
     return [
-        (LayerMask(causal, window), softcap)
+        LayerKind(causal, window, softcap)
         for window in sorted(windows, key=lambda window: (window is not None, window))
     ]
 
 
 def _heads(model: nn.Module, config: Any) -> dict[str, int]:
-    """Of all layers, where their projections are of the sizes that the config says; others (MLA,
-    layers that differ) say their sizes by their tensors."""
-    heads, hidden = _said(config, "num_attention_heads"), _said(config, "hidden_size")
+    """Heads of all layers, if their projections have the sizes that the config says. Otherwise
+    nothing (MLA, layers that differ): sizes then come with tensors."""
+    heads, hidden = _field(config, "num_attention_heads"), _field(config, "hidden_size")
     if not heads or not hidden:
         return {}
-    kv_heads = _said(config, "num_key_value_heads") or heads
-    head_dim = _said(config, "head_dim") or hidden // heads
+    kv_heads = _field(config, "num_key_value_heads") or heads
+    head_dim = _field(config, "head_dim") or hidden // heads
     wanted = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     projections = ("q_proj", "k_proj", "v_proj")
     sizes = [
@@ -235,16 +246,11 @@ def _heads(model: nn.Module, config: Any) -> dict[str, int]:
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _said(config: Any, name: str) -> Any:
+def _field(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:  # layers differ in it
         return None
-
-
-def _arguments(kind: Kind) -> dict[str, Any]:
-    mask, softcap = kind
-    return {"causal": mask.causal, "window_size": mask.window, "softcap": softcap}
 
 
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -252,8 +258,8 @@ _OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 
 
 def _compare(cp: ModelContextParallel, model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """The first row, cut short and as one document, whatever the batch makes of it: forward and
-    backward pass on ranks and on this process."""
+    """Raises if an untested model differs on ranks from one process, in either pass, on the first
+    row of this batch: its first tokens, as one document."""
     name = next((n for n in _INPUTS if isinstance(batch.get(n), Tensor)), None)
     is_fsdp = isinstance(model, FSDPModule)
     below = any(isinstance(x, FSDPModule) for x in model.modules())

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.whole_outputs import fault_of_router, pools, refuse_unreduced
+from mesh_attention.huggingface.model_hooks import fault_of_router, pools
+from mesh_attention.train.means import refuse_reduce
 
 _TABLE = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 
@@ -62,7 +63,8 @@ def refuse_model(
     reduce: Any,
     options: dict[str, Any],
 ) -> None:
-    """`handled`: classes of modules that mix tokens, which the caller has adapted."""
+    """Raises unless the model is exact on ranks, as far as that is known. `handled`: classes of
+    modules that mix tokens, which the caller has adapted."""
     repeated = [name for name in _SAID_BY_MODEL if options.get(name) is not None]
     if repeated:
         raise MeshAttentionError(f"{', '.join(repeated)}: the model says this; leave it out")
@@ -89,7 +91,14 @@ def refuse_model(
             f"{type(model).__name__} does not use AttentionInterface in this version of "
             "transformers, so its layers would see the tokens of this rank alone"
         )
-    refuse_unreduced(model, reduce)
+    if reduce is not None:
+        refuse_reduce(reduce)
+    elif pools(model):
+        raise MeshAttentionError(
+            f"{type(model).__name__} reads one token of each row, which all ranks then have: say "
+            "reduce='ddp' or 'fsdp', whichever averages gradients over the ranks, or 'sum' if you "
+            "add them up"
+        )
     fault = fault_of_router(model, reduce) if getattr(config, "output_router_logits", 0) else None
     if fault is not None:
         raise MeshAttentionError(f"config.output_router_logits=True: {fault}")
@@ -106,7 +115,7 @@ def refuse_model(
 
 
 def _refuse_head(model: Any) -> None:
-    """A head that reads one token, or all tokens, would read the tokens of this rank alone."""
+    """Raises for a head that reads one token, or all tokens: it would read those of this rank."""
     known = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "Model")
     other = ("PreTrainedModel", "DoubleHeadsModel")
     names = [base.__name__ for base in type(model).__mro__]

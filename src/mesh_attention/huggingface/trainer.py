@@ -2,10 +2,11 @@
 
     class ContextParallelSFTTrainer(ContextParallelMixin, SFTTrainer): ...
 
-Ranks of a context-parallel group draw the same batch and keep a part of it each, and losses are
-means over all targets of all ranks. DDP or FSDP2 average gradients over all ranks, as ever. A
-Trainer with a `compute_loss` of its own, as TRL's, sees whole batches and whole outputs of the
-model (`whole_model.py`), as one of as many processes as there are data-parallel ranks.
+Ranks of a context-parallel group draw the same batch, and DDP or FSDP2 average gradients over all
+ranks. For the rest there are two ways. With the `compute_loss` of `Trainer`, ranks cut batches, and
+the loss is a mean over all targets of all ranks. A Trainer with a `compute_loss` of its own, as
+TRL's, sees whole batches and whole outputs of the model (`whole_model.py`), as on one process for
+each data-parallel rank (`_is_whole`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import Trainer, TrainingArguments
 
 from mesh_attention.diagnose.report import Diagnosis
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import (
+from mesh_attention.huggingface.accelerator import (
     DataParallelView,
     deal_to_replicas,
     mesh_of_ranks,
@@ -53,7 +54,7 @@ from mesh_attention.train.sharded_batch import ShardedBatch
 
 
 class ContextParallelMixin(EvaluationOnRanks):
-    """For a subclass of `Trainer`, named before it.
+    """Makes a subclass of `Trainer`, which is named after it, train on ranks.
 
     cp_size     ranks that share a sequence, next to each other; None: all of them. The others are
                 data-parallel, so batches are those of (all ranks / cp_size) processes
@@ -111,6 +112,7 @@ class ContextParallelMixin(EvaluationOnRanks):
             self.is_fsdp_enabled = shard_on_cpu(self.accelerator, self.args)
 
     def _attach(self, model: nn.Module) -> None:
+        """Makes the objects that change the model, until `close`."""
         self._whole_models: list[WholeModel] = []
         if self._is_whole:
             models = (model, getattr(self, "ref_model", None))  # the latter of TRL
@@ -132,7 +134,7 @@ class ContextParallelMixin(EvaluationOnRanks):
         self._ready: nn.Module | None = None  # the wrapped model that was last seen to
 
     def call_model_init(self, *args: Any, **more: Any) -> Any:
-        """Each training begins with another model, so with another object for it."""
+        """With `model_init` each training begins with another model, so with another object."""
         model = super().call_model_init(*args, **more)
         if hasattr(self, "cp"):
             self.close()
@@ -161,7 +163,8 @@ class ContextParallelMixin(EvaluationOnRanks):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The batches of a step, sharded, and the number of their targets on all ranks."""
+        """The batches of a step, cut for this rank, and the number of their targets on all
+        ranks."""
         if self._is_whole:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         wholes = (next(epoch_iterator, None) for _ in range(num_batches))
@@ -184,7 +187,7 @@ class ContextParallelMixin(EvaluationOnRanks):
         return None if total is None else total.clamp(min=1)
 
     def _num_targets(self, parts: list[Any], device: torch.device) -> Tensor | None:
-        """Of all ranks; None without batches."""
+        """The targets of all ranks in these batches; None without batches."""
         counts = [part.num_targets for part in parts]
         if any(count is None for count in counts):
             raise MeshAttentionError("batches have no labels; data_collator must give them")
@@ -200,14 +203,14 @@ class ContextParallelMixin(EvaluationOnRanks):
         super()._track_num_input_tokens(getattr(inputs, "whole", inputs))
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """Those of all ranks are added up, and each of a group has the same batch."""
+        """The Trainer adds up those of all ranks, and ranks of a group have the same batch."""
         operations: float = super().floating_point_ops(getattr(inputs, "whole", inputs))
         return operations / self.cp_size
 
     # Losses and gradients.
 
     def train(self, *args: Any, **more: Any) -> Any:
-        """Accelerate takes a model that was evaluated before for one that is wrapped already."""
+        # Accelerate takes a model that was evaluated before for one that is wrapped already.
         if getattr(self.model_wrapped, "_orig_mod", self.model_wrapped) is self.model:
             self.model_wrapped, self.model._is_accelerate_prepared = self.model, False
         with prepared_once(self.accelerator, self.model):
@@ -227,7 +230,7 @@ class ContextParallelMixin(EvaluationOnRanks):
         return self.accelerator.on_batch() if self._is_whole else nullcontext()
 
     def _mean_of_ranks(self, loss: Tensor) -> Tensor:
-        """Of shares as `compute_loss` gives them, so the loss of all targets."""
+        """The loss of all targets, from the shares that `compute_loss` returns on each rank."""
         loss = loss.detach().clone()
         dist.all_reduce(loss)
         return loss / dist.get_world_size()
@@ -239,8 +242,8 @@ class ContextParallelMixin(EvaluationOnRanks):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """From a sharded batch. The loss is this rank's share, times the number of ranks: DDP and
-        FSDP2 take the mean of them, and so does what is logged."""
+        """The loss of a sharded batch: this rank's share, times the number of ranks, since DDP,
+        FSDP2 and `_mean_of_ranks` take the mean of them."""
         if self._is_whole:  # asked by an override, for what it builds on
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = inputs.model_inputs() | {"use_cache": False}
@@ -266,15 +269,16 @@ class ContextParallelMixin(EvaluationOnRanks):
         return (loss, outputs) if return_outputs else loss
 
     def _router_weight(self) -> float:
-        """As transformers weigh the loss that balances experts: not with label smoothing, and else
-        all of it for each batch of a step."""
+        """The weight of the loss that balances experts, as in transformers: 0 with label smoothing;
+        otherwise each batch of a step adds all of it."""
         if self.args.label_smoothing_factor:
             return 0.0
         return router_weight(self.cp.model) * (self.mesh["dp"].size() if self.model.training else 1)
 
     def _loss_of_whole(self, outputs: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """`compute_loss_func` gets logits and labels of whole sequences, as on one process, on all
-        ranks of a group: a mean over data-parallel ranks is left to take."""
+        """By `compute_loss_func`, which gets logits and labels of whole sequences on all ranks of a
+        group. DDP and FSDP2 take a mean over all ranks, where it wants a sum over data-parallel
+        ones."""
         logits = outputs.logits.contiguous()
         whole = self.cp.unshard(logits, 1, documents=inputs.documents, grad="sum")
         labels = inputs.whole["labels"].to(whole.device)

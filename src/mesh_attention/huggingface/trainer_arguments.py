@@ -1,6 +1,5 @@
-"""What is refused of a Trainer: arguments that would be left out in silence or are known to fail
-later, and classes whose `compute_loss`, written for one process, would get labels that are shifted
-and cut, or that would generate from a part of a sequence."""
+"""What `ContextParallelMixin` refuses: arguments that would be ignored in silence or are known to
+fail later, and classes of Trainers that would compute something else on a part of a sequence."""
 
 from __future__ import annotations
 
@@ -9,34 +8,34 @@ from typing import Any
 from transformers import Trainer
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.huggingface.accelerator_ranks import check_version, refuse, refuse_accelerator
+from mesh_attention.huggingface.accelerator import check_version, refuse, refuse_accelerator
 
-TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL
+_SHOWN = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")  # of TRL, to be exact
+_REFUSED = {
+    "parallelism_config": "accelerate's own context parallelism; leave it out, cp_size says all",
+    "auto_find_batch_size": "a call that one rank breaks off is an error on all of them",
+    "eval_use_gather_object": "tensors are gathered",
+    "use_vllm": "it deals prompts out to all ranks, and those of a sequence need the same",
+    "use_transformers_continuous_batching": "it attends in its own way; generate without it",
+}
 
 
 def refuse_arguments(args: Any) -> None:
-    """`TrainingArguments`, or None, before anything is made of them."""
+    """Refuses `TrainingArguments` before anything is made of them. None: there are none yet."""
     if args is None:
         return
     liger = args.liger_kernel_config or {}
-    refused = {
-        "parallelism_config": (
-            args.parallelism_config is not None,
-            "accelerate's own context parallelism; leave it out, cp_size says all",
-        ),
+    refused = {name: (getattr(args, name, None), why) for name, why in _REFUSED.items()}
+    refused |= {
         "FSDP1": (
             (args.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2,
             "take FSDP2, fsdp_config={'version': 2}",
         ),
         "use_liger_kernel": (
-            bool(args.use_liger_kernel)
+            args.use_liger_kernel
             and (liger.get("fused_linear_cross_entropy", True) or liger.get("cross_entropy")),
             "it would make the loss, too; with liger_kernel_config="
             "{'fused_linear_cross_entropy': False} its other kernels are taken",
-        ),
-        "auto_find_batch_size": (
-            bool(args.auto_find_batch_size),
-            "a call that one rank breaks off is an error on all of them",
         ),
         "average_tokens_across_devices=False": (
             not args.average_tokens_across_devices,
@@ -46,26 +45,17 @@ def refuse_arguments(args: Any) -> None:
             getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
             "it deals batches to all ranks, and those of a sequence need the same",
         ),
-        "eval_use_gather_object": (bool(args.eval_use_gather_object), "tensors are gathered"),
-        "use_vllm": (
-            bool(getattr(args, "use_vllm", False)),
-            "it deals prompts out to all ranks, and those of a sequence need the same",
-        ),
-        "use_transformers_continuous_batching": (
-            bool(getattr(args, "use_transformers_continuous_batching", False)),
-            "it attends in its own way; generate without it",
-        ),
         "several GPUs in one process": (args.n_gpu > 1, "start a process for each, with torchrun"),
     }
     refuse(refused)
 
 
 def refuse_settings(trainer: Any) -> None:
-    """What is known when a Trainer is made: of the model, and of its Accelerator."""
+    """Refuses settings of the model and of the Accelerator, once the Trainer has made it."""
     config = getattr(trainer.model, "config", None)
     refused = {
         "router_aux_loss_coef": (  # which TRL takes from the config of the model, too
-            bool(getattr(trainer, "aux_loss_enabled", False)),
+            getattr(trainer, "aux_loss_enabled", False),
             "it would balance experts over this rank's tokens alone; set router_aux_loss_coef=0.0",
         ),
         "output_router_logits": (
@@ -79,7 +69,7 @@ def refuse_settings(trainer: Any) -> None:
 
 
 def refuse_order(trainer: type, mixin: type) -> None:
-    """Behind `Trainer` the mixin would do nothing, in silence."""
+    """Named behind `Trainer` the mixin would do nothing, in silence."""
     classes = trainer.__mro__
     if Trainer in classes and classes.index(Trainer) < classes.index(mixin):
         raise MeshAttentionError(
@@ -89,14 +79,17 @@ def refuse_order(trainer: type, mixin: type) -> None:
 
 
 def takes_whole_batches(trainer: type, mixin: type) -> bool:
-    """By the class whose `compute_loss` is called, but for ours."""
+    """Whether `compute_loss` is that of another class than `Trainer`, and does not say that it
+    takes sharded batches. Written for one process, it would shift labels that are shifted and
+    cut."""
     writers = (x for x in trainer.__mro__ if "compute_loss" in vars(x) and x is not mixin)
     writer = next(writers)
     return writer is not Trainer and not vars(writer).get("takes_sharded_batches", False)
 
 
 def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
-    """generates  whether somebody sees to it that the model generates from whole sequences"""
+    """Refuses trainers of TRL that are not shown to be exact. `generates`: the class sees to it
+    that the model generates from whole sequences."""
     of_trl = [x for x in trainer.__mro__ if x.__module__.split(".")[0] == "trl"]
     if not of_trl:
         return
@@ -108,8 +101,8 @@ def refuse_trainer(trainer: type, *, generates: bool, untested: bool) -> None:
             "mesh_attention.huggingface.trl.ContextParallelGRPOTrainer; other trainers of TRL that "
             "generate are not supported"
         )
-    if not untested and not any(x.__name__ in TESTED for x in of_trl):
+    if not untested and not any(x.__name__ in _SHOWN for x in of_trl):
         raise MeshAttentionError(
-            f"{name} of TRL has not been shown to be exact on ranks; known: {', '.join(TESTED)}. "
+            f"{name} of TRL has not been shown to be exact on ranks; known: {', '.join(_SHOWN)}. "
             "With cp_options={'untested': True} it is taken: compare its loss with one process"
         )

@@ -19,51 +19,47 @@ from mesh_attention.diagnose.runs import inner
 
 
 def doctor_of(trainer: Any, whole: Any, options: dict[str, Any]) -> Diagnosis:
+    """`doctor` on the batch `whole` (None: the first of training), with these `options` of it."""
     model: nn.Module = trainer.model_wrapped
     is_wrapped = inner(model) is not model or isinstance(model, FSDPModule)
 
-    def whole_step(model: Any, whole: Any) -> Tensor:
-        """Of a Trainer that makes losses of whole batches."""
-        inputs = {**whole} if trainer._generates_whole else trainer._prepare_inputs({**whole})
+    def step(model: Any, whole: Any) -> Any:
+        """On ranks, by `compute_loss`."""
         with trainer.compute_loss_context_manager(), trainer._on_batch():
-            loss: Tensor = trainer.compute_loss(model, inputs)
-        return loss
+            if trainer._is_whole:
+                made = trainer._generates_whole  # and so prepared
+                inputs = {**whole} if made else trainer._prepare_inputs({**whole})
+                return trainer.compute_loss(model, inputs)
+            part = trainer._prepare_inputs(trainer._shard(whole))
+            count = trainer._get_num_items_in_batch([part], trainer.args.device)
+            return trainer.compute_loss(model, part, num_items_in_batch=count)
 
-    def plain_step(model: Any, whole: Any) -> Tensor:
-        with ExitStack() as held:
-            for other in trainer._whole_models:
-                held.enter_context(other.cp.own_attention())
-            return whole_step(model, whole)
-
-    def step(model: Any, whole: Any) -> Tensor:
+    def plain(model: Any, whole: Any) -> Any:
+        """On one process, by the model's own attention."""
+        if trainer._is_whole:
+            with ExitStack() as blocks:
+                for other in trainer._whole_models:
+                    blocks.enter_context(other.cp.own_attention())
+                return step(model, whole)
         part = trainer._prepare_inputs(trainer._shard(whole))
-        count = trainer._get_num_items_in_batch([part], trainer.args.device)
+        how = {"router": trainer._router_weight()}
+        how["label_smoothing"] = trainer.args.label_smoothing_factor
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, part, num_items_in_batch=count)
-        return loss
+            return trainer.cp.plain_loss(model, part, whole, **how)
 
-    def plain(model: Any, whole: Any) -> Tensor:
-        part = trainer._prepare_inputs(trainer._shard(whole))
-        smoothing = trainer.args.label_smoothing_factor
-        with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.cp.plain_loss(
-                model, part, whole, router=trainer._router_weight(), label_smoothing=smoothing
-            )
-        return loss
-
-    steps = (whole_step, plain_step) if trainer._is_whole else (step, plain)
-    how = {"plain": steps[1], "reduce_gradients": None if is_wrapped else _average, **options}
+    how = {"plain": plain, "reduce_gradients": None if is_wrapped else _average, **options}
     with _logs_as_before(trainer):
         if whole is None:
             with torch.random.fork_rng(devices=[]):
                 whole = next(iter(trainer.get_train_dataloader()))
         if trainer._generates_whole and not isinstance(whole, Mapping):
             whole = _generated(trainer, whole)
-        return doctor(steps[0], whole, model, trainer.cp, **how)
+        return doctor(step, whole, model, trainer.cp, **how)
 
 
 def _generated(trainer: Any, prompts: Any) -> dict[str, Any]:
-    """Completions of the first prompts, scored; with the names that say where tokens are."""
+    """A batch of scored completions of the first prompts, with `input_ids` and `attention_mask`,
+    in which `doctor` looks for tokens."""
     cuda = [trainer.args.device.index] if trainer.args.device.type == "cuda" else []
     with torch.random.fork_rng(cuda), trainer._on_batch():
         batch = trainer._generate_and_score_completions(prompts)
@@ -79,7 +75,8 @@ _OF_LOGS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics", "_pe
 
 @contextmanager
 def _logs_as_before(trainer: Any) -> Iterator[None]:
-    """Losses of TRL write down what is logged with the next step, and ask for its size."""
+    """Restores logs: losses of TRL note what is logged with the next step. They also ask for the
+    number of batches in a step, which is 1 here."""
     before = {name: deepcopy(x) for name, x in vars(trainer).items() if name in _OF_LOGS}
     num_tokens = trainer.state.num_input_tokens_seen
     try:

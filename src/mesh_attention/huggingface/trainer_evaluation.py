@@ -1,9 +1,10 @@
 """Evaluation by a Trainer on ranks: each sample counts once, logits are whole, and logs count only
 data-parallel ranks as processes.
 
-Accelerate repeats samples to fill the last batch of every data-parallel rank. The number of new
-samples in that batch follows from the length of the data set; for a stream, from the number of
-samples read, whatever length the stream says. Each rank reads the whole stream, so all agree.
+Accelerate repeats samples to fill the last batch of every data-parallel rank. How many samples of
+that batch are new (its `remainder`) follows from the length of the data set; for a stream, from the
+number of samples read, whatever length the stream says. Each rank reads the whole stream, so all
+agree.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class EvaluationOnRanks(_Base):
         return results
 
     def _shard_model(self) -> None:
-        """Needed before any training: accelerate shards a model only with its optimizer."""
+        """Before any training: accelerate shards a model only with its optimizer."""
         self.create_optimizer()
         self.model, _ = self.accelerator.prepare(self.model, self.optimizer)
         self.model_wrapped, self.optimizer = self.model, None
@@ -122,7 +123,8 @@ class _CountedStream(IterableDataset[Any]):
 
 
 def _count_samples(loader: Any, dp: DeviceMesh) -> None:
-    """Wraps the stream that a prepared loader reads. Streams read by workers cannot be counted."""
+    """Makes the stream that a prepared loader reads a `_CountedStream`. Streams that workers read
+    cannot be counted."""
     dataset = getattr(loader, "dataset", None)
     base = getattr(loader, "base_dataloader", None)
     if base is None or not isinstance(dataset, IterableDataset) or loader.num_workers > 0:
@@ -136,8 +138,7 @@ def _count_samples(loader: Any, dp: DeviceMesh) -> None:
 
 
 def _note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
-    """At the end of a stream, sets `remainder`, by which accelerate knows how many samples of the
-    last batch are new."""
+    """At the end of a stream, sets `remainder` of its loader, which accelerate reads too."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset) or not loader.end_of_dataloader:
         return
@@ -150,7 +151,7 @@ def _note_remainder(loader: Any, dp: DeviceMesh, whole: Any) -> None:
 
 
 def _without_repeated(loader: Any, dp: DeviceMesh, whole: Any) -> Any:
-    """The batch without the targets of repeated samples; their logits are cut off when gathered."""
+    """The batch without targets of repeated samples. Accelerate cuts off their logits."""
     labels = whole.get("labels") if isinstance(whole, Mapping) else None
     remainder = getattr(loader, "remainder", -1)
     if dp.size() == 1 or labels is None or remainder < 1 or not loader.end_of_dataloader:

@@ -1,5 +1,6 @@
-"""The model of a Trainer once it is wrapped: gradients must be averaged over all ranks, its
-checkpoints keep the results of attention, and noise has the size that whole sequences say."""
+"""What the Trainer (and `AcceleratorContextParallel`) does to a model that accelerate wraps:
+gradients must be averaged over all ranks, FSDP2 works on CPUs too, checkpoints keep the results of
+attention, and NEFTune's noise has the size that whole sequences say."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from mesh_attention.train.keep_attention import KeepAttention
 
 
 def shard_on_cpu(accelerator: Any, args: Any) -> bool:
-    """Accelerate takes FSDP on GPUs alone, and DDP in silence on processes without one, whose model
-    may be too large for that. All that it does for FSDP2 works there too, once its state says so.
-    False where there are no other processes."""
+    """Makes accelerate shard with FSDP2 on processes without a GPU, where it would take DDP in
+    silence. All that it does for FSDP2 works there once its state says so. Returns False, and does
+    nothing, where it runs on GPUs or on one process."""
     state = accelerator.state
     if state.distributed_type != DistributedType.MULTI_CPU:
         return False
@@ -51,10 +52,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def prepared_once(accelerator: Any, model: nn.Module) -> Iterator[None]:
-    """Of a model that is sharded already, by an evaluation or another training, the optimizer alone
-    is prepared. Accelerate would put checkpoints into its checkpoints; and it finds parameters by
-    their addresses, of which shards without rows have none, so that it would save a state of the
-    optimizer that goes on otherwise."""
+    """Inside, `accelerator.prepare` prepares only the optimizer of a model that is sharded already,
+    by an evaluation or another training. Accelerate would nest its checkpoints; and it finds
+    parameters by their addresses, which shards without rows do not have, so that the state of the
+    optimizer that it saves would be wrong."""
     prepare = accelerator.prepare
 
     def of_optimizer(*objects: Any, **options: Any) -> Any:
@@ -69,15 +70,15 @@ def prepared_once(accelerator: Any, model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Without a backward pass FSDP2 leaves some parameters whole; an optimizer that is made then
-    would train copies of them."""
+    """Shards parameters again that FSDP2 leaves whole after a forward pass without backward. An
+    optimizer that is made then would train copies of them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def refuse_unreduced(model: nn.Module) -> None:
-    """Losses are scaled for a mean over all ranks, so that is what gradients must become."""
+    """Raises unless DDP or FSDP2 average gradients over all ranks: losses are scaled for that."""
     world_size = dist.get_world_size()
     inside: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     if world_size == 1 or isinstance(inside, DistributedDataParallel):
@@ -100,7 +101,7 @@ def refuse_unreduced(model: nn.Module) -> None:
 
 
 def router_weight(model: nn.Module) -> float:
-    """Of the loss that balances experts; 0 where the config does not ask for it."""
+    """The weight of the loss that balances experts; 0 where the config does not ask for it."""
     config = transformers_model(model).config.get_text_config()
     is_asked = getattr(config, "output_router_logits", False)
     return float(config.router_aux_loss_coef) if is_asked else 0.0
@@ -114,8 +115,8 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def keep_attention(model: nn.Module, keep: KeepAttention) -> None:
-    """In checkpoints that transformers and accelerate have put into the model, where nobody gave
-    them a `context_fn`. Reentrant ones take none: they attend a second time."""
+    """Gives `keep` to the checkpoints that transformers and accelerate have put into the model, if
+    they have no `context_fn`. Reentrant ones take none: they attend a second time."""
     for module in model.modules():
         for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
             function = getattr(module, name, None)
@@ -129,7 +130,8 @@ def keep_attention(model: nn.Module, keep: KeepAttention) -> None:
 
 
 class EmbeddingNoise:
-    """NEFTune: `alpha / sqrt(length * width)`, of whole sequences. A hook of the embeddings."""
+    """NEFTune: a hook that adds noise of size `alpha / sqrt(length * width)` to embeddings, where
+    `length` is that of whole sequences."""
 
     def __init__(self, embeddings: nn.Module, alpha: float, rank: int) -> None:
         self._alpha, self._rank = alpha, rank

@@ -51,8 +51,8 @@ class ContextParallelRewardTrainer(ContextParallelMixin, RewardTrainer):
 
 
 class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
-    """As `ContextParallelMixin`; completions are generated from whole sequences, by each rank of a
-    group alike. Those of its first rank count, and so do its rewards.
+    """As `ContextParallelMixin`. Each rank of a group generates completions from whole sequences;
+    those of its first rank count, and so do its rewards.
 
     `generation_batch_size` is per_device_train_batch_size times data-parallel ranks times
     steps_per_generation, of the arguments.
@@ -94,8 +94,7 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         return completions[0]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """TRL gathers rewards and texts from all ranks; here they come once from each
-        context-parallel group."""
+        """TRL gathers rewards and texts from all ranks; here from the first of each group alone."""
         with (
             patch.object(grpo_trainer, "gather", self._from_first_ranks),
             patch.object(grpo_trainer, "gather_object", self.accelerator.gather_objects),
@@ -105,8 +104,8 @@ class ContextParallelGRPOTrainer(ContextParallelMixin, GRPOTrainer):
         return batch
 
     def _draw_alike(self) -> None:
-        """Ranks of a group get one random state, to shuffle scored completions alike: a reward may
-        have drawn random numbers on some ranks."""
+        """Gives ranks of a group one random state, so that they shuffle scored completions alike: a
+        reward may have drawn random numbers on some of them."""
         cuda = self.args.device.type == "cuda"
         states: list[Any] = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]
         dist.broadcast_object_list(states, group=self.mesh["cp"].get_group(), group_src=0)

@@ -1,18 +1,19 @@
-"""A model on ranks that looks like one on one process: whole batches go in, whole outputs come out.
+"""`WholeModel`: a model on ranks that looks like a model on one process. Whole batches go in, whole
+outputs come out. The Trainer uses it for losses that it does not know.
 
-Losses of others (TRL, overrides of `compute_loss`), which shift logits and count tokens themselves,
-are right when they never see a shard. Each rank of the group makes the same loss from the whole
-outputs, and gets the gradient of its own tokens, times the size of the group: DDP and FSDP take the
-mean over ranks.
+Such losses (TRL's, overrides of `compute_loss`) shift logits and count tokens themselves, so they
+must never see a shard. Each rank of the group computes the same loss from the whole outputs, and
+gets the gradient of its own tokens, times the size of the group: DDP and FSDP2 take the mean over
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import signature
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,19 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.attention import NAME
 from mesh_attention.huggingface.model import ModelContextParallel
+from mesh_attention.huggingface.model_hooks import pools
 from mesh_attention.huggingface.trainer_model import EmbeddingNoise
-from mesh_attention.huggingface.whole_outputs import pools
 from mesh_attention.train.sharded_batch import ShardedBatch
 
-# What `shard_batch` takes; and what tells kernels of one process about documents, or losses
-# something: models ignore it.
+# Arguments of the model: those that `shard_batch` takes, and those that models ignore (they tell
+# kernels of one process, or losses, about documents).
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 _UNUSED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "margin")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call of the model was given, for what is made of its outputs."""
+    """The arguments of a call of the model that its outputs and its loss are made by."""
 
     part: ShardedBatch
     labels: Tensor | None
@@ -46,9 +47,9 @@ class _Call:
 class WholeModel:
     """Hooks of a model that a `ModelContextParallel` was made for.
 
-    Per-token results are numbers, and cheap to put together: TRL's log-probabilities, which are
-    made by `log_probs` of the object, each rank's of its own tokens.
-    Logits take tokens times vocabulary, on every rank, as on one process.
+    Outputs of one number a token are cheap to join. Such are TRL's log-probabilities: each rank
+    makes those of its own tokens, by `log_probs` of the object. Logits take tokens times
+    vocabulary, on every rank, as on one process.
     """
 
     def __init__(self, cp: ModelContextParallel) -> None:
@@ -65,8 +66,8 @@ class WholeModel:
 
     @staticmethod
     def of(model: nn.Module, group: DeviceMesh, options: Mapping[str, Any]) -> WholeModel:
-        """With an object made for it. Scores of sequences are put together as one number a token;
-        other heads for sequences are left out, and get whole hidden states."""
+        """With a `ModelContextParallel` made for it. Scores of sequences are joined as one number a
+        token. Other heads for sequences stay outside of it, and get whole hidden states."""
         own: Any = getattr(model, "get_base_model", lambda: model)()  # of peft
         if pools(own):
             options = {**options, "reduce": "ddp"}  # or FSDP2, which takes a mean too
@@ -80,6 +81,7 @@ class WholeModel:
         self.cp.close()
 
     def _shard(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before the model: its arguments for this rank's part of the batch."""
         self._call = None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         attends_by_itself = model.config._attn_implementation != NAME  # as when it generates
@@ -115,6 +117,7 @@ class WholeModel:
         return (), passed
 
     def _join(self, model: Any, args: Any, output: Any) -> Any:
+        """Behind it: whole outputs, and their loss."""
         call, self._call = self._call, None
         if call is None:
             return None
@@ -147,7 +150,7 @@ class WholeModel:
         return self.cp.unshard(x, 1, documents=call.part.documents, grad="sum")
 
     def _loss(self, model: Any, call: _Call, outputs: dict[str, Any]) -> dict[str, Any]:
-        """As the model makes it, of the whole batch."""
+        """The loss of the whole batch, as the model makes it."""
         number = call.num_items_in_batch
         if call.is_fused:
             counted = outputs["label_mask"].sum().clamp(min=1) if number is None else number
@@ -170,63 +173,50 @@ class WholeModel:
         return self  # as the hook of the object: copies of the model share it
 
 
-_KERNEL = "_ChunkedLogProbFunction"
+_KERNEL = "_ChunkedLogProbFunction"  # of TRL, with these parameters
+_PARAMETERS = (
+    *("hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
+    *("final_logit_softcapping", "logit_scale", "outputs"),
+)
+_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")  # in the order of TRL
 
 
 def _take_log_probs(model: Any, cp: ModelContextParallel) -> None:
     """TRL's head looks up the function that makes log-probabilities among the globals of its
-    module. The one of this model gets other globals, where that is `log_probs` of the object."""
+    module. The head of this model gets other globals, with `_log_probs` in its place."""
     forward = vars(model).get("forward")
     trls: Any = getattr(forward, "__func__", None)
     kernel = getattr(trls, "__globals__", {}).get(_KERNEL)
-    if kernel is None or [*signature(kernel.forward).parameters][1:] != [*_OF_KERNEL]:
+    if kernel is None or [*signature(kernel.forward).parameters][1:] != [*_PARAMETERS]:
         return  # no fused head, or one of another version: it makes them as ever
     parts = (trls.__name__, trls.__defaults__, trls.__closure__)
-    ours = FunctionType(trls.__code__, trls.__globals__ | {_KERNEL: _HeadKernel(cp)}, *parts)
+    kernel = SimpleNamespace(apply=partial(_log_probs, cp))
+    ours = FunctionType(trls.__code__, trls.__globals__ | {_KERNEL: kernel}, *parts)
     ours.__kwdefaults__ = trls.__kwdefaults__
     model.forward = MethodType(update_wrapper(ours, trls), model)
 
 
-_OF_KERNEL = (
-    *("hidden", "weight", "bias", "targets", "temperature", "chunk_size"),
-    *("final_logit_softcapping", "logit_scale", "outputs"),
-)
-
-
-class _HeadKernel:
-    def __init__(self, cp: ModelContextParallel) -> None:
-        self._cp = cp
-
-    def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None,
-        scale: float,
-        outputs: Sequence[str],
-    ) -> list[Tensor | None]:
-        """Of (tokens, width); log-probabilities, entropies and statistics, those that TRL wants."""
-        if not torch.is_autocast_enabled(hidden.device.type):
-            weight = weight.to(hidden.dtype)
-            bias = None if bias is None else bias.to(hidden.dtype)
-        if scale != 1:
-            hidden, bias = hidden * scale, None if bias is None else bias * scale
-        statistics = [name for name in _STATISTICS if name in outputs]
-        log_probs, entropy, *others = self._cp.log_probs(
-            hidden,
-            targets,
-            weight=weight,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            statistics=statistics,
-        )
-        made = dict(zip(statistics, others, strict=True))
-        return [log_probs, entropy, *(made.get(name) for name in _STATISTICS)]
-
-
-_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")  # in the order of TRL
+def _log_probs(
+    cp: ModelContextParallel,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    softcap: float | None,
+    scale: float,
+    outputs: Sequence[str],
+) -> list[Tensor | None]:
+    """From `hidden` of (tokens, width): log-probabilities, entropies, and the statistics that are
+    in `outputs`, None for others."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+    if scale != 1:
+        hidden, bias = hidden * scale, None if bias is None else bias * scale
+    statistics = [name for name in _STATISTICS if name in outputs]
+    how: dict[str, Any] = {"bias": bias, "temperature": temperature, "softcap": softcap}
+    results = cp.log_probs(hidden, targets, weight=weight, statistics=statistics, **how)
+    made = dict(zip(("log_probs", "entropy", *statistics), results, strict=True))
+    return [made.get(name) for name in ("log_probs", "entropy", *_STATISTICS)]

@@ -1,14 +1,15 @@
-"""Seconds and bytes of a training step on one GPU, under a policy of what its blocks keep.
+"""Seconds and bytes of a training step on one GPU, under a `Policy` of what its blocks keep for the
+backward pass. `splits.py` compares splits and policies by them.
 
 Attention of a layer is chosen as `ContextParallel` does (`find_default`), and timed by the
-simulator. The rest goes by rates: matrix products at the cluster's rate for large ones, elementwise
-work at that of memory. Transfers of parameters and copies to the host run beside a block's
-computation; what is longer than that is exposed.
+simulator. The rest goes by rates of the cluster: matrix products by its rate for large ones,
+elementwise work by that of memory. Transfers of parameters and copies to the host run beside a
+block's computation; only what takes longer than that (is exposed) counts.
 
 Memory is that of full fine-tuning with FSDP2 over all ranks: fp32 weights, gradients and AdamW,
-sharded; compute and gathered weights in bf16. Moments that compete for the peak: the backward pass
-of one block at its attention and at its MLP, and the loss, beside what the other layers keep; and
-the end, when gradients of embedding and head are reduced and nothing is kept any more.
+sharded; computation and gathered weights in bf16. The peak is at one of four moments: the backward
+pass of a block at its attention, at its MLP, or the loss, each beside what the other layers keep;
+or the end, when gradients of embedding and head are reduced and nothing is kept any more.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _OPTIMIZER_BYTES = 28  # a parameter: AdamW reads four fp32 numbers and writes t
 
 
 class LayerAttention(NamedTuple):
-    """Attention of a layer; seconds and bytes are the most of any rank.
+    """Attention of a layer. Seconds and bytes are those of the rank with the most.
 
     local_tokens     rows of a shard, padding included
     flops            of all ranks forward, by the area of the mask; backward has 2.5 times as many
-    held_bytes       between the passes; 0 if only shards are kept: they are computed again
+    held_bytes       between the passes, with the caller's tensors; 0 with `keeps_shards`, as these
+                     are computed again
     backward_bytes   at the peak of the backward pass, with the caller's tensors
     workspace_bytes  the part of it that is not the caller's: buffers and kernels
     """
@@ -124,8 +126,8 @@ def policies(local_tokens: int) -> list[Policy]:
 
 
 class StepMemory(NamedTuple):
-    """Bytes of one GPU. `at_...` are the moments, besides all that is named before them; `host` is
-    this GPU's part of its host's memory."""
+    """Bytes of one GPU. `at_...` are what the moments add to the fields before them; `host` is this
+    GPU's part of its host's memory."""
 
     weights: int
     gradients: int
@@ -143,7 +145,7 @@ class StepMemory(NamedTuple):
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The moment, and the bytes of everything then."""
+        """The name of the moment with the most memory, and the bytes of everything then."""
         fixed, kept = sum(self[:5]), sum(self[5:8])
         moments = dict(zip(self._fields[8:11], self[8:11], strict=True))
         moments["at_end"] = max(0, self.at_end - kept)
@@ -197,8 +199,8 @@ def step_memory(
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step. Of transfers of parameters and of copies to the host (`offload`) only what
-    is exposed counts."""
+    """Seconds of a step. `parameters` (transfers) and `offload` (copies to the host) are not in
+    `total`: only what is exposed of them counts."""
 
     attention_forward: float
     attention_again: float

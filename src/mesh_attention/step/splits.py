@@ -53,7 +53,8 @@ class StepQuestion:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A split with a policy. `sequences` counts those of all ranks in a step."""
+    """A split of the ranks into data x context, with a policy. `sequences`: of all ranks in a
+    step."""
 
     asked: StepQuestion
     tokens: int

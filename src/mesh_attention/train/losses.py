@@ -19,13 +19,13 @@ from mesh_attention.plan.problem.arguments import number, real
 from mesh_attention.request.autograd import Attention
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Factors, Head, Targets
 from mesh_attention.train.loss_kernels import CrossEntropy, LossKernel, choose_loss
 from mesh_attention.train.means import LossCall, Means, TokenMean
 from mesh_attention.train.sharded_weight import count_gathering, own_weights
-from mesh_attention.train.whole_batch import MARK, index_of_64_bits
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
 _LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
@@ -80,10 +80,10 @@ def whole_inputs(
 ) -> tuple[Factors, Tensor]:
     """Checks logits or hidden states (`x`, called `name` in errors), weights and targets, and
     returns them whole: DTensors become this rank's tensors, sharded weights are gathered."""
-    ranks, mark = call.user.session.groups.ranks, getattr(tokens, MARK, None)
+    ranks = call.user.session.groups.ranks
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
-    _refuse_other_batch(name, x, mark)
+    _refuse_other_batch(name, x, call.batch)
     if head is None:
         return Factors(x.flatten(0, -2)), tokens
     weight, bias, low_rank = head
@@ -134,18 +134,17 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
         )
 
 
-def _refuse_other_batch(name: str, x: Tensor, mark: Any) -> None:
-    """Raises if `x` comes from attention over another batch than `mark`, which `shard_batch` noted
-    on the targets. Attention is found in the graph of `x`, and knows its batch if the call had
-    documents."""
+def _refuse_other_batch(name: str, x: Tensor, of_targets: BatchIdentity | None) -> None:
+    """Raises if `x` comes from attention over another batch than the targets. Attention is found in
+    the graph of `x`, and knows its batch if the call had documents."""
     nodes, seen = deque([x.grad_fn]), 0
-    while mark is not None and nodes and seen < _LOOKED_AT:
+    while of_targets is not None and nodes and seen < _LOOKED_AT:
         node: Any = nodes.popleft()
         seen += 1
         is_attention = getattr(node, "_forward_cls", None) is Attention
         documents = node.documents if is_attention else None
         batch = None if documents is None else documents.plans.batch
-        if batch is not None and (batch.number, batch.contents) != mark:
+        if batch not in (None, of_targets):
             raise MeshAttentionError(
                 f"targets are those of another batch than {name}, which comes from attention over "
                 "the documents of another shard_batch; give the labels of that, or labels.clone() "
@@ -201,7 +200,7 @@ def _refuse_wrong_pair(hidden: Tensor, weight: Tensor, few: Any, few_weight: Any
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
     """Checks the numbers of a loss or of log-probabilities, and makes numpy's numbers Python's, as
     ranks compare how numbers print."""
-    ignore_index = index_of_64_bits(ignore_index)
+    ignore_index = number("ignore_index", ignore_index, least=None)
     for name, value in numbers.items():
         may_be_zero = name in ("label_smoothing", "z_loss") and not isinstance(value, bool)
         if value is None and name in ("softcap", "chunk_tokens"):

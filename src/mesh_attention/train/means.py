@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 from mesh_attention.errors import MeshAttentionError, raise_fault
+from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.agreement.identity import OF_FORWARD_CALL, BatchIdentity, Statement
-from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.session import User, process_group
 from mesh_attention.runtime.transport.distributed import communicating
 
@@ -56,15 +56,18 @@ class LossCall:
 
     name     of the method of `ContextParallel` that was called
     reduce   how the caller's framework reduces gradients; None only in `log_probs`
-    batch    what `shard_batch` noted on the targets: ranks compare that they have the same batch
+    batch    that `shard_batch` noted on the targets: ranks compare that they have the same
     """
 
     name: str
-    user: User
-    options: CallOptions
+    calls: ObjectCalls
     reduce: Reduce | None
     label: str | int | None
     batch: BatchIdentity | None
+
+    @property
+    def user(self) -> User:
+        return self.calls.user
 
     def begin(
         self, statement: Statement, device: torch.device, *, name: str = "", of: int = 0
@@ -74,9 +77,10 @@ class LossCall:
         call."""
         session = self.user.session
         statement = {self.name: self.reduce, "device": device.type} | statement
-        kind = session.calls.agree_on(statement, self.options, ahead=True)
+        options = self.calls.options
+        kind = session.calls.agree_on(statement, options, ahead=True)
         batch = OF_FORWARD_CALL if of else self.batch
-        self.user.begin(kind, name or self.name, self.options, device, self.label, of, batch=batch)
+        self.user.begin(kind, name or self.name, options, device, self.label, of, batch=batch)
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,8 @@ class Means(LossCall):
         number = self.num_targets
         if isinstance(number, Tensor):
             number = number.detach().reshape(())
-        said = _Said(self.name, number, {"reduce": self.reduce} | alike, own.device)
-        sums = torch.cat([torch.stack([own.detach(), counted]), said.sums])
+        check = _ReplicaCheck(self.name, number, {"reduce": self.reduce} | alike, own.device)
+        sums = torch.cat([torch.stack([own.detach(), counted]), check.sums])
         replicas = ranks.number // len(session.groups.ranks)
         statement = statement | alike | {"data parallel ranks": replicas}
         self.add_up(statement, sums, within=ranks.within)
@@ -144,7 +148,7 @@ class Means(LossCall):
             _add_up(sums, ranks.group, "of data-parallel ranks, one of which may have failed, ")
         total, count = sums[:2].unbind()
         try:
-            wrong = said.is_wrong(sums[2:], count, ranks.number)
+            wrong = check.is_wrong(sums[2:], count, ranks.number)
         except MeshAttentionError as error:  # of the sums, so on all ranks
             raise session.guard.known(error) from None
         # Where nothing is counted sums are 0, and so is the loss, by whichever number.
@@ -172,6 +176,7 @@ class LossRanks:
 
     @staticmethod
     def of(own: tuple[int, ...], data_parallel: dist.ProcessGroup | DeviceMesh | None) -> LossRanks:
+        """`own`: the ranks of the context-parallel group."""
         if data_parallel is None:
             return LossRanks(frozenset(own), len(own), None, True)
         group = process_group(data_parallel)
@@ -194,7 +199,7 @@ class LossRanks:
         )
 
 
-class _Said:
+class _ReplicaCheck:
     """Checks that all ranks, those of other replicas too, say `alike` and `num_targets` alike.
 
     Both travel with the sums of the losses as numbers below 4,093 and their squares, which are

@@ -16,7 +16,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_label
 from mesh_attention.runtime.agreement.identity import Statement
-from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.sharding import Shards
@@ -71,9 +71,7 @@ def log_probs(
     return tuple([result.view(tokens.shape) for result in results])
 
 
-log_probs_together = collective_call(lambda call, *_, **__: (call.user.session, call.options))(
-    log_probs
-)
+log_probs_together = collective_call(lambda call, *_, **__: of_calls(call.calls))(log_probs)
 
 
 class LogProbs(torch.autograd.Function):

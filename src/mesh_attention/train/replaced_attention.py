@@ -42,6 +42,7 @@ def replaced_attention(
     no_restore: Collection[Tensor],
     documents: Documents | None,
 ) -> Iterator[Documents | None]:
+    """The block, as `ContextParallel.context_parallel` describes it."""
     if is_dynamo_compiling():
         raise MeshAttentionError("open a block of context_parallel around compiled code, not in it")
     # A block that is refused counts as a batch too.

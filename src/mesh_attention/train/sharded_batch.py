@@ -20,13 +20,7 @@ from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.train.whole_batch import (
-    MARK,
-    Rows,
-    WholeBatch,
-    checked_tensors,
-    index_of_64_bits,
-)
+from mesh_attention.train.whole_batch import MARK, Rows, WholeBatch, checked_tensors
 
 IGNORE_INDEX = -100
 
@@ -135,7 +129,7 @@ def shard_batch(
             raise MeshAttentionError(f"ahead={ahead}: give labels, of which it makes targets")
         if ahead > (tokens := whole.tensors["labels"].shape[1]):
             raise MeshAttentionError(f"ahead={ahead}: the rows of the batch have {tokens} tokens")
-    ignore_index = index_of_64_bits(ignore_index)
+    ignore_index = number("ignore_index", ignore_index, least=None)
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
     handle, shards, rows = _sharing(calls, whole, also)

@@ -21,7 +21,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.operators import need_grad
 from mesh_attention.runtime.agreement.identity import GATHERED, Statement
 from mesh_attention.runtime.agreement.verdict import verdict_on
-from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import is_dtensor, own_copies
 from mesh_attention.runtime.transport.distributed import communicating
 from mesh_attention.train.means import LossCall, LossRanks, Means
@@ -188,8 +188,9 @@ class _Gathered(torch.autograd.Function):
         return (None, *(next(made) if wanted else None for wanted in ctx.needs_input_grad[1:]))
 
 
-@collective_call(lambda gathering, *_: (gathering.call.user.session, gathering.call.options))
+@collective_call(lambda gathering, *_: of_calls(gathering.call.calls))
 def _reduced(gathering: Gathering, pairs: list[tuple[Any, Tensor]]) -> list[Any]:
+    """Of parts and the gradients of their wholes: the gradients of the parts."""
     from torch.distributed.tensor import DTensor, Partial
 
     call, reduced = gathering.call, []

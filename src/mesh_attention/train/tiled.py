@@ -71,6 +71,8 @@ class Tiled:
 
 
 class _InTiles(torch.autograd.Function):
+    """Runs the block, and its backward pass, a tile at a time. `leaves`: its parameters."""
+
     @staticmethod
     def forward(ctx: Any, tiled: Tiled, modes: _Modes, x: Tensor, *leaves: Tensor) -> Tensor:
         ctx.tiled, ctx.modes, ctx.leaves = tiled, modes, leaves

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,12 +20,19 @@ from mesh_attention.choose.documents import Starts
 from mesh_attention.choose.pack import Pack, document_starts
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.tensor_checks import fault_of_kind
+from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.documents import Documents
 
 Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
 
 MARK = "_mesh_attention_shard"  # attribute of a shard's tensors: the fields of its `BatchIdentity`
 _FEWEST_LABELS = 8  # that tell labels of next tokens from others
+
+
+def batch_of(x: Any) -> BatchIdentity | None:
+    """The batch that `shard_batch` has noted on a tensor; None where it has not."""
+    mark = getattr(x, MARK, None)
+    return mark and BatchIdentity(*mark)
 
 
 @dataclass(frozen=True)
@@ -258,12 +264,3 @@ def _real_tokens(attention_mask: Tensor) -> list[tuple[int, int]]:
             )
         spans.append((first, first + count))
     return spans
-
-
-def index_of_64_bits(ignore_index: Any) -> int:
-    whole = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
-    if not whole or not -(2**63) <= ignore_index < 2**63:
-        raise MeshAttentionError(
-            f"ignore_index={ignore_index!r}: must be a whole number of at most 64 bits"
-        )
-    return int(ignore_index)
