@@ -32,7 +32,7 @@ from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.sharding import join_shards, take_shard
 from mesh_attention.runtime.transport.interface import Counters
-from mesh_attention.runtime.transport.local import LocalWorld
+from mesh_attention.runtime.transport.local import LocalTransport, Meetings
 
 __all__ = ["LocalResult", "run_local"]
 
@@ -159,13 +159,13 @@ class _Run:
         self, direction: Direction, inputs: list[dict[str, Tensor]]
     ) -> list[dict[str, Tensor]]:
         pass_ = self.plan.direction(direction)
-        world = LocalWorld(pass_.groups)
+        meetings: Meetings = {}
         executors = [
             make_executor(
                 self.plan,
                 pass_,
                 rank,
-                world.transport(pass_.programs[rank]),
+                LocalTransport(pass_, rank, meetings),
                 self.workspaces[rank],
                 self.call_shape,
                 softmax_scale=self.scores.softmax_scale,

@@ -19,7 +19,7 @@ from mesh_attention.runtime.device import Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.prepared_call import CapturedCall
-from mesh_attention.runtime.transport.local import LocalWorld
+from mesh_attention.runtime.transport.local import LocalTransport, Meetings
 from mesh_attention.testing import _in_turns
 
 pytestmark = pytest.mark.gpu
@@ -146,12 +146,18 @@ def all_ranks(
 ) -> Callable[[Inputs], Inputs]:
     """The executors of all ranks in this process, made once."""
     pass_ = plan.direction(direction)
-    world = LocalWorld(pass_.groups)
+    meetings: Meetings = {}
     executors = [
         make_executor(
-            plan, pass_, rank, world.transport(p), Workspace(), call_shape, softmax_scale=0.1
+            plan,
+            pass_,
+            rank,
+            LocalTransport(pass_, rank, meetings),
+            Workspace(),
+            call_shape,
+            softmax_scale=0.1,
         )
-        for rank, p in enumerate(pass_.programs)
+        for rank in range(plan.num_ranks)
     ]
     return lambda inputs: _in_turns({r: e.run(inputs[r]) for r, e in enumerate(executors)})
 

@@ -75,6 +75,7 @@ def near(*ranks: int) -> SymmetricTransport:
     far: Any = SimpleNamespace(prepare=lambda op, view: ("far", op))
     transport._memory, transport._far = memory, far
     transport._ranks = {"inside": [0, 1], "across": [0, 1, 4]}
+    transport._halves = {}
     return transport
 
 
@@ -111,6 +112,8 @@ def test_the_half_of_a_shift_that_leaves_the_node_goes_by_the_network_and_first(
     sends, receives = replace(shift, receives=()), replace(shift, sends=())
     near_half, far_half = (sends, receives) if to_member == 1 else (receives, sends)
     assert log == [("network", far_half), ("memory", near_half)]
+    transport.prepare(shift, None)(())
+    assert log[2][1] is log[0][1]  # the network keeps what it knows by the operation
 
 
 def test_what_a_rank_shows_is_all_that_it_sends_also_after_a_piece_that_goes_to_several() -> None:

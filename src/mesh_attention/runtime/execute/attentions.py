@@ -38,7 +38,7 @@ Work = Callable[[], object]
 
 
 class Scores(NamedTuple):
-    """What becomes of the products of queries and keys, as `Block` has it."""
+    """How scores come from the products of queries and keys: the last numbers of a `Block`."""
 
     softmax_scale: float
     softcap: float = 0.0
@@ -165,9 +165,7 @@ def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...],
     backward pass of keys too."""
     assert isinstance(op, Attend | AttendBackward)
     queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
-    if isinstance(op, Attend):
-        yield queries, op.q.num_rows, op.fresh
-        return
-    yield queries, op.q.num_rows, op.fresh_q
-    keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
-    yield keys, op.k.num_rows, op.fresh_kv
+    yield queries, op.q.num_rows, op.fresh if isinstance(op, Attend) else op.fresh_q
+    if isinstance(op, AttendBackward):
+        keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
+        yield keys, op.k.num_rows, op.fresh_kv

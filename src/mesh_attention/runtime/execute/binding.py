@@ -1,7 +1,7 @@
 """The tensors behind a program's buffers, for the executor.
 
-Views of workspace buffers are made once and kept with their block; nothing keeps the caller's
-tensors.
+Views of workspace buffers are made once and kept with their block of memory. Nothing keeps the
+caller's tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Views:
 
 
 class Bindings:
-    """How the buffers of a program become tensors."""
+    """Makes tensors of the buffers of a program, for calls of one shape."""
 
     def __init__(
         self, program: Program, problem: Problem, memory: WorkspaceMap, call_shape: CallShape
@@ -88,7 +88,7 @@ class Bindings:
         return self._shapes[Role.WORKSPACE].keys() >= set(op.touched)
 
     def workspace(self, memory: Tensor) -> Views:
-        """What can be bound once for a block of memory."""
+        """The tensors of workspace buffers, as views of a block of memory."""
         tensors = {}
         for name, (shape, dtype) in self._shapes[Role.WORKSPACE].items():
             start = self._memory.offsets[name] * self._call_shape.batch
@@ -96,7 +96,8 @@ class Bindings:
         return Views(tensors)
 
     def call(self, views: Views, inputs: Mapping[str, Tensor]) -> tuple[Views, dict[str, Tensor]]:
-        """(`views` with the tensors of one call, its outputs and what is kept)"""
+        """(`views` with the caller's tensors of one call, new tensors for all that it returns: its
+        outputs and what is kept for the backward pass)"""
         device = self._call_shape.device
         outputs = {
             name: torch.empty(shape, dtype=dtype, device=device)

@@ -70,8 +70,8 @@ def _from_first(runs: tuple[Run, ...]) -> tuple[Run, ...]:
 def row_range(
     rows: RowRanges, queries: tuple[Run, ...], keys: tuple[Run, ...], device: torch.device
 ) -> RowRange:
-    """What these queries see of these keys. Padding is seen by nobody and sees nothing: padded keys
-    have the position -1, so that a kernel can leave out what lies there."""
+    """What these queries see of these keys, by positions. Padding is seen by nobody and sees
+    nothing: padded keys have the position -1, so that a kernel can leave out what lies there."""
     position = positions(keys, device)
     query = position if queries == keys else positions(queries, device)
     if not rows.segments:
@@ -95,7 +95,8 @@ def row_range(
 
 
 def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
-    """Slopes are 0 or 1, and mostly the same in all segments."""
+    """base + slope * position, for each query. Slopes are 0 or 1, and mostly the same in all
+    segments."""
     bound = spread(base)
     if slope.all():
         return bound.add_(query)
@@ -103,7 +104,7 @@ def _line(base: Column, slope: Column, spread: Spread, query: Tensor) -> Tensor:
 
 
 def _spread(rows: RowRanges, queries: tuple[Run, ...], query: Tensor) -> Spread:
-    """From values of segments to those of the queries in them."""
+    """A function from values of segments to values of queries: each has that of its segment."""
     device = query.device
     if device.type != "cpu" or sum(run.count for run in queries) > _MANY_BLOCKS:
         starts = _on(device, torch.from_numpy(rows.edges[0].astype(np.int32)))
@@ -124,12 +125,12 @@ _MANY_BLOCKS = 256  # of consecutive queries; then the processor looks every que
 
 
 def _on(device: torch.device, x: Tensor) -> Tensor:
-    """A copy there, for which the host does not wait."""
+    """A copy on the device, for which the host does not wait."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def positions(runs: tuple[Run, ...], device: torch.device) -> Tensor:
-    """Of all rows, one run after the other."""
+    """The positions of all rows, one run after the other."""
     parts = []
     for run in runs:
         rows = torch.arange(run.start, run.start + run.block, dtype=torch.int32, device=device)

@@ -4,8 +4,8 @@ Views are made once, when the operation is bound to its tensors. Accumulators ho
 the first call to touch a row stores there (`fresh`), the others add. A kernel may write its result
 to the accumulator itself, where nothing is that it must be added to.
 
-A backward kernel declares which inputs it needs (`BackwardNeeds`); a plan has either `out` or
-`delta`. The missing one is made for all calls at once, a finite log-sum-exp for every run of rows
+A backward kernel declares which inputs it needs (`BackwardNeeds`), but a plan has either `out` or
+`delta`. The other is made for all calls at once. A finite log-sum-exp is made for every run of rows
 that a call takes, since it must be contiguous.
 """
 
@@ -33,7 +33,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What has to be made for the calls of an operation: by intervals of its query rows."""
+    """The query rows of an operation for which inputs of its kernel calls have to be made."""
 
     out: Interval | None
     delta: Interval | None
@@ -50,7 +50,7 @@ class Missing:
         )
 
     def head_bytes(self, problem: Problem) -> int:
-        """For one head of one batch element."""
+        """Bytes of what is made, for one head of one batch element."""
         statistics = sum(stop - start for start, stop in (self.delta or (0, 0), *self.lse))
         start, stop = self.out or (0, 0)
         out_bytes = (stop - start) * problem.v_dim * problem.element_bytes
@@ -58,13 +58,15 @@ class Missing:
 
 
 def _hull(intervals: Sequence[Interval]) -> Interval | None:
+    """The smallest interval that has all of these in it."""
     if not intervals:
         return None
     return min(start for start, _ in intervals), max(stop for _, stop in intervals)
 
 
 class Preparation:
-    """The inputs of each call, from the `whole` of the operation that they are rows of."""
+    """Makes the inputs of the kernel calls of one backward operation. `calls`: what each needs, and
+    its rows of queries; `whole`: the inputs of the operation, for all its rows."""
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ def needs_of_calls(
 
 
 class MergedRows:
-    """Rows of (out_BSHE, lse_BHS), into which a partial result is merged."""
+    """Where the result of a forward call goes: rows of (out_BSHE, lse_BHS), into which it is
+    merged."""
 
     def __init__(
         self, kernels: RowKernels, out: Tensor, lse: Tensor, stretches: Sequence[Stretch]
@@ -145,6 +148,7 @@ class MergedRows:
         ]
 
     def into(self, dtype: torch.dtype) -> Into:
+        """The rows themselves, for a kernel that can write its result there; else None."""
         return (_into(self._parts, dtype),)
 
     def take(self, *results: Tensor) -> None:
@@ -159,7 +163,8 @@ class MergedRows:
 
 
 class SummedRows:
-    """Rows of gradients (B, S, H, D), to which others are added."""
+    """Where the results of a backward call go: rows of gradients (B, S, H, D), to which they are
+    added."""
 
     def __init__(
         self, kernels: RowKernels, sums: Sequence[tuple[Tensor, Sequence[Stretch]]]
@@ -192,7 +197,7 @@ def _into(parts: _Parts, dtype: torch.dtype) -> Tensor | None:
 
 
 class KernelCalls:
-    """To be made in every call of the program."""
+    """All kernel calls of one attention, to be made in every call of the program."""
 
     def __init__(
         self,
@@ -203,8 +208,9 @@ class KernelCalls:
         *,
         follows: bool,
     ) -> None:
-        """`untouched`: rows that no call sees, and what they hold. `turns`: streams on which calls
-        take turns. `follows`: the first call reads what was computed right before it."""
+        """`calls`: each with what takes its results. `untouched`: rows that no call computes, and
+        what they shall hold. `turns`: streams on which calls take turns, if they do. `follows`: the
+        first call reads what was computed right before it."""
         self._calls, self._untouched = calls, untouched
         self._preparation, self._turns, self._follows = preparation, turns, follows
         two = turns is not None and preparation is not None

@@ -26,7 +26,8 @@ from mesh_attention.runtime.execute.kernel_calls import Missing, needs_of_calls
 def scratch_bytes(
     program: Program, problem: Problem, kernels: Mapping[str, Kernel], *, two_streams: bool
 ) -> int:
-    """With two streams what one operation prepared is held during the first call of the next."""
+    """The most that kernel calls hold at once, for one batch element. With two streams what one
+    operation prepared is held during the first call of the next."""
     table = program.buffer_table()
     largest = held = 0
     for op in program.operations:
@@ -50,6 +51,7 @@ def scratch_bytes(
 def call_size(
     problem: Problem, table: Mapping[str, Buffer], op: Attend | AttendBackward, call: Call
 ) -> BlockSize:
+    """The size of a kernel call of an attention. `table`: the buffers of the program, by name."""
     heads, kv_heads = (piece.num_heads(table[piece.buffer]) for piece in (op.q, op.k))
     return BlockSize(
         num_queries=call.q_stop - call.q_start,
@@ -95,7 +97,7 @@ def mask_bytes(masks: Iterable[BlockMask], device: torch.device) -> int:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """What holds the memory of a tensor: sparse ones have none of their own."""
+    """The tensors that hold the memory of a tensor: a sparse one has none of its own."""
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
     if x.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -106,6 +108,7 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that a thing holds. `seen`: the ids of what was looked into already."""
     if isinstance(thing, Tensor):
         yield thing
         return

@@ -27,13 +27,13 @@ from mesh_attention.runtime.execute.binding import Bindings
 
 
 class ProgramStep(NamedTuple):
-    at: int
+    at: int  # the place of the operation in the program
     op: Operation
     communicates: bool
-    waits: tuple[int, ...]  # communications
-    after: Marks  # on the compute stream, for a communication
+    waits: tuple[int, ...]  # places of communications that must be over before
+    after: Marks  # of the compute stream, for which a communication waits
     marked: bool  # a communication waits for this computation
-    fixed: bool  # touches nothing of the caller's
+    fixed: bool  # touches nothing of the caller's, and so is bound once
     poisoned: tuple[str, ...]  # buffers that it is the first to use, if those are to be poisoned
 
 
@@ -46,8 +46,10 @@ def program_steps(
     *,
     in_order: bool,
 ) -> tuple[ProgramStep, ...]:
-    """`waits`: the operations that each must come after. `in_order`: communications follow each
-    other by themselves. Without `streams` computations are done when they return."""
+    """What the executor does, operation by operation. `waits`: the operations that each must come
+    after. `poisoned`: buffers that an operation is the first to use, by its place. `in_order`:
+    communications follow each other by themselves. Without `streams` computations are done when
+    they return."""
     communicates = [isinstance(op, Communication) for op in operations]
     marked = {i for at, before in enumerate(waits) if communicates[at] for i in before}
     steps: list[ProgramStep] = []
@@ -87,7 +89,7 @@ class Stretch(NamedTuple):
 
 
 def rows_in_result(stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice | None]]:
-    """Each with its rows in the result of the call, None where that is all of them."""
+    """The stretches of one call, each with its rows in the result of the call; None is all."""
     if len(stretches) == 1:
         return [(stretches[0], None)]
     return [
@@ -105,7 +107,9 @@ class Coverage:
 
 
 def coverage(intervals: Sequence[tuple[int, int]], length: int, *, fresh: bool) -> Coverage:
-    """
+    """Of the rows that the calls of an operation touch, in order, among `length` rows. `fresh`: the
+    operation is the first to touch them.
+
     >>> covered = coverage([(0, 4), (2, 6)], 8, fresh=True)
     >>> [tuple(stretch) for stretch in covered.stretches[1]]
     [(2, 4, False), (4, 6, True)]

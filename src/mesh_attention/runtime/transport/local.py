@@ -6,12 +6,12 @@ programs with plain copies in place of a network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from mesh_attention.plan.language.program import Communication, Program
+from mesh_attention.plan.language.plan import Pass
+from mesh_attention.plan.language.program import Communication
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.interface import Handle, Start, Transfers, View, transfers
 
@@ -27,31 +27,25 @@ class _Meeting:
         assert self.ready
 
 
-class LocalWorld:
-    """The shared place where the ranks of one process meet."""
-
-    def __init__(self, groups: Mapping[str, tuple[int, ...]]) -> None:
-        self.groups = groups
-        self.meetings: dict[tuple[str, str], _Meeting] = {}
-
-    def transport(self, program: Program) -> LocalTransport:
-        return LocalTransport(self, program)
+Meetings = dict[tuple[str, str], _Meeting]  # by group and name of the operation
 
 
 class LocalTransport:
+    """The transport of one rank of a pass. `meetings`: where its ranks meet, empty at first and the
+    same for all of them."""
+
     in_order = False
     own_stream = False
     shows_workspace = False
 
-    def __init__(self, world: LocalWorld, program: Program) -> None:
-        self._world = world
-        self._rank = program.rank
+    def __init__(self, pass_: Pass, rank: int, meetings: Meetings) -> None:
+        self._groups, self._rank, self._meetings = pass_.groups, rank, meetings
 
     def prepare(self, op: Communication, view: View) -> Start:
         return partial(self.start, op, view)
 
     def start(self, op: Communication, view: View, after: Marks) -> Handle:
-        members, meetings = self._world.groups[op.group], self._world.meetings
+        members, meetings = self._groups[op.group], self._meetings
         member, moved = members.index(self._rank), transfers(op, len(members))
         meeting = meetings.setdefault((op.group, op.name), _Meeting())
         meeting.arrived[member] = (moved, view)

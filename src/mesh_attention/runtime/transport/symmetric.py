@@ -57,6 +57,7 @@ class SymmetricTransport:
         self.shows_workspace = True
         self._ranks = groups.global_ranks(plan, pass_, rank)
         self._owner = cache(lambda rank: Owner(plan, pass_, rank, batch))
+        self._halves: dict[int, tuple[SendRecv, SendRecv, SendRecv]] = {}  # by id, which they hold
         # By group and name of an operation; a half of one has the same.
         self._near: dict[tuple[str, str], tuple[Steps, Perform, torch.cuda.Event]] = {}
 
@@ -74,7 +75,9 @@ class SymmetricTransport:
         if to_near == from_near:
             near_start = partial(self._begin, op, view)
             return near_start if to_near else self._far.prepare(op, view)
-        sending, receiving = replace(op, receives=()), replace(op, sends=())
+        if id(op) not in self._halves:  # made once: what `far` knows of operations it knows by id
+            self._halves[id(op)] = op, replace(op, receives=()), replace(op, sends=())
+        _, sending, receiving = self._halves[id(op)]
         near, far = (sending, receiving) if to_near else (receiving, sending)
         far_start = self._far.prepare(far, view)
         # The far half first: it needs no signal, so ranks at the edge keep nobody waiting.
