@@ -13,8 +13,8 @@ from mesh_attention import Problem, make_plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.language.workspace import workspace_map
 from mesh_attention.runtime.device import ComputeStreams
+from mesh_attention.runtime.execute.attentions import must_follow
 from mesh_attention.runtime.execute.kernel_calls import KernelCalls
-from mesh_attention.runtime.execute.steps import must_follow
 from mesh_attention.runtime.transport.distributed import DistributedTransport, _Known
 
 

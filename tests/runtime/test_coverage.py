@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mesh_attention.runtime.execute.steps import Coverage, coverage
+from mesh_attention.runtime.execute.kernel_calls import Coverage, coverage
 
 
 def replay(intervals: list[tuple[int, int]], coverage: Coverage, length: int) -> list[str]:

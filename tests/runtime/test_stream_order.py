@@ -31,7 +31,8 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.language.workspace import WorkspaceMap, dependencies, workspace_map
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.passes.place import placed
-from mesh_attention.runtime.execute.steps import Stretch, coverage, must_follow
+from mesh_attention.runtime.execute.attentions import must_follow
+from mesh_attention.runtime.execute.kernel_calls import Stretch, coverage
 from support.cases import Case
 from support.targets import SLOW_AND_ANY_MASK, with_calls
 

@@ -10,7 +10,7 @@ be sent as they are. Kernels take (batch, rows, heads, width) by stride, and sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
 from math import inf
@@ -19,8 +19,18 @@ from typing import NamedTuple
 import torch
 
 from mesh_attention.kernels import BackwardInputs, Block, BlockMask, BlockSize, CheckedCall, Kernel
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.language.program import Attend, AttendBackward, Operation, Program
+from mesh_attention.plan.language.program import (
+    Attend,
+    AttendBackward,
+    Communication,
+    Operation,
+    Program,
+    reads,
+    writes,
+)
+from mesh_attention.plan.language.workspace import WorkspaceMap
 from mesh_attention.runtime.execute.binding import Views, cut
 from mesh_attention.runtime.execute.call_masks import KnownRanges, masks_of
 from mesh_attention.runtime.execute.frame import Frame
@@ -29,10 +39,10 @@ from mesh_attention.runtime.execute.kernel_calls import (
     MergedRows,
     Preparation,
     SummedRows,
+    coverage,
     needs_of_calls,
 )
 from mesh_attention.runtime.execute.memory import call_size, stand_in_block
-from mesh_attention.runtime.execute.steps import coverage, must_follow
 
 Work = Callable[[], object]
 
@@ -169,3 +179,55 @@ def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...],
     if isinstance(op, AttendBackward):
         keys = tuple([(call.k_start, call.k_stop) for call in op.calls])
         yield keys, op.k.num_rows, op.fresh_kv
+
+
+def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[int]:
+    """Attentions that may not run beside the kernel call before them, by their place: they read
+    what was computed after the last kernel call but one, or write where it is used, and beside the
+    last call and its merge it may not be there yet, or still be read."""
+    following = set()
+    calls = 0
+    computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
+    used: dict[str, list[Piece]] = {}  # by computations since the last call
+    for at, op in enumerate(operations):
+        if isinstance(op, Attend | AttendBackward):
+            late = any(computed.get(name, -1) >= calls for name in _kernel_inputs(op))
+            if late or any(_shares(piece, used, memory) for piece in _written_by_kernels(op)):
+                following.add(at)
+            if op.calls:
+                calls += len(op.calls)
+                used = {}
+        if not isinstance(op, Communication):
+            computed.update(dict.fromkeys(op.written, calls))
+            for piece in (*reads(op), *writes(op)):
+                used.setdefault(piece.buffer, []).append(piece)
+    return following
+
+
+def _written_by_kernels(op: Attend | AttendBackward) -> list[Piece]:
+    """What a kernel may write itself, since nothing is there that results are added to."""
+    if isinstance(op, Attend):
+        return [op.out] if op.fresh else []
+    return [op.grad_q] * op.fresh_q + [op.grad_k, op.grad_v] * op.fresh_kv
+
+
+def _shares(piece: Piece, used: Mapping[str, Sequence[Piece]], memory: WorkspaceMap) -> bool:
+    """Whether a piece has memory in common with others, listed by their buffers."""
+    if any(piece.overlaps(other) for other in used.get(piece.buffer, ())):
+        return True
+    if piece.buffer not in memory.offsets:
+        return False
+    start = memory.offsets[piece.buffer]
+    stop = start + memory.sizes[piece.buffer]
+    return any(
+        memory.offsets[name] < stop and start < memory.offsets[name] + memory.sizes[name]
+        for name in used
+        if name != piece.buffer and name in memory.offsets
+    )
+
+
+def _kernel_inputs(op: Attend | AttendBackward) -> Iterator[str]:
+    inputs: tuple[Piece | None, ...] = (op.q, op.k, op.v)
+    if isinstance(op, AttendBackward):
+        inputs += (op.grad_out, op.lse, op.out, op.delta)
+    return (piece.buffer for piece in inputs if piece is not None)

@@ -25,9 +25,8 @@ from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
 from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import CallShape, Views
 from mesh_attention.runtime.execute.call_masks import KnownRanges
-from mesh_attention.runtime.execute.frame import Frame, Work
+from mesh_attention.runtime.execute.frame import Frame, ProgramStep, Work
 from mesh_attention.runtime.execute.memory import mask_bytes, scratch_bytes
-from mesh_attention.runtime.execute.steps import ProgramStep
 from mesh_attention.runtime.transport.interface import Counters, Handle
 
 __all__ = ["CallShape", "Executor", "Trace", "nvtx_span", "run_to_end"]
@@ -91,8 +90,8 @@ class Executor:
                     views.workspace[name].fill_(torch.nan)
                 if work is None:
                     work = self._work(step, views)
-                if step.communicates:
-                    self.counters.starts[frame.starts[step.at]] += self.call_shape.batch
+                if step.started is not None:
+                    self.counters.starts[step.started] += self.call_shape.batch
                     in_flight[step.at] = work(step.after)
                 else:
                     work()

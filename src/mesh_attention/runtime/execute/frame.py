@@ -5,11 +5,11 @@ frame: buffers, dependencies, transfers and merges depend on no mask, and are bo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,17 +17,35 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import RowChoice, RowKernels
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Pass
-from mesh_attention.plan.language.program import Attention, Communication, Merge, MergeRule, Program
+from mesh_attention.plan.language.program import (
+    Attention,
+    Communication,
+    Free,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+)
 from mesh_attention.plan.language.traffic import TrafficMeter
 from mesh_attention.plan.language.workspace import dependencies, lifetimes, workspace_map
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify.order import order_fault
-from mesh_attention.runtime.device import ComputeStreams, Workspace, WorkspaceBlock
+from mesh_attention.runtime.device import ComputeStreams, Marks, Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.binding import GRAD_LSE, Bindings, CallShape, Views
-from mesh_attention.runtime.execute.steps import ProgramStep, program_steps
 from mesh_attention.runtime.transport.interface import Started, Transport
 
 Work = Callable[..., Any]  # a bound operation: a communication takes its marks, others nothing
+
+
+class ProgramStep(NamedTuple):
+    at: int  # the place of the operation in the program
+    op: Operation
+    started: Started | None  # what a communication counts when it begins; None: a computation
+    waits: tuple[int, ...]  # places of communications that must be over before
+    after: Marks  # of the compute stream, for which a communication waits
+    marked: bool  # a communication waits for this computation
+    fixed: bool  # touches nothing of the caller's, and so is bound once
+    poisoned: tuple[str, ...]  # buffers to be poisoned before, since it is the first to use them
 
 
 class Frame:
@@ -58,28 +76,49 @@ class Frame:
         self.streams = ComputeStreams(call_shape.device, two=self.two_streams) if on_cuda else None
         self.bindings = Bindings(program, problem, memory, call_shape)
         self._transport = transport
-        poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
-        if workspace.poisons and not on_cuda:
-            for name, (born, _) in lifetimes(program).items():
-                poisoned[born] += (name,)
-        self.steps = program_steps(
-            program.operations,
-            dependencies(program, memory),
-            self.streams,
-            self.bindings,
-            poisoned,
-            in_order=transport.in_order,
-        )
+        self.steps = tuple(self._steps(pass_))
         self.workspace_bytes = memory.total_bytes * call_shape.batch
         kept = [b.num_bytes(problem) for b in program.buffers if b.role is Role.KEPT]
         self.kept_bytes = sum(kept) * call_shape.batch
-        self.starts: dict[int, Started] = {}  # by the place of a communication
-        meter = TrafficMeter(problem, program.buffer_table())
-        for at, op in enumerate(program.operations):
+
+    def _steps(self, pass_: Pass) -> Iterator[ProgramStep]:
+        """In program order. Without `streams` computations are done when they return."""
+        program, streams, workspace = self.program, self.streams, self.workspace
+        operations, waits = program.operations, dependencies(program, self.memory)
+        meter = TrafficMeter(self.problem, program.buffer_table())
+        communicates = [isinstance(op, Communication) for op in operations]
+        marked = {i for at, before in enumerate(waits) if communicates[at] for i in before}
+        poisoned: dict[int, tuple[str, ...]] = defaultdict(tuple)
+        if workspace.poisons and streams is None:
+            for name, (born, _) in lifetimes(program).items():
+                poisoned[born] += (name,)
+        first = True  # no communication so far
+        for at, op in enumerate(operations):
+            if isinstance(op, Free):
+                continue  # offsets were planned from it; `dependencies` guards the reuse
+            others = tuple([i for i in waits[at] if communicates[i]])
+            started: Started | None = None
+            after: Marks = ()
             if isinstance(op, Communication):
                 members = pass_.groups[op.group]
                 traffic = meter.traffic(op, members.index(program.rank), len(members))
-                self.starts[at] = type(op).__name__, traffic
+                started = type(op).__name__, traffic
+                if streams is not None:
+                    before = [i for i in waits[at] if not communicates[i]]
+                    after = streams.after(before, begin=first)
+                    first = False
+                if self._transport.in_order and at not in poisoned:
+                    others = ()  # it follows them by itself; the compute stream need not wait
+            yield ProgramStep(
+                at,
+                op,
+                started,
+                others,
+                after,
+                marked=streams is not None and at in marked and started is None,
+                fixed=self.bindings.in_workspace(op),
+                poisoned=poisoned.get(at, ()),
+            )
 
     def work(self, step: ProgramStep, views: Views) -> Work:
         """A transfer or a merge on its tensors."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.runtime.device import ComputeStreams
 from mesh_attention.runtime.execute.binding import cut
-from mesh_attention.runtime.execute.steps import Stretch, rows_in_result
 
 Into = tuple[Tensor | None, ...]  # where a kernel may write its results
 _Parts = Sequence[tuple[Any, ...]]  # tensors, rows of the result or None for all, whether fresh
@@ -132,6 +132,61 @@ def needs_of_calls(
         assert needs is not None, f"{call.kernel} was chosen for a pass that it has not"
         calls.append((needs, (call.q_start, call.q_stop)))
     return calls
+
+
+class Stretch(NamedTuple):
+    """Rows `start..stop` of the accumulator; `fresh` if they hold nothing yet."""
+
+    start: int
+    stop: int
+    fresh: bool
+
+
+def rows_in_result(stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice | None]]:
+    """The stretches of one call, each with its rows in the result of the call; None is all."""
+    if len(stretches) == 1:
+        return [(stretches[0], None)]
+    return [
+        (s, slice(s.start - stretches[0].start, s.stop - stretches[0].start)) for s in stretches
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Accumulators need no pass that clears them: the first call to touch a row stores there, the
+    others add. Rows that no call touches are cleared."""
+
+    stretches: tuple[tuple[Stretch, ...], ...]  # of each interval, in its order
+    untouched: tuple[tuple[int, int], ...]
+
+
+def coverage(intervals: Sequence[tuple[int, int]], length: int, *, fresh: bool) -> Coverage:
+    """Of the rows that the calls of an operation touch, in order, among `length` rows. `fresh`: the
+    operation is the first to touch them.
+
+    >>> covered = coverage([(0, 4), (2, 6)], 8, fresh=True)
+    >>> [tuple(stretch) for stretch in covered.stretches[1]]
+    [(2, 4, False), (4, 6, True)]
+    >>> covered.untouched
+    ((6, 8),)
+    """
+    if not fresh:
+        return Coverage(tuple((Stretch(a, b, False),) for a, b in intervals), ())
+    untouched = [(0, length)]
+    stretches = []
+    for start, stop in intervals:
+        inside = (x for part in untouched for x in part if start < x < stop)
+        cuts = pairwise(sorted({start, stop, *inside}))
+        stretches.append(
+            tuple(Stretch(a, b, any(c <= a < d for c, d in untouched)) for a, b in cuts)
+        )
+        untouched = [
+            part
+            for a, b in untouched
+            for part in ((a, min(b, start)), (max(a, stop), b))
+            if part[0] < part[1]
+        ]
+    return Coverage(tuple(stretches), tuple(untouched))
 
 
 class MergedRows:
