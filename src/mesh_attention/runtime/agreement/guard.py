@@ -67,7 +67,8 @@ class Guard:
     # A call.
 
     def enter(self) -> None:
-        """An error that ends the call is told to the others, unless it is `known` then."""
+        """A call of this rank begins. An error that ends it is told to the others, unless it is
+        `known`."""
         self._known, self.compared = 0, False
 
     def cross(self) -> MeshAttentionError:
@@ -84,7 +85,7 @@ class Guard:
         return self.known(MeshAttentionError(self.crossed))
 
     def known(self, error: Raised) -> Raised:
-        """All ranks know it, or it ends no call."""
+        """Marks an error that others need not be told: all ranks know it, or it ends no call."""
         self._known = id(error)
         return error
 
@@ -182,13 +183,13 @@ class Guard:
         if waited > limit:
             raise CommunicationError(f"not all ranks came to this call within {limit:.0f} s")
 
-    # On a device nobody waits: these are called by the thread that watches.
+    # On a device nobody waits: the thread that watches calls these.
 
     def _find_difference(self, place: int, identity: Identity) -> None:
         self._break_off(self._difference(place, identity) or "the ranks are at different calls")
 
     def _find_fault(self, identity: Identity, timeout: timedelta, waited: float) -> bool:
-        """Whether there is one."""
+        """Whether a call that makes no progress is lost; then it is broken off."""
         self._current, self._timeout = identity, timeout
         try:
             self._look_around(waited)
@@ -276,7 +277,7 @@ class Guard:
         )
 
     def rest(self) -> None:
-        """Nobody uses the session now."""
+        """The last user of the session has closed it."""
         self._comparison = None
         if self._watch is not None:
             self._watch.stop()

@@ -7,7 +7,7 @@ they differ, every rank raises an error that names the odd one. It uses no colle
 device, and calls of a kind that was agreed on before skip it.
 
 Of their plans ranks compare digests: of the question, and for each group of the collectives in
-which its members meet (`plan.agreement`).
+which its members meet (`plan/read/agreement.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class DisagreementError(MeshAttentionError):
 
 
 class Handshake:
+    """A rank's part in the agreements of a session. Each is a round of its own in the store; ranks
+    count rounds alike, since they agree on the same calls in the same order."""
+
     def __init__(self, groups: Groups) -> None:
         self._ranks = groups.ranks
         self._me = groups.global_rank_of_self
@@ -64,7 +67,8 @@ class Handshake:
         self.left_to_the_call = False  # ranks differ; those that asked must go on and compare
 
     def is_called_for(self, call: int) -> bool:
-        """Has a rank that is not at this call yet asked for an agreement that we took for made?"""
+        """Whether a rank that is not at this call yet asks for an agreement that we took for
+        made."""
         if self._lock.locked():
             return False  # we are making one
         key = f"round{self._rounds + 1}/call"
@@ -81,13 +85,17 @@ class Handshake:
         in_flight: bool = False,
         waits: bool = False,
     ) -> bool:
-        """Returns when all ranks made the same statement and none has an error.
+        """Returns when all ranks have made the same statement and none has an error; else raises.
+        True: some ranks made their programs and others got them from the caller, so all programs
+        must be compared.
 
-        A rank with an error of its own raises that error; it does not wait long for the others,
-        who may be past the agreement already: see `hear_silent`. `call`: how many calls this rank
-        has begun; `first`: no kind of call is known, so nobody can be past the agreement;
-        `in_flight`: the last call waits for this agreement; `waits`: so does its data.
-        True: some ranks made their programs and others were given them; compare all programs.
+        A rank with an error of its own raises that error. It does not wait long for the others,
+        who may be past the agreement already: see `hear_silent`.
+
+        call       how many calls this rank has begun
+        first      no kind of call is known, so nobody can be past the agreement
+        in_flight  the last call of this rank waits for this agreement
+        waits      its data waits too, so nothing has moved
         """
         with self._lock:
             self._timeout = timeout

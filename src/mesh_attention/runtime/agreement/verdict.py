@@ -12,7 +12,7 @@ from mesh_attention.plan.read.agreement import AS_MADE, Meetings, disagreements
 from mesh_attention.runtime.agreement.identity import BATCH_NUMBER, OF_ONE_KIND, ORDER, Statement
 from mesh_attention.runtime.transport.job_store import as_words
 
-# In a verdict, and in the cause of what is refused then; all ranks read it there.
+# Words in verdicts, by which all ranks know what follows. After this the group is refused.
 OUT_OF_STEP = (
     "the ranks are at different points of their programs, and this process group is refused from "
     "now on"
@@ -26,7 +26,7 @@ _COUNTED = (
     "on all ranks)"
 )
 
-SAMPLE = "sample of the keys"  # in a statement: the same on all ranks where none of them cut it
+SAMPLE = "sample of the keys"  # in a statement; equal on all ranks if none has cut its tensors
 
 Said = dict[int, dict[str, Any]]  # by global rank
 
@@ -47,7 +47,8 @@ def read_said(said: bytes) -> dict[str, Any]:
 
 
 def verdict_on(said: Said, *, complete: bool) -> str:
-    """Empty if all agree; otherwise one line that names the odd ranks."""
+    """Empty if all agree; otherwise one line that names the odd ranks, or a word such as
+    `COMPARE_PROGRAMS`. `complete`: all ranks have spoken."""
     broken = [(rank, its["error"]) for rank, its in said.items() if its["error"]]
     if broken:
         rank, error = broken[0]

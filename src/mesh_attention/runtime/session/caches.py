@@ -1,5 +1,4 @@
-"""What a session keeps: values by last use, prepared calls by kind, plans by size of element, what
-was cut.
+"""What a session keeps: prepared calls by kind, plans by question, and what was cut.
 
 What ranks have agreed on must be the same on each of them, also after one of them met an error. So
 `AgreedCache` drops by the last call that all ranks made together, not by what one rank looked up.
@@ -68,7 +67,7 @@ class AgreedCache(dict[Hashable, Kind]):
         self._limit = limit
 
     def keep(self, key: Hashable, value: Kind) -> Kind | None:
-        """Returns the value that had to go."""
+        """Returns the value that had to go, if one had to."""
         self[key] = value
         if len(self) <= self._limit:
             return None
@@ -103,7 +102,8 @@ class WeakRegistry(WeakValueDictionary[int, T]):
 
 @dataclass(frozen=True, eq=False)
 class CallsOfKind:
-    """`compared`: what of a key is the same on all ranks."""
+    """The calls that ranks compare as one kind. `compared`: what their keys have in common, which
+    is the same on all ranks."""
 
     compared: Hashable
     kind: AgreedPasses = field(default_factory=AgreedPasses)
@@ -175,10 +175,10 @@ class Plans(LruCache[Question, RankPlan]):
 
 
 class PlanSource:
-    """Plans for calls: of one question, for any size of element, or the plan that a caller brings.
+    """Where calls get their plan for a size of element: from one question, or from the caller.
 
-    `find` gives the plan of a question on this rank. A source of a batch keeps its `calls` itself:
-    ranks do not stop to agree on them, and compare them when they are made.
+    `find` returns the plan of a question on this rank. A source of a batch keeps its `calls`
+    itself: ranks do not stop to agree on these calls, and compare them when they begin.
     """
 
     def __init__(

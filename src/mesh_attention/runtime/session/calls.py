@@ -1,8 +1,8 @@
 """The calls of a session: ranks agree on each new kind of call once, and keep the latest kinds.
-`ObjectCalls` prepares attention here; losses and `unshard` agree on their kinds of call here.
 
-All ranks make the same calls in the same order, and so keep and drop the same kinds of call:
-nothing that ranks do together depends on garbage collection.
+`ObjectCalls` prepares attention here; losses and `unshard` agree on their kinds of call here. All
+ranks make the same calls in the same order, and so keep and drop the same kinds of call: nothing
+that ranks do together depends on garbage collection.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Calls:
     ) -> None:
         self._groups, self._handshake = groups, handshake
         self._guard, self._transports = guard, transports
-        # By `options.cuda_graph`.
+        # Prepared calls, by `options.cuda_graph`.
         self._caches = {False: CallCache(NUM_CALLS), True: CallCache(NUM_CAPTURED_CALLS)}
-        # Calls whose programs serve any mask.
+        # Calls whose programs serve any mask; calls of batches are made from them.
         self._bases: LruCache[BaseKey, PreparedCall] = LruCache(NUM_BASES)
         self._living: WeakSet[PreparedCall] = WeakSet()  # also calls that only autograd holds
         # Kinds of call other than attention.
         self._agreed: AgreedCache[AgreedKind] = AgreedCache(NUM_CALLS)
         self._prefetch = PrefetchStreams()
         self._making = RLock()  # `prefetch` runs in another thread
-        self.num_begun = 0  # calls that all ranks have begun together
+        self.num_begun = 0  # passes of calls that all ranks have begun together
 
     def prepare(
         self,
@@ -70,8 +70,8 @@ class Calls:
         needs_grad: bool,
         sample: Callable[[], str | None] | None = None,
     ) -> PreparedCall:
-        """The call that all ranks are about to make. If its kind is new, ranks agree on it now.
-        `sample`: returns a digest of tensors that must differ between ranks."""
+        """The attention that all ranks are about to make. If its kind is new, ranks agree on it
+        now. `sample`: returns a digest of tensors that must differ between ranks."""
         error: Exception | None = None
         statement: Statement = {}
         meetings: Statement = {}

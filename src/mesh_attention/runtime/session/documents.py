@@ -65,7 +65,7 @@ class BatchPlans:
         return self._sources[layer, keeps]
 
     def prefetch_like(self, other: BatchPlans) -> None:
-        """Makes ready the kinds of call that another batch was used for."""
+        """Makes ready the kinds of call that `other`, another batch, was used for."""
         for kind_of_layer, source in list(other._sources.items()):
             source_here = self.source(self.session, *kind_of_layer)
             for of_kind in list((source.calls or {}).values()):
@@ -162,18 +162,16 @@ def prefetch(
     the call itself then meets the same error, and tells all ranks. On a GPU it works on a stream of
     its own (`PrefetchStreams`).
     """
-    end = object()
-    batches = chain(loader, [end])
+    batches = chain(loader)  # which asks the loader for nothing before the thread does
 
     def take(like: Documents | None) -> tuple[Batch, Documents] | None:
-        batch = next(batches)
-        if batch is end:
-            return None
-        documents = make(batch)  # type: ignore[arg-type]
-        if like is not None:
-            with suppress(Exception):  # the call meets it again, and tells all ranks
-                documents.plans.prefetch_like(like.plans)
-        return batch, documents  # type: ignore[return-value]
+        for batch in batches:
+            documents = make(batch)
+            if like is not None:
+                with suppress(Exception):  # the call meets it again, and tells all ranks
+                    documents.plans.prefetch_like(like.plans)
+            return batch, documents
+        return None
 
     used: Documents | None = None
     # Whoever leaves the loop need not wait for a loader.

@@ -30,8 +30,8 @@ from mesh_attention.runtime.transport.interface import Counters
 
 
 class AgreedPasses:
-    """What ranks compare as one kind of call. `agreed`: by whether gradients are needed, once ranks
-    have agreed; `is_kept`: whether ranks take it for known."""
+    """What ranks have agreed on for one kind of call. `agreed`: by whether gradients are needed;
+    `is_kept`: whether the session keeps the kind, so that ranks take it for known."""
 
     def __init__(self) -> None:
         self.agreed: dict[bool, AgreedKind] = {}
@@ -65,6 +65,8 @@ class PassReport:
 
 
 class PreparedCall:
+    """`Calls` makes it and says when ranks have agreed; the operators run it."""
+
     def __init__(
         self,
         transports: Transports,
@@ -117,7 +119,8 @@ class PreparedCall:
         return known or self.to_be_refused
 
     def refused(self, needs_grad: bool, kind: AgreedKind) -> PreparedCall:
-        """For ranks to compare once, in the call, and refuse: it is not connected."""
+        """The same for ranks that are known to differ: they compare it once, when it begins, and
+        refuse it. It is not connected."""
         other = copy(self)
         other.kind, other.to_be_refused = AgreedPasses(), True
         other.kind.agreed[needs_grad] = kind
@@ -137,8 +140,8 @@ class PreparedCall:
                 self.executors[direction].attentions.prepare_kernels()
 
     def was_made_on(self, stream: torch.cuda.Stream, retired: Retired) -> None:
-        """Made ahead there: the first run waits for it, and what it read there stays until the last
-        run is over."""
+        """This call was made ready on another stream: its first run waits for that, and what was
+        made there stays until its last run is over."""
         self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._made.record(stream)
         finalize(self, _retire, retired, self._known_ranges, self._last_stream)

@@ -29,7 +29,7 @@ class RankPlan:
     """
     rank       the logical rank of this process
     base       a plan with the same passes for any mask; a call prepared for it serves this plan too
-    by_mask    the number of SMs that calls leave to transfers still depends on the mask
+    by_mask    with a base: the number of SMs that calls leave to transfers depends on the mask
     """
 
     plan: Plan

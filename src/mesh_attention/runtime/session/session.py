@@ -149,8 +149,8 @@ class Session:
 
 
 class User:
-    """A `ContextParallel`, or `mesh_attention()`: the passes it begins, the bytes they moved, and
-    whether it is closed."""
+    """A `ContextParallel` on a session, or all calls of `mesh_attention()`: it begins passes,
+    counts bytes and may be closed. `number`: the same on all ranks."""
 
     def __init__(self, session: Session, number: int) -> None:
         self.session = session

@@ -83,10 +83,8 @@ class Transports:
 
 
 class CallTransport:
-    """How calls of one plan on tensors of one shape communicate.
-
-    Made by all ranks before they agree on the call; connected by all of them afterwards.
-    """
+    """How calls of one plan on tensors of one shape communicate. All ranks make it before they
+    agree on the call; afterwards they connect it together, by `share` and `make_groups`."""
 
     def __init__(
         self,

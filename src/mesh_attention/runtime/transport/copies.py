@@ -28,7 +28,7 @@ Dtypes = Mapping[Precision, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows in one stretch of a block, `offset` bytes behind the begin of the workspace or, if
+    """Contiguous rows of a block of memory. `offset`: bytes from the begin of the workspace or, if
     `staged`, of the staging area."""
 
     staged: bool
@@ -59,7 +59,8 @@ class Owner:
                 self._communications[op.group, op.name] = op
 
     def transfers(self, like: Communication) -> Transfers:
-        """This rank's part in the operation of which `like` is another member's part, or a half."""
+        """This rank's part in the same operation as `like`, which is another member's part, or half
+        of this rank's."""
         op = self._communications[like.group, like.name]
         return transfers(op, len(self._groups[op.group]))
 
@@ -103,14 +104,13 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What one member does in an operation. `readers` read from it, and it fetches `pulls`, each
-    from a member; members are places in the group of the operation."""
+    """What one member does in an operation. Members are places in the group of the operation."""
 
-    staged: tuple[tuple[Piece, Region], ...]
-    readers: tuple[int, ...]
-    pulls: tuple[tuple[int, tuple[Pull, ...]], ...]
+    staged: tuple[tuple[Piece, Region], ...]  # pieces to copy before others read them
+    readers: tuple[int, ...]  # members that read from this one
+    pulls: tuple[tuple[int, tuple[Pull, ...]], ...]  # what to fetch, by the member that shows it
     own: tuple[tuple[Piece, Piece], ...]  # pieces that stay on this rank, from and to
-    adds: bool
+    adds: bool  # what is fetched is added up
 
 
 def steps_of(op: Communication, member: int, size: int, owners: Mapping[int, Owner]) -> Steps:

@@ -61,7 +61,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """By member of the group, itself included: what stays is copied.
+    """What one member of a group sends and receives, by the other member. What it sends to itself
+    is copied.
 
     `sends[a][i]` of member b lands in `receives[b][i]` of member a. With `adds` all members send to
     the same places, and what arrives there is added up in the order of the members.
@@ -74,7 +75,7 @@ class Transfers:
 
 @lru_cache(maxsize=1024)
 def transfers(op: Communication, size: int) -> Transfers:
-    """Of one member's operation, in a group of `size` members."""
+    """The transfers of one member's operation, in a group of `size` members."""
     match op:
         case AllToAll():
             return Transfers(op.sends, op.receives)
@@ -94,7 +95,8 @@ def transfers(op: Communication, size: int) -> Transfers:
 
 
 def _places(move: Move, member: int, size: int) -> Iterator[Piece]:
-    """Where a member's part lies in the whole: each stretch of it after those of lower members."""
+    """Where a member's part lies in the whole: stretch by stretch, each stretch after the same
+    stretch of lower members."""
     begin = 0
     for a, b in pairwise(move.cuts):
         yield _rows(move.whole, begin + member * (b - a), b - a)
@@ -108,13 +110,13 @@ def _rows(piece: Piece, start: int, num_rows: int) -> Piece:
     return Piece(piece.buffer, first, first + num_rows, piece.heads)
 
 
-Started = tuple[str, Traffic]  # kind of an operation, and the bytes of a batch of one
+Started = tuple[str, Traffic]  # the kind of an operation, and its bytes for a batch size of 1
 
 
 @dataclass(frozen=True, eq=False)
 class Counters:
-    """Bytes handed to a transport, by kind of operation, as `plan.count` counts them. `starts`: how
-    often, in elements of batches."""
+    """Bytes handed to a transport, by kind of operation, counted as `plan/read/count.py` does.
+    `starts`: how often each operation was started, times the batch size."""
 
     starts: dict[Started, int] = field(default_factory=lambda: defaultdict(int))
 

@@ -40,7 +40,7 @@ def asking_the_store() -> Iterator[None]:
 
 
 def in_thread(name: str, work: Callable[[], Answer]) -> tuple[Future[Answer], threading.Thread]:
-    """The result of `work`, in a thread that can be left behind."""
+    """Does `work` in a thread that can be left behind. Returns its result, and the thread."""
     answer: Future[Answer] = Future()
 
     def run() -> None:
@@ -152,7 +152,8 @@ class JobStore:
         self.allow(seconds)
 
     def allow(self, seconds: float) -> None:
-        """For answers until then, in all; to questions after that, `ANSWER_SECONDS` each."""
+        """Wait so long for answers from now on, in all. A question after that, or shortly before,
+        has `ANSWER_SECONDS`."""
         self._until = monotonic() + seconds
 
     def set(self, key: str, value: str) -> None:

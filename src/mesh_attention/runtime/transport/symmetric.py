@@ -117,8 +117,8 @@ class SymmetricTransport:
 def perform(
     steps: Steps, places: Mapping[int, int], everybody: bool, block: SymmetricBlock, copies: Copies
 ) -> None:
-    """The copies of an operation, and the signals around them. `places` in the block are those of
-    the members of the group. If `everybody` reads from all, one barrier does what signals to each
+    """The copies of an operation, and the signals around them. `places`: where each member of the
+    group is in the block. If `everybody` reads from all others, a barrier does what signals to each
     would do."""
     if everybody:
         block.barrier()
