@@ -60,6 +60,6 @@ def test_layers_hold_between_their_passes_what_is_counted(gpu_pool: WorkerPool) 
     cases = [replace(case, q_tokens=8192, kv_tokens=8192) for case in CASES]
     by_rank = gpu_pool.run(held_by_layers, 4, cases, seconds=SECONDS)
     for number, case in enumerate(cases):
-        counted = case.batch * kept_bytes(case.plan()).of_layers(LAYERS).held_bytes
+        counted = case.batch * kept_bytes(case.plan(), LAYERS).held_bytes
         most = max(measured[number] for measured in by_rank)
         assert abs(most - counted) <= 2 * MIB, (case.options, most / MIB, counted / MIB)

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     passes = {str(d): of_batch(counted.to_json(), args.batch) for d, counted in counts.items()}
     between = {}
     if len(plan.passes) > 1:
-        kept = of_batch(kept_bytes(plan).of_layers(layers).to_json(), args.batch)
+        kept = of_batch(kept_bytes(plan, layers).to_json(), args.batch)
         between = {"between_passes": kept}
     unit = next(iter(counts.values())).unit_bytes * args.batch
     last = [

@@ -119,11 +119,9 @@ class CallPairs:
     ) -> int:
         """`known`: the pairs, where they were counted elsewhere, as a sum over other calls; they
         are remembered."""
+        if call.num_pairs is not None:
+            return call.num_pairs
         height, width = call.size
-        if call.kind is CallKind.FULL:
-            return height * width
-        if call.kind is CallKind.CAUSAL:
-            return height * (height + 1) // 2
         q_rows, k_rows = table[op.q.buffer].rows, table[op.k.buffer].rows
         q, k = op.q.start + call.q_start, op.k.start + call.k_start
         key = id(q_rows), q, height, id(k_rows), k, width

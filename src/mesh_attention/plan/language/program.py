@@ -46,6 +46,14 @@ class Call(Value):
         """Rows of queries, and of keys."""
         return self.q_stop - self.q_start, self.k_stop - self.k_start
 
+    @property
+    def num_pairs(self) -> int | None:
+        """Pairs of rows that it computes; None by position, where the mask decides."""
+        height, width = self.size
+        if self.kind is CallKind.FULL:
+            return height * width
+        return height * (height + 1) // 2 if self.kind is CallKind.CAUSAL else None
+
     def by(self, kernel: str, leave_sms: int = 0) -> Call:
         rows = self.q_start, self.q_stop, self.k_start, self.k_stop
         return Call(self.kind, *rows, kernel, leave_sms)

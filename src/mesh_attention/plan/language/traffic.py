@@ -4,10 +4,10 @@ Counts, the agreement of ranks, the passes and the simulator size transfers with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
@@ -48,9 +48,14 @@ class Flows:
 class TrafficMeter:
     """Sizes of operations on one table of buffers."""
 
-    def __init__(self, problem: Problem, table: Mapping[str, Buffer]) -> None:
-        self._problem = problem
-        self._table = table
+    def __init__(
+        self,
+        problem: Problem,
+        table: Mapping[str, Buffer],
+        kinds: Collection[Kind] = tuple(Kind),
+    ) -> None:
+        """`kinds`: what buffers of other kinds hold counts as no bytes."""
+        self._problem, self._table, self._kinds = problem, table, kinds
         self._known: dict[str, tuple[int, int, bool]] = {}  # of buffers
 
     def flows(self, op: Communication) -> Flows:
@@ -101,8 +106,8 @@ class TrafficMeter:
         """Heads of a buffer, bytes of a row and head, and whether it holds tokens; remembered,
         because an exchange with hundreds of ranks asks for every piece."""
         buffer = self._table[name]
-        tokens = not buffer.kind.is_statistic
-        known = self._known[name] = buffer.num_heads, buffer.row_bytes(self._problem), tokens
+        row_bytes = buffer.row_bytes(self._problem) if buffer.kind in self._kinds else 0
+        known = self._known[name] = buffer.num_heads, row_bytes, not buffer.kind.is_statistic
         return known
 
 

@@ -17,26 +17,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import sqrt
 from typing import Any
 
-from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
+from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
 from mesh_attention.plan.language.program import (
-    AllToAll,
     Attention,
     Communication,
     Program,
-    SendRecv,
 )
 from mesh_attention.plan.language.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.problem.runs import Run, visible_pairs
-
-_FETCHED = (Kind.Q, Kind.K, Kind.V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,19 +231,13 @@ class KeptBytes:
         """Memory that keeping costs."""
         return self.held_bytes - self.shard_bytes
 
-    def of_layers(self, layers: int) -> KeptBytes:
-        """Held by so many layers at once; `saved_bytes` stays that of one layer."""
-        kept, held, shards = (
-            layers * size for size in (self.kept_bytes, self.held_bytes, self.shard_bytes)
-        )
-        return KeptBytes(kept, held, shards, self.saved_bytes)
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"extra_bytes": self.extra_bytes}
 
 
-def kept_bytes(plan: Plan) -> KeptBytes:
-    """Of a plan with both passes, for one layer and a batch of one."""
+def kept_bytes(plan: Plan, layers: int = 1) -> KeptBytes:
+    """Of a plan with both passes, for a batch of one. So many layers hold rows at once;
+    `saved_bytes` is that of one layer."""
     problem, ranks = plan.problem, range(plan.num_ranks)
     forward, backward = (plan.direction(direction) for direction in Direction)
     kept, held, shards = max(
@@ -258,7 +248,7 @@ def kept_bytes(plan: Plan) -> KeptBytes:
         sum(_fetched(pass_, rank, problem) for rank in ranks) for pass_ in (forward, backward)
     ]
     saved = (fetched[0] - fetched[1]) / plan.num_ranks if kept else 0.0
-    return KeptBytes(kept, held, shards, saved)
+    return KeptBytes(layers * kept, layers * held, layers * shards, saved)
 
 
 def recalled(program: Program) -> tuple[Buffer, ...]:
@@ -281,21 +271,9 @@ def _bytes_of(buffers: Iterable[Buffer], problem: Problem) -> int:
 def _fetched(pass_: Pass, rank: int, problem: Problem) -> int:
     """Bytes of q, k and v that a rank receives."""
     program = pass_.programs[rank]
-    table = program.buffer_table()
-    meter, total = TrafficMeter(problem, table), 0
-
-    def qkv(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        return tuple(piece for piece in pieces if table[piece.buffer].kind in _FETCHED)
-
-    for op in program.operations:
-        if not isinstance(op, Communication):
-            continue
-        if isinstance(op, AllToAll):
-            op = replace(op, sends=(), receives=tuple(map(qkv, op.receives)))
-        elif isinstance(op, SendRecv):
-            op = replace(op, sends=(), receives=qkv(op.receives))
-        else:
-            op = replace(op, moves=tuple(move for move in op.moves if qkv((move.part,))))
-        group = pass_.groups[op.group]
-        total += meter.traffic(op, pass_.members[op.group][rank], len(group)).received_bytes
-    return total
+    meter = TrafficMeter(problem, program.buffer_table(), (Kind.Q, Kind.K, Kind.V))
+    return sum(
+        meter.traffic(op, pass_.members[op.group][rank], len(pass_.groups[op.group])).received_bytes
+        for op in program.operations
+        if isinstance(op, Communication)
+    )

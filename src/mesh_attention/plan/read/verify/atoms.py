@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -32,6 +32,8 @@ class BufferCells:
     labels: list[tuple[int, int]]  # (token atom, head atom)
     first_rows: list[int]  # the first row of each token atom
     heads: list[int]  # head atoms; on the key side the first query head atom of each KV head
+    # Where the cells of pieces lie, by rows and heads of the piece: remembered by `Memory`.
+    of_pieces: dict[object, slice | tuple[int, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)

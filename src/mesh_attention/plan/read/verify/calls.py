@@ -56,7 +56,11 @@ class CallCheck:
             wrong = self._check_one(q, k, call)
             if wrong:
                 return f"call {_name(call)} {wrong}"
-            total += self._pairs(q, k, call, visible)
+            pairs = call.num_pairs
+            if pairs is None:
+                whole = call.size == (q.num_rows, k.num_rows)
+                pairs = visible if whole else self._seen(q, k, call)
+            total += pairs
         for call, other in combinations(calls, 2):
             if _overlap(call, other):
                 return f"calls {_name(call)} and {_name(other)} compute the same pairs"
@@ -69,17 +73,17 @@ class CallCheck:
             return None
         first_q, last_q = q.extremes(call.q_start, call.q_stop)
         first_k, _ = k.extremes(call.k_start, call.k_stop)
-        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
-        full, seen = call.kind is CallKind.FULL, self._seen(q, k, call)
+        height, width = call.size
         if last_q >= self._rows.q_tokens:
             return "contains padding rows"
-        if full:
-            return None if seen == height * width else "contains pairs that the mask hides"
+        all_seen = self._seen(q, k, call) == call.num_pairs
+        if call.kind is CallKind.FULL:
+            return None if all_seen else "contains pairs that the mask hides"
         if height != width:
             return "is not square"
         # The triangle of one interval, and no pair of any other.
         segment = self._rows.segment_at(first_q)
-        exact = last_q < segment.stop and seen == height * (height + 1) // 2
+        exact = last_q < segment.stop and all_seen
         on_edge = exact and any(
             interval.at(first_q)[1] == first_k + 1
             and interval.at(last_q)[1] == first_k + height
@@ -90,16 +94,6 @@ class CallCheck:
             call.k_start, call.k_stop
         )
         return None if on_edge and in_order else "does not lie on the mask's edge"
-
-    def _pairs(self, q: RowMap, k: RowMap, call: Call, visible: int) -> int:
-        height, width = call.q_stop - call.q_start, call.k_stop - call.k_start
-        if call.kind is CallKind.FULL:
-            return height * width
-        if call.kind is CallKind.CAUSAL:
-            return height * (height + 1) // 2
-        if height == q.num_rows and width == k.num_rows:
-            return visible
-        return self._seen(q, k, call)
 
     def _seen(self, q: RowMap, k: RowMap, call: Call) -> int:
         q_runs = q.runs(call.q_start, call.q_stop)

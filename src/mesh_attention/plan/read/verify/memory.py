@@ -85,15 +85,38 @@ class Memory:
         return _take(entry.cells.labels, self._where(entry, piece))
 
     def read(self, rank: int, piece: Piece) -> list[Content]:
-        entry = self._entries[rank][piece.buffer]
-        return self._read(rank, entry, piece, self._where(entry, piece))
+        entry, name = self._entries[rank][piece.buffer], piece.buffer
+        if entry.values is None:
+            when = "after it was freed" if entry.freed else "before it arrived"
+            raise Broken(rank, f"uses {name} {when}")
+        values = _take(entry.values, self._where(entry, piece))
+        if not all(values):  # only None is false
+            rows = f"{piece.start}:{piece.stop}"
+            raise Broken(rank, f"uses rows {rows} of {name} before they arrived")
+        return cast(list[Content], values)
 
     def write(
         self, rank: int, piece: Piece, values: list[Content], *, accumulates: bool = False
     ) -> None:
         """`accumulates`: the operation read the old values; otherwise nothing may be lost."""
-        entry = self._entries[rank][piece.buffer]
-        self._write(rank, entry, self._where(entry, piece), values, accumulates)
+        entry, name = self._entries[rank][piece.buffer], piece.buffer
+        if entry.buffer.role.is_filled:
+            raise Broken(rank, f"writes to {name}, which is {entry.buffer.role}")
+        if entry.freed:
+            raise Broken(rank, f"writes to {name} after it was freed")
+        if entry.values is None:
+            entry.values = [None] * len(entry.cells)
+        cells, where = entry.values, self._where(entry, piece)
+        before = _take(cells, where)
+        if len(before) != len(values):
+            raise Broken(rank, f"gets {len(values)} cells for {len(before)} of {name}")
+        if not accumulates and any(before):
+            raise Broken(rank, f"overwrites {name}, which holds something already")
+        if isinstance(where, slice):
+            cells[where] = values
+        else:
+            for i, value in zip(where, values, strict=True):
+                cells[i] = value
 
     def transfer(self, source: int, taken: Piece, target: int, received: Piece) -> None:
         """Copy a piece to another rank; both must be declared to hold the same tokens and heads."""
@@ -107,7 +130,7 @@ class Memory:
                 target,
                 f"receives other tokens or heads from rank {source} than {received.buffer} holds",
             )
-        self._write(target, want, there, self._read(source, have, taken, here), False)
+        self.write(target, received, self.read(source, taken))
 
     def expect_same_kind(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
         if have.kind is want.kind and have.precision is want.precision:
@@ -149,49 +172,20 @@ class Memory:
     def _where(self, entry: Entry, piece: Piece) -> Where:
         """A slice where the cells follow each other; an atom belongs to the piece if its first row
         does."""
-        rows, heads = entry.cells.first_rows, entry.cells.heads
-        first, last = bisect_left(rows, piece.start), bisect_left(rows, piece.stop)
-        width = len(heads)
-        if piece.heads is None:
-            return slice(first * width, last * width)
-        low = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[0]))
-        high = bisect_left(heads, self._atoms.head_atom(entry.buffer, piece.heads[1]))
-        if last - first == 1 or high - low == width:
-            return slice(first * width + low, (last - 1) * width + high)
-        return tuple(at * width + i for at in range(first, last) for i in range(low, high))
-
-    def _read(self, rank: int, entry: Entry, piece: Piece, where: Where) -> list[Content]:
-        name = piece.buffer
-        if entry.values is None:
-            when = "after it was freed" if entry.freed else "before it arrived"
-            raise Broken(rank, f"uses {name} {when}")
-        values = _take(entry.values, where)
-        if not all(values):  # only None is false
-            rows = f"{piece.start}:{piece.stop}"
-            raise Broken(rank, f"uses rows {rows} of {name} before they arrived")
-        return cast(list[Content], values)
-
-    def _write(
-        self, rank: int, entry: Entry, where: Where, values: list[Content], accumulates: bool
-    ) -> None:
-        name, role = entry.buffer.name, entry.buffer.role
-        if role.is_filled:
-            raise Broken(rank, f"writes to {name}, which is {role}")
-        if entry.freed:
-            raise Broken(rank, f"writes to {name} after it was freed")
-        if entry.values is None:
-            entry.values = [None] * len(entry.cells)
-        cells = entry.values
-        before = _take(cells, where)
-        if len(before) != len(values):
-            raise Broken(rank, f"gets {len(values)} cells for {len(before)} of {name}")
-        if not accumulates and any(before):
-            raise Broken(rank, f"overwrites {name}, which holds something already")
-        if isinstance(where, slice):
-            cells[where] = values
-        else:
-            for i, value in zip(where, values, strict=True):
-                cells[i] = value
+        cells, key = entry.cells, (piece.start, piece.stop, piece.heads)
+        if key not in cells.of_pieces:
+            rows, width = cells.first_rows, len(cells.heads)
+            first, last = bisect_left(rows, piece.start), bisect_left(rows, piece.stop)
+            low, high = (
+                bisect_left(cells.heads, self._atoms.head_atom(entry.buffer, head))
+                for head in piece.heads or (0, entry.buffer.num_heads)
+            )
+            if last - first == 1 or high - low == width:
+                cells.of_pieces[key] = slice(first * width + low, (last - 1) * width + high)
+            else:
+                inside = range(first, last), range(low, high)
+                cells.of_pieces[key] = tuple(a * width + i for a in inside[0] for i in inside[1])
+        return cells.of_pieces[key]
 
 
 def _take(items: list[T], where: Where) -> list[T]:
