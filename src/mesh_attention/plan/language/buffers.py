@@ -64,6 +64,8 @@ def _init_of(cls: Any) -> Any:
 
 
 class Precision(StrEnum):
+    """How many bytes an element of a buffer has."""
+
     ELEMENT = "element"  # the dtype of the caller's tensors, and of what travels
     ACCUMULATE = "accumulate"  # fp32 (fp64 for fp64 tensors)
 
@@ -140,6 +142,8 @@ class _Sized(Value):
 
 @value
 class Buffer(_Sized):
+    """Memory of one rank: the rows that it holds, by places (`Layout`), and their heads."""
+
     name: str
     kind: Kind
     rows: Spans

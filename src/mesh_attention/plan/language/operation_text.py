@@ -59,12 +59,6 @@ def _parse_move(text: str) -> Move:
     return Move(_parse_piece(part), _parse_piece(whole), tuple(map(int, cuts.split(","))))
 
 
-def _call_text(call: Call) -> str:
-    rows = f"{call.kind}({call.q_start}:{call.q_stop},{call.k_start}:{call.k_stop})"
-    kernel = f"@{call.kernel}" if call.kernel else ""
-    return rows + kernel + (f"-{call.leave_sms}" if call.leave_sms else "")
-
-
 def _parse_call(text: str) -> Call:
     match = _CALL_TEXT.fullmatch(text)
     if not match:
@@ -104,7 +98,7 @@ _CODECS: dict[Any, _Codec] = {
     tuple[Piece, ...]: _PIECES,
     tuple[tuple[Piece, ...], ...]: _many(_PIECES, "|"),
     tuple[Move, ...]: _many((_move_text, _parse_move), "+"),
-    tuple[Call, ...]: _many((_call_text, _parse_call), "+"),
+    tuple[Call, ...]: _many((str, _parse_call), "+"),
 }
 # AllGather is written all-gather.
 _VERB_OF = {

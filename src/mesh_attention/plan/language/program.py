@@ -41,6 +41,12 @@ class Call(Value):
     kernel: str = ""
     leave_sms: int = 0
 
+    def __str__(self) -> str:
+        """As plan files have it: `full(0:512,0:1024)@flash_attn3-16`."""
+        rows = f"{self.kind}({self.q_start}:{self.q_stop},{self.k_start}:{self.k_stop})"
+        kernel = f"@{self.kernel}" if self.kernel else ""
+        return rows + kernel + (f"-{self.leave_sms}" if self.leave_sms else "")
+
     @property
     def size(self) -> tuple[int, int]:
         """Rows of queries, and of keys."""

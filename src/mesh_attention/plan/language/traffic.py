@@ -59,6 +59,7 @@ class TrafficMeter:
         self._known: dict[str, tuple[int, int, bool]] = {}  # of buffers
 
     def flows(self, op: Communication) -> Flows:
+        """What this rank sends and receives in an operation, by member."""
         match op:
             case SendRecv():
                 ((sent, _),), received = self._sizes([op.sends]), self._sizes([op.receives])

@@ -42,6 +42,8 @@ ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vec
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceMap:
+    """Where each workspace buffer begins, its bytes, and the bytes of the whole workspace."""
+
     offsets: dict[str, int]
     sizes: dict[str, int]
     total_bytes: int
@@ -133,6 +135,8 @@ def dependencies(program: Program, memory: WorkspaceMap) -> tuple[tuple[int, ...
 
 
 class _Waits:
+    """Goes through a program in order: `of` says which operations the next one waits for."""
+
     def __init__(self, program: Program, memory: WorkspaceMap) -> None:
         self._memory = memory
         self._communicates = [isinstance(op, Communication) for op in program.operations]

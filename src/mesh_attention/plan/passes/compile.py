@@ -57,6 +57,7 @@ def compile_plan(plan: Plan, target: Target) -> Plan:
 
 
 def compile_pass(plan: Plan, pass_: Pass, target: Target) -> Pass:
+    """One pass of a plan, compiled."""
     return PassCompiler(plan, pass_, target).all_programs()
 
 
@@ -136,6 +137,7 @@ class PassCompiler:
         return leave_sms(program, self.waits[at], seconds, clock)
 
     def _placed(self, program: Program, table: int) -> tuple[Program, Waits]:
+        """The program with places for its buffers, and what its operations wait for."""
         # From the second program on: most searches ask for one, and to compare takes its time.
         known, key = None, None
         if self._first is not None:
@@ -176,6 +178,7 @@ class PassCompiler:
         return self._edited[made, op]
 
     def _with_calls(self, program: Program) -> tuple[Program, CallSummary]:
+        """The program with the chosen calls, which need not leave SMs yet."""
         table = program.buffer_table()
         splits = splits_wanted(program) if self._two_streams else 1
         operations: list[Operation] = []

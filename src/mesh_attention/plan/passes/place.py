@@ -141,42 +141,39 @@ class _Copies:
 
     def of_forward(self, at: int, op: Attend) -> tuple[Attend, list[int]]:
         """The attention with new outputs, and the copies that it replaces."""
-        reader = self._only_reader(at, op.out)
-        copy = None if reader is None else self._operations[reader]
-        if reader is None or not isinstance(copy, Merge):
+        both = self._copy(at, op.out, MergeRule.SOFTMAX, (op.out, op.lse))
+        if both is not None and self._only_reader(at, op.lse) == both:
+            out, lse = writes(self._operations[both])
+            return replace(op, out=out, lse=lse), [both]
+        of_out = self._copy(at, op.out, MergeRule.SUM, (op.out,))
+        if of_out is None:
             return op, []
-        both = copy.rule is MergeRule.SOFTMAX and copy.inputs == (op.out, op.lse)
-        of_out = copy.rule is MergeRule.SUM and copy.inputs == (op.out,)
-        if not (of_out or (both and self._only_reader(at, op.lse) == reader)):
-            return op, []
-        if not self._can_be_early(copy.outputs, at, reader):
-            return op, []
-        out, lse = copy.outputs if both else (*copy.outputs, op.lse)
-        return replace(op, out=out, lse=lse), [reader]
+        return replace(op, out=writes(self._operations[of_out])[0]), [of_out]
 
     def of_backward(self, at: int, op: AttendBackward) -> tuple[AttendBackward, list[int]]:
+        """The same of the gradients, each of which may have a copy of its own."""
         targets: list[Piece] = []
-        left_out: list[int] = []
-        for piece, fresh in (
-            (op.grad_q, op.fresh_q),
-            (op.grad_k, op.fresh_kv),
-            (op.grad_v, op.fresh_kv),
-        ):
-            reader = self._only_reader(at, piece) if fresh else None
-            copy = None if reader is None else self._operations[reader]
-            if (
-                reader is not None
-                and isinstance(copy, Merge)
-                and copy.rule is MergeRule.SUM
-                and copy.inputs == (piece,)
-                and self._can_be_early(copy.outputs, at, reader)
-            ):
-                targets.append(copy.outputs[0])
-                left_out.append(reader)
-            else:
-                targets.append(piece)
+        copies: list[int] = []
+        fresh = op.fresh_q, op.fresh_kv, op.fresh_kv
+        for piece, is_fresh in zip((op.grad_q, op.grad_k, op.grad_v), fresh, strict=True):
+            copy = self._copy(at, piece, MergeRule.SUM, (piece,)) if is_fresh else None
+            targets.append(piece if copy is None else writes(self._operations[copy])[0])
+            copies += [] if copy is None else [copy]
         grad_q, grad_k, grad_v = targets
-        return replace(op, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v), left_out
+        return replace(op, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v), copies
+
+    def _copy(
+        self, at: int, piece: Piece, rule: MergeRule, inputs: tuple[Piece, ...]
+    ) -> int | None:
+        """The merge of these inputs that alone reads the result of `at` in this piece, if `at` can
+        write its outputs in its place."""
+        reader = self._only_reader(at, piece)
+        copy = None if reader is None else self._operations[reader]
+        if reader is None or not isinstance(copy, Merge):
+            return None
+        fits = copy.rule is rule and copy.inputs == inputs
+        early = fits and all(self._is_free(target, at, reader) for target in copy.outputs)
+        return reader if early else None
 
     def _only_reader(self, at: int, piece: Piece) -> int | None:
         """The operation that reads the result of the attention `at` in this piece, if no other
@@ -192,11 +189,8 @@ class _Copies:
         op = self._operations[at]
         return [piece for piece in (*reads(op), *writes(op)) if piece.buffer == buffer]
 
-    def _can_be_early(self, targets: Sequence[Piece], at: int, reader: int) -> bool:
-        """Whether operation `at` can write these pieces in place of the later `reader`."""
-        return all(self._is_free(target, at, reader) for target in targets)
-
     def _is_free(self, target: Piece, at: int, reader: int) -> bool:
+        """Whether operation `at` can write this piece in place of the later `reader`."""
         for i in self._users[target.buffer]:
             if i >= reader:
                 break

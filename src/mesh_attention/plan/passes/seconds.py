@@ -1,7 +1,6 @@
 """Seconds of the kernel calls and of the transfers of a pass, when nothing disturbs them.
 
-The passes choose by these times, and `cost/` adds them up. Both classes remember
-what they computed.
+The passes choose by these times, and `cost/` adds them up. Both classes remember their results.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from mesh_attention.plan.language.traffic import Flows
 
 
 class CallSeconds:
+    """Times the kernel calls of one pass on a target; `pairs` counts the pairs that they show."""
+
     def __init__(self, plan: Plan, direction: Direction, target: Target) -> None:
         p = plan.problem
         self._heads = HeadSizes(p.head_dim, p.v_dim, p.element_bytes, p.accumulate_bytes)
@@ -63,6 +64,7 @@ class CallSeconds:
         return None if rates is None else rates.of(self.direction)
 
     def kernel(self, rates: PassRates, size: CallSize, rounds: float | None = None) -> float | None:
+        """Of one call by a kernel with these rates; as `kernel_seconds`, None where it has none."""
         key = (id(rates), size, rounds)  # the target has the rates
         if key not in self._of_sizes:
             flops = self._heads.flops(size, backward=self._backward)
@@ -82,6 +84,8 @@ class CallSeconds:
 
 
 class TransferCosts:
+    """Times the collectives and the single transfers of one pass on the links of a cluster."""
+
     def __init__(self, links: Links, plan: Plan, pass_: Pass) -> None:
         self._links = links
         self._devices, self._groups = plan.devices, pass_.groups
@@ -118,4 +122,5 @@ class TransferCosts:
         return known[0]
 
     def flow(self, source: int, target: int, num_bytes: int) -> float:
+        """Of bytes from one device to another."""
         return flow_seconds(self._links, source, target, num_bytes)

@@ -36,6 +36,8 @@ _MOST_AT_ONCE = 1 << 18  # pairs of runs, so that arrays stay in the caches
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """`count` blocks of `block` positions, `stride` apart, the first at `start`."""
+
     start: int
     block: int
     stride: int = 0

@@ -52,6 +52,8 @@ class RankCount:
 
 @dataclass(frozen=True, slots=True)
 class PassCount:
+    """What all ranks of a pass move and hold; `unit_bytes` are those of one Q partition."""
+
     ranks: tuple[RankCount, ...]
     nodes: tuple[int, ...]  # bytes that enter each node
     node_tokens: tuple[int, ...]  # the same without statistics

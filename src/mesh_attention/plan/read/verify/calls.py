@@ -42,63 +42,59 @@ class RowMap:
         return all(before[1] == after[0] for before, after in pairwise(blocks))
 
 
-class CallCheck:
-    def __init__(self, rows: RowRanges) -> None:
-        self._rows = rows
+def calls_fault(
+    q: RowMap, k: RowMap, calls: tuple[Call, ...], visible: int, mask: RowRanges
+) -> str | None:
+    """What is wrong with these calls for a task with so many visible pairs; None if nothing."""
+    total = 0
+    for call in calls:
+        name = call.by("")
+        inside = 0 <= call.q_start < call.q_stop <= q.num_rows
+        if not inside or not 0 <= call.k_start < call.k_stop <= k.num_rows:
+            return f"call {name} lies outside its rows ({q.num_rows} x {k.num_rows})"
+        pairs = call.num_pairs
+        if pairs is None:
+            whole = call.size == (q.num_rows, k.num_rows)
+            pairs = visible if whole else _num_visible(q, k, call, mask)
+        elif wrong := _rectangle_fault(q, k, call, mask):
+            return f"call {name} {wrong}"
+        total += pairs
+    for call, other in combinations(calls, 2):
+        if _overlap(call, other):
+            return f"calls {call.by('')} and {other.by('')} compute the same pairs"
+    if total != visible:
+        return f"calls compute {total} pairs of the task's {visible} visible ones"
+    return None
 
-    def check(self, q: RowMap, k: RowMap, calls: tuple[Call, ...], visible: int) -> str | None:
-        """What is wrong with these calls for a task with so many visible pairs; None if nothing."""
-        total = 0
-        for call in calls:
-            inside = 0 <= call.q_start < call.q_stop <= q.num_rows
-            if not inside or not 0 <= call.k_start < call.k_stop <= k.num_rows:
-                return f"call {_name(call)} lies outside its rows ({q.num_rows} x {k.num_rows})"
-            wrong = self._check_one(q, k, call)
-            if wrong:
-                return f"call {_name(call)} {wrong}"
-            pairs = call.num_pairs
-            if pairs is None:
-                whole = call.size == (q.num_rows, k.num_rows)
-                pairs = visible if whole else self._seen(q, k, call)
-            total += pairs
-        for call, other in combinations(calls, 2):
-            if _overlap(call, other):
-                return f"calls {_name(call)} and {_name(other)} compute the same pairs"
-        if total != visible:
-            return f"calls compute {total} pairs of the task's {visible} visible ones"
-        return None
 
-    def _check_one(self, q: RowMap, k: RowMap, call: Call) -> str | None:
-        if call.kind is CallKind.RANGE:
-            return None
-        first_q, last_q = q.extremes(call.q_start, call.q_stop)
-        first_k, _ = k.extremes(call.k_start, call.k_stop)
-        height, width = call.size
-        if last_q >= self._rows.q_tokens:
-            return "contains padding rows"
-        all_seen = self._seen(q, k, call) == call.num_pairs
-        if call.kind is CallKind.FULL:
-            return None if all_seen else "contains pairs that the mask hides"
-        if height != width:
-            return "is not square"
-        # The triangle of one interval, and no pair of any other.
-        segment = self._rows.segment_at(first_q)
-        exact = last_q < segment.stop and all_seen
-        on_edge = exact and any(
-            interval.at(first_q)[1] == first_k + 1
-            and interval.at(last_q)[1] == first_k + height
-            and interval.at(last_q)[0] <= first_k
-            for interval in segment.intervals
-        )
-        in_order = q.consecutive(call.q_start, call.q_stop) and k.consecutive(
-            call.k_start, call.k_stop
-        )
-        return None if on_edge and in_order else "does not lie on the mask's edge"
+def _rectangle_fault(q: RowMap, k: RowMap, call: Call, mask: RowRanges) -> str | None:
+    """What is wrong with a full rectangle or a causal square."""
+    first_q, last_q = q.extremes(call.q_start, call.q_stop)
+    first_k, _ = k.extremes(call.k_start, call.k_stop)
+    height, width = call.size
+    if last_q >= mask.q_tokens:
+        return "contains padding rows"
+    all_seen = _num_visible(q, k, call, mask) == call.num_pairs
+    if call.kind is CallKind.FULL:
+        return None if all_seen else "contains pairs that the mask hides"
+    if height != width:
+        return "is not square"
+    # The triangle of one interval, and no pair of any other.
+    segment = mask.segment_at(first_q)
+    on_edge = last_q < segment.stop and any(
+        interval.at(first_q)[1] == first_k + 1
+        and interval.at(last_q)[1] == first_k + height
+        and interval.at(last_q)[0] <= first_k
+        for interval in segment.intervals
+    )
+    in_order = q.consecutive(call.q_start, call.q_stop) and k.consecutive(call.k_start, call.k_stop)
+    return None if all_seen and on_edge and in_order else "does not lie on the mask's edge"
 
-    def _seen(self, q: RowMap, k: RowMap, call: Call) -> int:
-        q_runs = q.runs(call.q_start, call.q_stop)
-        k_runs = k.runs(call.k_start, call.k_stop)
-        return num_visible(q_runs, k_runs, self._rows)
+
+def _num_visible(q: RowMap, k: RowMap, call: Call, mask: RowRanges) -> int:
+    """Visible pairs of the rows of a call."""
+    q_runs, k_runs = q.runs(call.q_start, call.q_stop), k.runs(call.k_start, call.k_stop)
+    return num_visible(q_runs, k_runs, mask)
 
 
 def _overlap(call: Call, other: Call) -> bool:
@@ -108,7 +104,3 @@ def _overlap(call: Call, other: Call) -> bool:
         and call.k_start < other.k_stop
         and other.k_start < call.k_stop
     )
-
-
-def _name(call: Call) -> str:
-    return f"{call.kind}({call.q_start}:{call.q_stop},{call.k_start}:{call.k_stop})"

@@ -13,18 +13,19 @@ from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, Merge, MergeRule
 from mesh_attention.plan.problem.spans import Spans
 from mesh_attention.plan.read.verify.atoms import Atoms, BufferCells
-from mesh_attention.plan.read.verify.calls import CallCheck, RowMap
+from mesh_attention.plan.read.verify.calls import RowMap, calls_fault
 from mesh_attention.plan.read.verify.memory import DATA, Broken, Content, Memory, Partial
 from mesh_attention.plan.read.verify.structure import CALLER_KINDS
 
 
 class SymbolicCompute:
+    """Runs the attentions and merges of all ranks of a pass on `memory`."""
+
     def __init__(self, plan: Plan, pass_: Pass, atoms: Atoms, memory: Memory) -> None:
         self._plan = plan
         self._atoms = atoms
         self._memory = memory
         self._final = (*CALLER_KINDS[pass_.direction][0], Kind.DELTA)
-        self._calls = CallCheck(plan.problem.rows)
         self._q_rows = cache(partial(RowMap, plan.q_layout))
         self._k_rows = cache(partial(RowMap, plan.kv_layout))
         self._checked: dict[tuple[Spans, Spans, tuple[Call, ...]], str | None] = {}
@@ -158,7 +159,7 @@ class SymbolicCompute:
             k_atoms = sorted({atom for atom, _ in self._memory.labels(rank, k)})
             visible = int(self._atoms.pairs[q_atoms][:, k_atoms].sum())
             rows = self._q_rows(q_spans), self._k_rows(k_spans)
-            self._checked[key] = self._calls.check(*rows, calls, visible)
+            self._checked[key] = calls_fault(*rows, calls, visible, self._plan.problem.rows)
         wrong = self._checked[key]
         if wrong:
             raise Broken(rank, wrong)

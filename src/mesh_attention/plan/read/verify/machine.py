@@ -58,6 +58,8 @@ def verify(plan: Plan, *, progress: Progress | None = None) -> list[Finding]:
 
 
 class _Machine:
+    """Runs all programs of one pass, and keeps what is wrong in `findings`."""
+
     def __init__(self, plan: Plan, pass_: Pass) -> None:
         self.plan = plan
         self.pass_ = pass_

@@ -133,6 +133,7 @@ class Memory:
         self.write(target, received, self.read(source, taken))
 
     def expect_same_kind(self, source: int, have: Buffer, target: int, want: Buffer) -> None:
+        """What a rank sends must be of the kind and the precision that the other rank holds."""
         if have.kind is want.kind and have.precision is want.precision:
             return
         # fp32 and fp64 tensors accumulate in their own precision: there the two are one.
@@ -154,6 +155,7 @@ class Memory:
         entry.freed = True
 
     def leaks(self, rank: int) -> list[str]:
+        """Workspace buffers that were written and never freed."""
         return [
             name
             for name, entry in self._entries[rank].items()

@@ -55,6 +55,7 @@ class Finding:
 
 
 def structure_findings(plan: Plan, pass_: Pass) -> list[Finding]:
+    """What is wrong with the form of a pass; of each program only the first fault."""
     faults: list[tuple[int, str, str]] = []  # rank, operation and message
     ranks = list(range(plan.num_ranks))
     if [program.rank for program in pass_.programs] != ranks:
