@@ -165,11 +165,8 @@ class ContextParallelMixin(EvaluationOnRanks):
     ) -> tuple[list[Any], Any]:
         """The batches of a step, cut for this rank, and the number of their targets on all
         ranks."""
-        if self._is_whole:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
-        wholes = (next(epoch_iterator, None) for _ in range(num_batches))
-        parts = [self._shard(whole) for whole in wholes if whole is not None]
-        return parts, self._get_num_items_in_batch(parts, device)
+        batches = epoch_iterator if self._is_whole else map(self._shard, epoch_iterator)
+        return super().get_batch_samples(batches, num_batches, device)  # type: ignore[no-any-return]
 
     def _shard(self, whole: Any) -> ShardedBatch:
         if not isinstance(whole, Mapping):

@@ -220,22 +220,18 @@ def running_module(frame: FrameType | None) -> str | None:
     and the name in it of the innermost module whose forward pass has come to `frame`. None in a
     function that is checkpointed or called outside any module. It is read from the stack: hooks on
     every module would be compiled and guarded."""
-    while frame is not None and frame.f_code not in _ENDS:
-        if frame.f_code is _CALL:
-            return _named(frame.f_locals["self"], frame)
-        frame = frame.f_back
-    return None
-
-
-def _named(module: Module, inner: FrameType) -> str:
-    outermost, frame = inner, inner.f_back
+    running: list[FrameType] = []  # calls of modules, the innermost first
     while frame is not None:
-        if frame.f_code is _BACKWARD and module in _LATEST:
-            return _LATEST[module]
         if frame.f_code is _CALL:
-            outermost = frame
+            running.append(frame)
+        elif frame.f_code in _ENDS and not running:
+            return None
+        elif frame.f_code is _BACKWARD and running[0].f_locals["self"] in _LATEST:
+            return _LATEST[running[0].f_locals["self"]]
         frame = frame.f_back
-    model: Module = outermost.f_locals["self"]
+    if not running:
+        return None
+    module, model = (running[at].f_locals["self"] for at in (0, -1))
     kind, parts = type(model).__name__, _PARTS.get(model)
     if parts is None or module not in parts:
         parts = _PARTS[model] = WeakKeyDictionary()

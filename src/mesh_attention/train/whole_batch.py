@@ -112,26 +112,24 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Those that are not None, first the one that says the size; raises unless all of them are
     (rows, tokens, ...)."""
     tensors = {name: x for name, x in arguments.items() if x is not None}
+    first = next((n for n in ("input_ids", "inputs_embeds", "labels") if n in tensors), None)
+    if first is None:
+        raise MeshAttentionError("give input_ids (or inputs_embeds), of (batch, tokens)")
+    tensors = {first: tensors.pop(first), **tensors}
     for name, x in tensors.items():
         if hasattr(x, MARK):
             raise MeshAttentionError(
                 f"{name} comes from shard_batch already: give the whole batch, which is cut once"
             )
-        if isinstance(x, Tensor):
-            raise_fault(fault_of_kind(**{name: x}))
         if name in ("padding", "num_targets"):
             raise MeshAttentionError(f"{name}: shard_batch computes it; leave it out")
-    first = next((n for n in ("input_ids", "inputs_embeds", "labels") if n in tensors), None)
-    if first is None:
-        raise MeshAttentionError("give input_ids (or inputs_embeds), of (batch, tokens)")
-    for name in (first, *tensors):
-        x = tensors[name]
         if not isinstance(x, Tensor) or (name == first and x.ndim < 2):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise MeshAttentionError(
                 f"{name} is {shape}: give tensors of (batch, tokens, ...); what has no tokens goes "
                 "to the model by itself"
             )
+        raise_fault(fault_of_kind(**{name: x}))
     size = tensors[first].shape[:2]
     if 0 in size:
         raise MeshAttentionError(f"{first} has shape {tuple(tensors[first].shape)}: it is empty")
@@ -151,7 +149,7 @@ def checked_tensors(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
                     else ""
                 )
             )
-    return {first: tensors.pop(first), **tensors}
+    return tensors
 
 
 def rows_of_documents(
