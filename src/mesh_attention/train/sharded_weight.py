@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def own_weights(call: LossCall, hidden: Tensor, **tensors: Any) -> list[Any]:
                 "others as data_parallel"
             )
     autocast = torch.is_autocast_enabled(hidden.device.type)  # which takes any dtype
-    gathering = Gathering.of(call, parts, None if autocast else hidden.dtype)
+    gathering = Gathering(call, parts, None if autocast else hidden.dtype)
     gathered = _Gathered.apply(gathering, *parts.values())  # type: ignore[no-untyped-call]
     whole |= zip(parts, gathered, strict=True)
     return [whole[name] for name in tensors]
@@ -96,7 +95,6 @@ def _members(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())
 
 
-@dataclass
 class Gathering:
     """The sharded weights of one call, in both passes.
 
@@ -106,25 +104,19 @@ class Gathering:
     place      of the forward pass, among the calls of the group
     """
 
-    call: LossCall
-    statement: Statement
-    numbers: dict[DeviceMesh, int]
-    dtype: torch.dtype | None
-    place: int = 0
-
-    @staticmethod
-    def of(call: LossCall, parts: dict[str, Any], dtype: torch.dtype | None) -> Gathering:
-        counted, statement = call.user.session.gathered, {}
+    def __init__(self, call: LossCall, parts: dict[str, Any], dtype: torch.dtype | None) -> None:
+        self.call, self.dtype, self.place = call, dtype, 0
+        self.statement: Statement = {}
         for name, x in parts.items():
             members = _members(x.device_mesh)
-            statement[f"{name} in parts"] = {
+            self.statement[f"{name} in parts"] = {
                 "ranks": f"{members[0]} to {members[-1]}",
                 "shape": [*x.shape],
                 "dtype": str(dtype or x.dtype),
                 "requires_grad": need_grad(x),
             }
-        meshes = dict.fromkeys(x.device_mesh for x in parts.values())
-        return Gathering(call, statement, {m: counted[_members(m)] for m in meshes}, dtype)
+        gathered, meshes = call.user.session.gathered, [x.device_mesh for x in parts.values()]
+        self.numbers = {mesh: gathered[_members(mesh)] for mesh in meshes}
 
     def meet(self, device: torch.device, *, backward: bool = False) -> Tensor:
         """Raises unless all ranks are about to move the same parts. Returns 0; on a device, for
