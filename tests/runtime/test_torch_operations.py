@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mesh_attention.runtime.transport import distributed
 from mesh_attention.runtime.transport.distributed import CollectiveRows, gather, reduce
-from mesh_attention.runtime.transport.exchange import Copies, Works
+from mesh_attention.runtime.transport.exchange import LaterCopies, Works
 
 GROUP: Any = None
 PARTS = torch.arange(3 * 2 * 4, dtype=torch.float32).view(3, 2, 4)  # of members: rows, heads
@@ -42,7 +42,7 @@ def test_gathered_rows_come_to_the_members_whatever_the_order_of_the_process_gro
     monkeypatch.setattr(distributed, "all_gather", all_gather)
     rows = contiguous_or_not((6, 4), contiguous)
     works: Works = []
-    finish: Copies = []
+    finish: LaterCopies = []
     gather(CollectiveRows(PARTS[0], rows, GROUP, order), works, finish)
     for copy in finish:
         copy()
@@ -69,7 +69,7 @@ def test_rows_to_be_reduced_are_given_in_the_order_of_the_process_group(
     rows.copy_(PARTS.view(6, 4))
     part = contiguous_or_not((2, 4), contiguous)
     works: Works = []
-    finish: Copies = []
+    finish: LaterCopies = []
     reduce(CollectiveRows(part, rows, GROUP, order), works, finish)
     for copy in finish:
         copy()

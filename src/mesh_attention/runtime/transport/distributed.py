@@ -28,7 +28,7 @@ from mesh_attention.plan.language.program import AllGather, AllToAll, Communicat
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.exchange import (
     Begin,
-    Copies,
+    LaterCopies,
     Messages,
     Works,
     exchange,
@@ -86,7 +86,7 @@ class CollectiveRows(NamedTuple):
         return zip(self.rows.tensor_split(size), [places[at] for at in self.order], strict=True)
 
 
-def gather(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+def gather(stretch: CollectiveRows, works: Works, finish: LaterCopies) -> None:
     part, rows, group, _ = stretch
     own = part.contiguous()  # a slice of rows is contiguous; of heads it is not
     if stretch.usable:
@@ -97,7 +97,7 @@ def gather(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
     finish += [partial(target.copy_, landed) for target, landed in stretch.by_member(landing)]
 
 
-def reduce(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+def reduce(stretch: CollectiveRows, works: Works, finish: LaterCopies) -> None:
     part, whole, group, _ = stretch
     own = part.contiguous()
     if not stretch.usable:
@@ -109,7 +109,7 @@ def reduce(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
         finish.append(partial(part.copy_, own))
 
 
-def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: Copies) -> None:
+def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: LaterCopies) -> None:
     """Over gloo: each member sends the others their rows and adds up what it gets, wide. gloo's own
     in PyTorch is an all-reduce, with twice the bytes."""
     part, whole, group, order = stretch
@@ -135,7 +135,7 @@ class _InFlight(Handle):
     what: str
     limit: tuple[timedelta, ...]  # for the host to wait, if it does
     works: Works
-    copies: Copies
+    copies: LaterCopies
 
     def wait(self) -> None:
         try:
@@ -222,7 +222,7 @@ class DistributedTransport:
 
     def _begin(self, what: str, ready: Ready) -> _InFlight:
         works: Works = []
-        copies: Copies = []
+        copies: LaterCopies = []
         try:
             for begin in ready:
                 begin(works, copies)

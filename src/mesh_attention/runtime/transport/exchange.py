@@ -23,8 +23,8 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport.interface import Transfers, View
 
 Works = list[Any]
-Copies = list[Callable[[], object]]
-Begin = Callable[[Works, Copies], None]
+LaterCopies = list[Callable[[], object]]
+Begin = Callable[[Works, LaterCopies], None]
 SMALL_BYTES = 2 << 20  # larger tensors travel by themselves: to copy them would take longer
 _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its elements may
 
@@ -119,7 +119,7 @@ def exchange(
     `host_driven`: the group is over gloo. `pack`: small messages between two ranks become one."""
     me, bundles = dist.get_rank(), _bundles(messages, pack)
 
-    def post(finish: Copies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
+    def post(finish: LaterCopies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
         posted: dict[bool, list[dist.P2POp]] = {False: [], True: []}  # by whether they are sent
         own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
         for bundle in bundles:
@@ -135,7 +135,7 @@ def exchange(
     as_they_lie = all(len(x) == 1 and _usable(x[0].tensor, on_host=host_driven) for x in bundles)
     ready = post([]) if as_they_lie else None
 
-    def begin(works: Works, finish: Copies) -> None:
+    def begin(works: Works, finish: LaterCopies) -> None:
         posted, own = post(finish) if ready is None else ready
         if posted:
             works += dist.batch_isend_irecv(posted)
@@ -168,7 +168,9 @@ def _usable(tensor: Tensor, *, on_host: bool) -> bool:
 _Parts = tuple[dict[int, Tensor], list[tuple[Tensor, int, int]]]
 
 
-def _one_by_one(messages: Sequence[Messages], me: int, finish: Copies, *, on_host: bool) -> _Parts:
+def _one_by_one(
+    messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool
+) -> _Parts:
     ((tensor, ranks, tag, sent),) = messages
     x = tensor
     if not _usable(tensor, on_host=on_host):
@@ -240,7 +242,7 @@ def _layout(sizes: tuple[tuple[tuple[int, ...], int, int], ...]) -> _Layout:
     return _Layout(tuple(places), messages, max(ends.values()))
 
 
-def _packed(messages: Sequence[Messages], me: int, finish: Copies, *, on_host: bool) -> _Parts:
+def _packed(messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool) -> _Parts:
     layout = _layout(tuple([(x.ranks, x.part_bytes, x.tag) for x in messages]))
     sent, first = messages[0].sent, messages[0].tensor
     shape, device = (len(layout.messages), layout.width), "cpu" if on_host else first.device
