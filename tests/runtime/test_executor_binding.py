@@ -160,7 +160,7 @@ def test_a_report_tells_the_memory_of_an_executor_that_is_gone_but_for_its_masks
     executor = make_executor(
         plan, plan.forward, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3
     )
-    report = PassReport.of(executor, transport)
+    report = PassReport(executor, transport)
     memory = report.memory
     assert memory == executor.memory
     assert memory.kept_bytes > 0

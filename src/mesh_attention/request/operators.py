@@ -34,6 +34,7 @@ from mesh_attention.runtime.session.documents import BATCH_PLANS
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
+from mesh_attention.runtime.session.sharding import Shards
 
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
 _TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -189,7 +190,8 @@ def _backward_pass(
         # sink lse is a number in every row; then the gradients of padding rows are set to 0.
         grad_of_lse = grad_of_lse.masked_fill(lse == -torch.inf, 0.0)
         if sinks is not None:
-            grad_of_lse.masked_fill_(call.padding(), 0.0)
+            padding = Shards.of(call.rank_plan).padding("q", grad_of_lse.device)
+            grad_of_lse.masked_fill_(padding, 0.0)
         inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
     kind, options = call.kind.agreed[True], call.options
     has_sinks, batch = sinks is not None, OF_FORWARD_CALL

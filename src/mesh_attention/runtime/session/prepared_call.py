@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from weakref import finalize, ref
 
 import torch
@@ -38,30 +37,24 @@ class AgreedPasses:
         self.is_kept = False
 
 
-@dataclass(frozen=True)
 class PassReport:
     """What one pass of a call is made with, for people. It outlives the call, and keeps neither its
-    masks nor its memory."""
+    masks nor its memory. `kernels`: which were asked, and why one was chosen, by kind of block."""
 
-    kernels: dict[str, tuple[tuple[str, str], ...]]  # asked, and why one was chosen, by kind
-    transport: CallTransport
-    _executor: ref[Executor]
-    _without_masks: PassMemory
+    def __init__(self, executor: Executor, transport: CallTransport) -> None:
+        self.transport = transport
+        self.kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
+        self.kernels["calls"] = (("predicted", executor.call_summary),)
+        self.kernels["rows"] = executor.frame.row_choice.reasons
+        self._executor = ref(executor)
+        self._without_masks = PassMemory(
+            executor.workspace_bytes, executor.scratch_bytes, kept_bytes=executor.frame.kept_bytes
+        )
 
     @property
     def memory(self) -> PassMemory:
         executor = self._executor()
         return self._without_masks if executor is None else executor.memory
-
-    @staticmethod
-    def of(executor: Executor, transport: CallTransport) -> PassReport:
-        kernels = {str(kind): choice.reasons for kind, choice in executor.choices.items()}
-        kernels["calls"] = (("predicted", executor.call_summary),)
-        kernels["rows"] = executor.frame.row_choice.reasons
-        without_masks = PassMemory(
-            executor.workspace_bytes, executor.scratch_bytes, kept_bytes=executor.frame.kept_bytes
-        )
-        return PassReport(kernels, transport, ref(executor), without_masks)
 
 
 class PreparedCall:
@@ -104,13 +97,6 @@ class PreparedCall:
         """The passes that all ranks have agreed on."""
         return tuple(Direction) if True in self.kind.agreed else (Direction.FORWARD,)
 
-    def padding(self) -> Tensor:
-        """(rows), true where a row of this rank's queries holds no token."""
-        plan, rank = self.rank_plan.plan, self.rank_plan.rank
-        layout, _ = plan.shards
-        positions = torch.from_numpy(layout.positions(plan.devices[rank]))
-        return (positions >= layout.num_tokens).to(self._call_shape.device)
-
     def is_warm(self, needs_grad: bool) -> bool:
         """Whether ranks know such calls and this rank has all it needs for one."""
         kind = self.kind
@@ -131,7 +117,7 @@ class PreparedCall:
         for direction in directions:
             if direction not in self.executors:
                 self.executors[direction] = executor = self._executor(direction)
-                self.reports[direction] = PassReport.of(executor, self.transport)
+                self.reports[direction] = PassReport(executor, self.transport)
 
     def make_kernels_ready(self) -> None:
         """What a kernel makes of a mask for a backward pass may serve the forward pass too."""

@@ -94,7 +94,6 @@ class CallTransport:
         call_shape: CallShape,
         timeout: timedelta | None,
     ) -> None:
-        self._shared = shared
         self._groups = shared.groups
         self._wanted = wanted
         self._plan, self._rank = rank_plan.plan, rank_plan.rank
