@@ -62,13 +62,13 @@ class Session:
         self.batches = BatchCount()
         self.shardings = Shardings()
         self.plans = Plans(NUM_PLANS, *self._place)
-        # What arguments of calls ask for, by these arguments.
+        # What calls that say the sizes ask for, by their arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
         self.function: User | None = None  # that stands for `mesh_attention()`
-        # Calls with a weight that is sharded over these ranks, replicas of this group among them.
+        # How many calls gathered a weight over these ranks, which may be more than the group's.
         self.gathered = Counter[tuple[int, ...]]()
-        self.num_users = 0  # that are open
-        self._num_objects = 0  # that ever were
+        self.num_users = 0  # users that are open
+        self._num_objects = 0  # users that ever joined
 
     # Plans.
 

@@ -82,9 +82,9 @@ class _Unshard(torch.autograd.Function):
         ctx.join, ctx.place = join, session.guard.place
         own = x.resolve_conj().resolve_neg().contiguous()  # memory is what travels
         size = join.layout.num_ranks
-        gathered = own.new_empty((size * own.shape[0], *own.shape[1:])) if own.ndim else own
         if size == 1:
             return join_shards([own], join.layout, join.dim)
+        gathered = own.new_empty((size * own.shape[0], *own.shape[1:]))
         with communicating("the shards could not be gathered"):
             group = session.groups.everybody()
             all_gather(gathered, own, group).wait()
