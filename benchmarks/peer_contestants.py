@@ -14,8 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from peer_cell import Cell, Contestant, Surroundings
-from peer_libraries import Llama3FlashAttention, RingFlashAttention, Yunchang
-from peer_torch import HandUlysses, TorchRing
+from peer_libraries import (
+    HandUlysses,
+    Llama3FlashAttention,
+    RingFlashAttention,
+    TorchRing,
+    Yunchang,
+)
 from torch import Tensor
 
 from mesh_attention import ContextParallel

@@ -18,9 +18,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from peer_cell import Cell, Contestant, Surroundings
+from peer_cell import DTYPES, LIMIT, Cell, Contestant, Surroundings, largest_error, tensors, truth
 from peer_contestants import entry_of
-from reference import DTYPES, LIMIT, largest_error, tensors, truth
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

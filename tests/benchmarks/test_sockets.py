@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import sockets
 import torch
+from peer_cell import truth
 from rank_processes import LaunchError
-from reference import truth
 from sockets import Sockets, socket_environment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
