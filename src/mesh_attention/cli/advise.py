@@ -175,6 +175,7 @@ def _moved_note(choice: PlanChoice) -> list[str]:
 
 
 def _table(ranking: Ranking, least: dict[Direction, float]) -> str:
+    """A row for each method, and under them the fewest bytes that a rank can receive."""
     times = ["both"] if len(least) > 1 else []
     heads = ["method", *map(str, least), *times, "MFU", *(f"received {d}" for d in least)]
     heads += ["other nodes", "memory", *(f"setting {d}" for d in least)]

@@ -41,6 +41,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
+    """Plans the step, prints it, and returns the exit code."""
     args.causal = True if args.causal is None else args.causal
     problem = problem_of(args)
     with progress("planning") as tell:

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, ranks: Ranks) -> int:
+    """All ranks measure; the first one writes the file and prints what is in it."""
     # Imported here, as they import torch, which most commands do not need.
     import torch
 

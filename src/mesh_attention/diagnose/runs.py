@@ -68,7 +68,8 @@ def run(
     reduce_gradients: Callable[[Any], None] | None = None,
     seed: int = 0,
 ) -> StepRun:
-    """`cp`: the object by which ranks run the step; without it one process does."""
+    """Runs the step forward and backward, and records what its modules compute. `cp`: the object by
+    which ranks run the step; without it one process does."""
     outcome = StepRun(record)
     own = inner(model)
     for parameter in own.parameters():

@@ -51,6 +51,7 @@ def _shapes_picture(facts: ReportFacts) -> Picture | None:
 
 
 def _heat_map(times: ShapeTimes) -> Variant:
+    """Milliseconds of a method in one pass by tile and slices, with a frame around the fastest."""
     z = [[timed and ms(timed.seconds) for timed in row] for row in times.times]
     cells = [(timed.seconds, shape, number) for shape, number, timed in times.taken()]
     seconds, shape, slices = min(cells)
@@ -105,6 +106,7 @@ def _scaling_picture(facts: ReportFacts) -> Picture | None:
 
 
 def _lines(facts: ReportFacts, kind: Scaling, measure: str) -> Variant:
+    """MFU or milliseconds by number of ranks, a line for each method."""
     order = [method.name for method in facts.methods]
 
     def place(line: ScalingLine) -> int:

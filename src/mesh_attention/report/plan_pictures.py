@@ -33,6 +33,7 @@ def pictures_of(facts: ReportFacts) -> list[Picture]:
 
 
 def _assignment_picture(facts: ReportFacts) -> Picture:
+    """The matrix of ranks, in colours of nodes, ranks or groups."""
     assignment = facts.assignment
     size, shown = len(assignment.partitions), list(assignment.partitions)
     step = shown[1] if size > 1 else 1
@@ -124,6 +125,8 @@ def _gantt_picture(facts: ReportFacts) -> Picture:
 
 
 def _chart(chart: GanttFacts, longest: float) -> Variant:
+    """A bar for each operation of the first ranks, in a row for each stream. `longest`: seconds at
+    which the axis ends."""
     by_kind: dict[str, list[tuple[Event, float, float]]] = {}
     for event in chart.events:
         if event.stream is Stream.COMMUNICATION and event.start > event.issued:
