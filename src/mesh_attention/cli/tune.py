@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace, ranks: Ranks) -> int:
-    """All ranks measure; the first one reads the question, writes the file and prints the answer."""
+    """All ranks measure; the first one reads the question, and writes and prints the answer."""
     # Imported here, as they import torch, which most commands do not need.
     from mesh_attention.measure.ranks import MeasureError
     from mesh_attention.measure.tune import tune_ranks
