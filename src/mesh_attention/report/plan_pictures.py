@@ -35,12 +35,12 @@ def pictures_of(facts: ReportFacts) -> list[Picture]:
 def _assignment_picture(facts: ReportFacts) -> Picture:
     """The matrix of ranks, in colours of nodes, ranks or groups."""
     assignment = facts.assignment
-    size, shown = len(assignment.partitions), list(assignment.partitions)
-    step = shown[1] if size > 1 else 1
-    kinds = dict.fromkeys(kind for groups in assignment.groups.values() for kind in groups)
-    colours = [("node", "node")] if facts.nodes > 1 else []
-    colours += [("rank", "rank"), *((kind, f"{kind} group") for kind in kinds)]
-    heads = tuple((str(head), f"head {head}") for head in assignment.heads)
+    shown, heads = list(assignment.partitions), assignment.heads
+    step = shown[1] if len(shown) > 1 else 1
+    is_numbered = len(shown) <= _MOST_NUMBERED
+    labels = {"node": "node"} if facts.nodes > 1 else {}
+    labels["rank"] = "rank"
+    labels |= {kind: f"{kind} group" for groups in assignment.groups.values() for kind in groups}
     part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
     num_groups = assignment.num_head_groups
     if len(heads) < num_groups:
@@ -48,41 +48,37 @@ def _assignment_picture(facts: ReportFacts) -> Picture:
 
     def make(direction: str, colour: str, head: str) -> Variant:
         matrix = assignment.matrix(Direction(direction), int(head)).ranks
-        every = tuple(range(len(assignment.nodes)))
-        numbers = {"node": assignment.nodes, "rank": every}
+        ranks = tuple(range(len(assignment.nodes)))
+        numbers = {"node": assignment.nodes, "rank": ranks}
         numbers |= assignment.groups[Direction(direction)]
-        known = colour in numbers
-        of_rank = numbers.get(colour, every)
-        what = colour if colour in ("node", "rank") else f"{colour} group"
-        by = "the rank" if colour == "rank" else f"the {what} of the rank"
-        z = [[None if r is None else of_rank[r] for r in row] for row in matrix]
-        number = max(of_rank) + 1
+        of_rank, what = numbers.get(colour, ranks), labels[colour]
+        gap = int(len(shown) <= 2 * _MOST_NUMBERED)
         trace: dict[str, Any] = {
             "type": "heatmap",
             "x": shown,
             "y": shown,
-            "z": z,
+            "z": [[None if r is None else of_rank[r] for r in row] for row in matrix],
             "customdata": matrix,
             "hovertemplate": "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
-            f"<br>{what if known else 'rank'} %{{z}}<extra></extra>",
+            f"<br>{what if colour in numbers else 'rank'} %{{z}}<extra></extra>",
             "hoverongaps": False,
-            "xgap": int(size <= 2 * _MOST_NUMBERED),
-            "ygap": int(size <= 2 * _MOST_NUMBERED),
-            **_category_colours(number, what),
+            "xgap": gap,
+            "ygap": gap,
+            **_category_colours(max(of_rank) + 1, what),
         }
-        if size <= _MOST_NUMBERED:
+        plain: dict[str, Any] = {"constrain": "domain", "showgrid": False, "zeroline": False}
+        if is_numbered:
             # Newer versions of plotly.js write the word null where there is no text.
             text = [["" if r is None else str(r) for r in row] for row in matrix]
             trace |= {"text": text, "texttemplate": "%{text}"}
-        missing = "" if known else f" There are no {colour} groups in this pass."
+            plain |= {"tick0": 0, "dtick": 1}
+        by = "the rank" if colour == "rank" else f"the {what} of the rank"
+        missing = "" if colour in numbers else f" There are no {colour} groups in this pass."
         caption = (
             f"{facts.chosen[Direction(direction)]} {direction}, head {head}{part}: each "
             f"cell is a Q partition against a KV partition, coloured by {by} that "
             f"computes it.{missing} Cells without colour hold nothing that the mask shows."
         )
-        plain: dict[str, Any] = {"constrain": "domain", "showgrid": False, "zeroline": False}
-        if size <= _MOST_NUMBERED:
-            plain |= {"tick0": 0, "dtick": 1}
         turned = {"autorange": "reversed", "scaleanchor": "x", "constraintoward": "top"}
         layout = {
             "xaxis": axis("KV partition", **plain),
@@ -92,8 +88,8 @@ def _assignment_picture(facts: ReportFacts) -> Picture:
 
     controls = (
         pass_control(facts.directions),
-        Control("colour", "Colour by", tuple(colours)),
-        Control("head", "Head", heads),
+        Control("colour", "Colour by", tuple(labels.items())),
+        Control("head", "Head", tuple((str(head), f"head {head}") for head in heads)),
     )
     return picture_of("assignment", controls, make)
 
