@@ -116,7 +116,6 @@ def _rank(text: str) -> int | str:
 
 
 COMMAND = Command(
-    name="replay",
     summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
     run=run,
     flags=(

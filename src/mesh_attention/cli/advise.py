@@ -203,7 +203,6 @@ def _time(seconds: float, is_simulated: bool) -> str:
 
 
 COMMAND = Command(
-    name="advise",
     summary="which method to use, why, how fast and how much memory: all of them, ranked",
     run=run,
     flags=(

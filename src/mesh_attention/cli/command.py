@@ -1,8 +1,8 @@
 """What a subcommand is, and how all of them are parsed, run and answered with an exit code.
 
-A subcommand file makes one `Command`, and `main.COMMANDS` lists it. Exit codes: 0 done, 1 the
-answer is no (a plan that does not verify), 2 the caller made a mistake (one line on standard error
-says how to avoid it), 3 a mistake in this library.
+A subcommand is a file of this folder that makes one `Command`; `main.py` lists them. Exit codes: 0
+done, 1 the answer is no (a plan that does not verify), 2 the caller made a mistake (one line on
+standard error says how to avoid it), 3 a mistake in this library.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Flag(NamedTuple):
 class Command:
     """`run` returns the exit code; `more_flags` adds flags that several commands share."""
 
-    name: str
     summary: str
     run: Callable[[argparse.Namespace], int]
     flags: tuple[Flag, ...] = ()

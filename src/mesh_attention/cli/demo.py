@@ -156,9 +156,8 @@ def _draw(folder: Path) -> list[str]:
 
 
 COMMAND = Command(
-    "demo",
-    "nine real ranks on this computer: three assignments of work, checked and counted",
-    run,
+    summary="nine real ranks on this computer: three assignments of work, checked and counted",
+    run=run,
     flags=(Flag("--output", "folder of pictures", Path, "FOLDER", Path("demo-output")),),
     examples=("mesh-attention demo --output demo-output",),
 )

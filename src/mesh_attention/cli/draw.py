@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.options import add_plan_flags, plan_of
@@ -14,11 +15,11 @@ from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_
 
 def run(args: argparse.Namespace) -> int:
     plan = plan_of(args)
-    whole_tasks, first = bool(args.whole_tasks), args.first
+    shown: dict[str, Any] = {"whole_tasks": args.whole_tasks, "first": args.first}
 
     def picture(pass_: Pass) -> str:
         tile = f", tile {pass_.setting['tile']}" if "tile" in pass_.setting else ""
-        matrix = draw_assignment(plan, pass_, whole_tasks=whole_tasks, first=first)
+        matrix = draw_assignment(plan, pass_, **shown)
         return (
             f"{pass_.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: the rank that "
             f"computes each cell\n{matrix}\n\n{_slices(pass_)}{draw_steps(pass_.schedule)}"
@@ -28,9 +29,7 @@ def run(args: argparse.Namespace) -> int:
         args,
         lambda: {
             str(pass_.direction): {
-                "matrix": computed_cells(
-                    plan, pass_, whole_tasks=whole_tasks, first=first
-                ).to_json(),
+                "matrix": computed_cells(plan, pass_, **shown).to_json(),
                 "steps": steps_json(pass_.schedule),
                 "head_slices": pass_.setting.get("head_slices"),
             }
@@ -50,7 +49,6 @@ def _slices(pass_: Pass) -> str:
 
 
 COMMAND = Command(
-    name="draw",
     summary="draw who computes what (the assignment matrix) and in which steps",
     run=run,
     flags=(

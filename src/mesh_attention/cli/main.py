@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from mesh_attention.cli import (
-    advise,
-    demo,
-    draw,
-    plan,
-    profile,
-    report,
-    selftest,
-    simulate,
-    tune,
-    verify,
-    volume,
-)
 from mesh_attention.cli.command import Command, UsageError, exit_code, run_command
 from mesh_attention.errors import did_you_mean
 from mesh_attention.version import __version__
@@ -29,8 +17,12 @@ _EXAMPLES = (
     "report --ranks 32 --model llama-70b --tokens 128k  # the same as a page to look at",
     "selftest  # is attention exact on this computer?",
 )
-_MODULES = (plan, volume, verify, simulate, advise, draw, report, profile, tune, demo, selftest)
-COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
+# The files of subcommands, in the order of the help: those that plan, and those that run on ranks.
+_PLANNING = ("plan", "volume", "verify", "simulate", "advise", "draw", "report")
+_ON_RANKS = ("profile", "tune", "demo", "selftest")
+COMMANDS: dict[str, Command] = {
+    name: import_module(f"mesh_attention.cli.{name}").COMMAND for name in _PLANNING + _ON_RANKS
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

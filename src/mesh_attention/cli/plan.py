@@ -99,7 +99,6 @@ def _to_json(plan: Plan) -> dict[str, Any]:
 
 
 COMMAND = Command(
-    name="plan",
     summary="make a plan: what it chose, what it costs, and the steps of its schedule",
     run=run,
     flags=(

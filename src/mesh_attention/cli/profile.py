@@ -87,7 +87,6 @@ def _to_lines(cluster: Cluster, file: Path) -> list[str]:
 
 
 COMMAND = Command(
-    name="profile",
     summary="measure kernels and links on real ranks (under torchrun), write a cluster file",
     run=run,
     flags=(

@@ -55,7 +55,6 @@ def _check(path: Path) -> None:
 
 
 COMMAND = Command(
-    name="report",
     summary="one page to look at: the choice, who computes what and when, all methods, scaling",
     run=run,
     flags=(

@@ -140,9 +140,8 @@ def _kernels_lines(checks: list[KernelCheck], device: str | None) -> list[str]:
 
 
 COMMAND = Command(
-    "selftest",
-    "is attention exact here? every method on four processes, every kernel; under a minute",
-    run,
+    summary="is attention exact here? every method on four processes, every kernel; under a minute",
+    run=run,
     flags=(Flag("--method", "this method only (default: all)", one_of("method", METHODS), "NAME"),),
     examples=("mesh-attention selftest", "mesh-attention selftest --method mesh --json"),
 )

@@ -243,7 +243,6 @@ CLUSTER_FLAGS = (
     ),
 )
 COMMAND = Command(
-    name="simulate",
     summary="model the timeline on a cluster: runtime, MFU, exposed communication, memory",
     run=run,
     flags=(

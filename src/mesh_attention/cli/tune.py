@@ -151,7 +151,6 @@ def _to_lines(outcome: TuningOutcome, file: Path) -> list[str]:
 
 
 COMMAND = Command(
-    name="tune",
     summary="measure the best predicted settings on real ranks (under torchrun), write the fastest",
     run=run,
     flags=(

@@ -68,7 +68,6 @@ def _read(args: argparse.Namespace) -> Plan:
 
 
 COMMAND = Command(
-    name="verify",
     summary="prove a plan by running all ranks on symbols; exit code 1 when it is wrong",
     run=run,
     flags=(

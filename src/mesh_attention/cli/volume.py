@@ -133,7 +133,6 @@ def _cells(row: Compared, batch: int) -> list[str]:
 
 
 COMMAND = Command(
-    name="volume",
     summary="count the bytes each rank receives, inside and between nodes, and holds at most",
     run=run,
     flags=(Flag("--compare", "all methods at their best settings, side by side"), BATCH_FLAG),
