@@ -89,9 +89,12 @@ def diagnose(
     reduce_gradients: Callable[[Any], None] | None = None,
     tolerance: float | None = None,
 ) -> Diagnosis:
-    """`doctor` among the processes of `everyone`, who all have this batch. The step runs on one
-    process, then on ranks; if losses or gradients differ, it runs on ranks again with another seed,
-    and `causes.py` says what the numbers of these runs have in common."""
+    """`doctor` among the processes of `everyone`, who all have this batch.
+
+    The step runs on one process (`whole`; in low precision once more as `rough`, with numbers that
+    are rounded by chance), then on ranks (`ours`). If losses or gradients differ, it runs on ranks
+    with another seed (`again`), and `causes.py` looks for a cause in the numbers of these runs.
+    """
     first, own, sizes = objects[0], inner(model), _sizes(batch)
     group = first._calls.session.groups.parent
     notes = [] if plain else ["one process ran the step itself on one rank; plain= shows more"]
