@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mesh_attention.cost import Cluster, Overlap, Timeline, load_cluster, simulate
-from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
-from mesh_attention.cost.planning import compiled_on, plan_on
+from mesh_attention.cost.operation_costs import OperationCosts, TimedCall, compiled_on
+from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Program
 from mesh_attention.plan.problem.mask import Mask
@@ -50,7 +50,7 @@ def timed_calls(plan: Plan, cluster: Cluster, direction: Direction) -> tuple[Tim
 
 def compiled_rank(
     plan: Plan, cluster: Cluster, direction: Direction
-) -> tuple[Program, ClusterCosts]:
+) -> tuple[Program, OperationCosts]:
     """Rank 0's compiled program, and the costs of what it computes."""
-    compiled = compiled_on(plan, plan.direction(direction), cluster)
-    return compiled.pass_.programs[0], ClusterCosts(cluster, compiled)
+    compiled = compiled_on(plan, direction, cluster)
+    return compiled.pass_.programs[0], compiled.costs

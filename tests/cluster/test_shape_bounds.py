@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks
-from mesh_attention.choose.shapes import default_layout, shapes_of
+from mesh_attention.choose.scored import SEARCH, SearchQuestion
+from mesh_attention.choose.shapes import shapes_of
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.planning import plan_on
+from mesh_attention.cost.operation_costs import compiled_on
+from mesh_attention.cost.planning import default_layout, plan_on
 from mesh_attention.cost.simulator import seconds_of_few
+from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
@@ -38,7 +41,8 @@ def test_no_simulation_is_shorter_than_the_bound_of_its_shape(mask: str) -> None
     problem = Problem(24 * K, 12, 64, num_kv_heads=4, mask=MASKS[mask])
     layout = default_layout(problem)
     for direction in Direction:
-        shapes = shapes_of(problem, RANKS, NODES_OF_4, direction, [*METHODS], {}, layout)
+        asked = SearchQuestion(problem, RANKS, NODES_OF_4, {}, [*METHODS], SEARCH)
+        shapes = shapes_of(asked, direction, layout)
         assert len({shape.name for shape in shapes}) == len(METHODS)
         bounds = []
         for shape in shapes:
@@ -81,6 +85,7 @@ def test_ranks_in_the_corners_of_the_grid_show_how_long_all_wait(tile: tuple[int
         plan = plan_on(PAPER, problem, 8, method="mesh", directions=(direction,), **setting)
         corners = corner_ranks(plan, "mesh", setting)
         seconds = simulate(plan, PAPER, direction).runtime_seconds
-        seen = seconds_of_few(plan, PAPER, direction, corners)
+        compiled = compiled_on(plan, direction, PAPER)
+        seen = seconds_of_few(compiled, PAPER, corners, Overlap.EVENTS)
         assert len(corners) < plan.num_ranks
         assert 0.97 * seconds <= seen <= 1.0001 * seconds, (direction, seen, seconds)

@@ -12,7 +12,6 @@ import pytest
 
 from mesh_attention import Mask, Problem
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.tune_line import tune_line
 from mesh_attention.choose.tuned import (
     Answer,
     Known,
@@ -21,6 +20,7 @@ from mesh_attention.choose.tuned import (
     Wanted,
     read_entries,
     read_tuned,
+    tune_line,
     wanted,
     write_entries,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.auto import PlanChoice, find_default
-from mesh_attention.cost.detect_cluster import Machine, find_cluster, with_node
+from mesh_attention.cost.detect_cluster import Machine, find_cluster
 from mesh_attention.cost.planning import ask_on
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
@@ -109,8 +109,7 @@ def usual_machine(num_ranks: int, ranks_per_node: Any = None) -> Cluster:
 
 @cache
 def _nearest(ranks_per_node: int | None) -> Cluster:
-    cluster, _ = find_cluster(Machine())
-    return cluster if ranks_per_node is None else with_node(cluster, ranks_per_node)
+    return find_cluster(Machine(node_ranks=ranks_per_node))[0]
 
 
 def enough_nodes(cluster: Cluster, num_ranks: int) -> Cluster:

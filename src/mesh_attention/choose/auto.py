@@ -8,7 +8,7 @@ the same devices, so they are chosen together where the best of each would want 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,15 @@ from mesh_attention.choose.scored import (
     SearchEffort,
     SearchQuestion,
 )
-from mesh_attention.choose.shapes import default_layout
-from mesh_attention.cost.planning import ask_on, collector_paused
+from mesh_attention.cost.planning import collector_paused, default_layout
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
+from mesh_attention.machine.rates import costs_of
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
-from mesh_attention.plan.methods.question import BOTH, Question, joined
+from mesh_attention.plan.methods.question import BOTH, Question, ask_passes
 from mesh_attention.plan.methods.table import METHODS, all_options, methods_with
 from mesh_attention.plan.problem.arguments import choice, number
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -99,14 +99,10 @@ def question_of(
     chosen: Mapping[Direction, tuple[str, Mapping[str, Any]]],
 ) -> Question:
     """One question from a method and its options for each pass."""
-    questions = []
-    for direction, (method, options) in chosen.items():
-        asked: dict[str, Any] = {"method": method, "directions": (direction,), **options}
-        questions.append(ask_on(cluster, problem, num_ranks, **asked))
-    return questions[0] if len(questions) == 1 else joined(*questions)
+    how: dict[str, Any] = {"ranks_per_node": cluster.node.ranks}
+    return ask_passes(problem, num_ranks, chosen, costs=costs_of(cluster, num_ranks), **how)
 
 
-@collector_paused()
 def find_best(
     problem: Problem,
     num_ranks: int,
@@ -136,7 +132,21 @@ def find_best(
     names = methods_with(options) if method is None else (method,)
     if not effort.every_name:
         names = _likely(names) or names
-    layouts = _layouts(problem, options, moves_tokens=moves_tokens and kernel is None)
+    overlap = choice(Overlap, "overlap", overlap)
+    asked = SearchQuestion(problem, num_ranks, cluster, options, names, effort, overlap, kernel)
+    return search_best(asked, directions, moves_tokens=moves_tokens, progress=progress)
+
+
+@collector_paused()
+def search_best(
+    asked: SearchQuestion,
+    directions: Sequence[Direction | str],
+    *,
+    moves_tokens: bool,
+    progress: Progress | None = None,
+) -> PlanChoice:
+    """`find_best` of a question whose words were read."""
+    layouts = _layouts(asked, moves_tokens=moves_tokens and asked.kernel is None)
     tried, expected = 0, 60 * len(directions) * len(layouts)
 
     def report() -> None:
@@ -145,23 +155,13 @@ def find_best(
         if progress:
             progress(tried, max(tried, expected))
 
-    asked = SearchQuestion(
-        problem,
-        num_ranks,
-        cluster,
-        options,
-        names,
-        effort,
-        overlap=choice(Overlap, "overlap", overlap),
-        kernel=kernel,
-        report=report,
-    )
+    asked = replace(asked, report=report)
     passes = [PassSearches(asked, a_direction(direction), layouts) for direction in directions]
     search_together(passes)
     if not all(pass_.scored for pass_ in passes):
         for pass_ in passes:  # with nothing but the caller's options, a method says what is wrong
-            asked.plan(pass_.direction, names[0], options)
-        words = ", ".join(f"{name}={value}" for name, value in options.items())
+            asked.plan(pass_.direction, asked.methods[0], asked.options)
+        words = ", ".join(f"{name}={value}" for name, value in asked.options.items())
         nothing = PlanError(f"no setting of any method takes {words}; leave something out")
         raise next(iter(passes[0].refusals.values()), nothing)
     stay = all(any(scored.stays for scored in pass_.scored) for pass_ in passes)
@@ -174,7 +174,7 @@ def find_best(
         asked,
         {scored.direction: scored for scored in chosen},
         {scored.direction: scored for scored in unmoved},
-        methods_at_their_best(passes) if effort.every_name else {},
+        methods_at_their_best(passes) if asked.effort.every_name else {},
         {n: str(error) for n, error in passes[0].refusals.items() if n not in fitting},
         sum(len(pass_.scored) for pass_ in passes),
     )
@@ -206,15 +206,13 @@ def _likely(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches)
 
 
-def _layouts(
-    problem: Problem, options: Mapping[str, Any], *, moves_tokens: bool
-) -> list[LayoutKind | None]:
+def _layouts(asked: SearchQuestion, *, moves_tokens: bool) -> list[LayoutKind | None]:
     """The layout that tokens have by default, and under a mask that shows little contiguous
     shards. None: as the options say."""
-    if options.get("layout") is not None:
+    if asked.options.get("layout") is not None:
         return [None]
-    first = default_layout(problem)
-    free = moves_tokens or options.get("relayout")  # the caller's shards are contiguous anyway
-    if free and shows_little(problem):
+    first = default_layout(asked.problem)
+    free = moves_tokens or asked.options.get("relayout")  # shards are contiguous anyway
+    if free and shows_little(asked.problem):
         return [first, LayoutKind.CONTIGUOUS]
     return [first]

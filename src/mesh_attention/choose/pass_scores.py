@@ -19,7 +19,8 @@ from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, degree_an
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
 from mesh_attention.choose.shapes import setting_key
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.planning import Compiled, compiled_for, tokens_stay
+from mesh_attention.cost.operation_costs import Compiled, compiled_on
+from mesh_attention.cost.planning import tokens_stay
 from mesh_attention.cost.simulator import seconds_of_few
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Role
@@ -107,7 +108,7 @@ class PassScores:
         waits, sees_corners = self._may_wait(METHODS[method], setting), _meets(METHODS[method])
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
-        compiled = compiled_for(plan, self._direction, asked.cluster, asked.kernel)
+        compiled = compiled_on(plan, self._direction, asked.cluster, asked.kernel)
         how: Any = {"overlap": asked.overlap}
         seen = estimate(compiled, asked.cluster, self._direction, ranks=sorted(ranks), **how)
         seconds = seen.seconds
@@ -141,16 +142,14 @@ class PassScores:
     def _of_corners(self, compiled: Compiled, method: str, setting: Mapping[str, Any]) -> float:
         """Seconds of the ranks in the corners of the grid."""
         asked, corners = self._asked, corner_ranks(compiled.plan, method, setting)
-        return seconds_of_few(
-            compiled, asked.cluster, self._direction, corners, overlap=asked.overlap
-        )
+        return seconds_of_few(compiled, asked.cluster, corners, asked.overlap)
 
     def _met(self, setting: Scored) -> Scored:
         """With the waits of ranks for each other, if they can be known without a simulation."""
         if not setting.may_wait or not _meets(METHODS[setting.name]):
             return setting
         plan = self._asked.plan(self._direction, setting.name, setting.options)
-        compiled = compiled_for(plan, self._direction, self._asked.cluster, self._asked.kernel)
+        compiled = compiled_on(plan, self._direction, self._asked.cluster, self._asked.kernel)
         few = self._of_corners(compiled, setting.name, setting.options)
         setting = replace(setting, seconds=max(setting.seconds, few), may_wait=False)
         self._known[setting_key(setting.name, setting.options)] = setting

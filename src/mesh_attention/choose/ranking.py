@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.choose.auto import PlanChoice, find_best
+from mesh_attention.choose.auto import PlanChoice, search_best
 from mesh_attention.choose.explain import explain, is_tie, seconds_of
 from mesh_attention.choose.scored import (
     GLANCE,
@@ -202,18 +202,8 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
 
 def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) -> RankedMethod:
     """An estimate of the most promising shape of a method."""
-    choice = find_best(
-        asked.problem,
-        asked.num_ranks,
-        asked.cluster,
-        directions=directions,
-        options=asked.options,
-        method=method,
-        overlap=asked.overlap,
-        kernel=asked.kernel,
-        effort=GLANCE,
-        moves_tokens=False,
-    )
+    of_method = replace(asked, methods=(method,), effort=GLANCE)
+    choice = search_best(of_method, directions, moves_tokens=False)
     return RankedMethod(choice.chosen, choice.asked)
 
 

@@ -1,8 +1,8 @@
 """Searches the settings of one pass in one layout: which shapes and which cuts are tried.
 
-1. Shapes (`shapes.py`), the most promising first, each in its first cut. A shape is left out when
+1. Shapes, the most promising first, each in its first cut (`shapes.py`). A shape is left out when
    its bound exceeds the best score so far. The best shape of the other pass is tried too.
-2. The best of these shapes in more cuts of their list (`cuts.py`).
+2. The best of these shapes in more cuts of their list.
 3. Coarser cuts than the best, and finer cuts where coarser cuts lose, and so on from the new best
    as long as that gains; a short start and even chunks where the effort says so.
 
@@ -20,10 +20,15 @@ from functools import cached_property
 from typing import Any
 
 from mesh_attention.choose.busiest import shows_little
-from mesh_attention.choose.cuts import coarser_and_finer, cuts_of, variants_of
 from mesh_attention.choose.pass_scores import PassScores, shape_key
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion
-from mesh_attention.choose.shapes import Shape, shapes_of
+from mesh_attention.choose.shapes import (
+    Shape,
+    coarser_and_finer,
+    cuts_of,
+    shapes_of,
+    variants_of,
+)
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.layout import LayoutKind
 
@@ -45,16 +50,7 @@ class PassSearch:
 
     @cached_property
     def _shapes(self) -> list[Shape]:
-        asked = self._asked
-        return shapes_of(
-            asked.problem,
-            asked.num_ranks,
-            asked.cluster,
-            self._direction,
-            asked.methods,
-            asked.options,
-            self._layout,
-        )
+        return shapes_of(self._asked, self._direction, self._layout)
 
     @cached_property
     def _enough(self) -> Score:

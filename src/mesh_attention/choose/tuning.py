@@ -24,8 +24,7 @@ from typing import Any
 from mesh_attention.choose.pass_scores import PassScores
 from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion, are_of_one_setting
 from mesh_attention.choose.search import PassSearch
-from mesh_attention.choose.shapes import default_layout
-from mesh_attention.cost.planning import collector_paused
+from mesh_attention.cost.planning import collector_paused, default_layout
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster

@@ -65,7 +65,7 @@ def find_cluster(machine: Machine) -> tuple[Cluster, str]:
     taken = ""
     if machine.node_ranks is not None:
         seen.append(f"{machine.node_ranks} ranks a node")
-        cluster = with_node(cluster, machine.node_ranks)
+        cluster = _with_node(cluster, machine.node_ranks)
     elif not is_exact:
         taken = f", {cluster.node.ranks} ranks a node"
     if machine.nic_gbits:
@@ -94,7 +94,7 @@ def _with_memory(cluster: Cluster, gpu: str, device_gib: float | None) -> Cluste
     return replace(cluster, name=name, gpu=replace(cluster.gpu, memory_gib=gib))
 
 
-def with_node(cluster: Cluster, ranks: int) -> Cluster:
+def _with_node(cluster: Cluster, ranks: int) -> Cluster:
     if ranks == cluster.node.ranks:
         return cluster
     nics = max(n for n in range(1, cluster.network.nics + 1) if ranks % n == 0)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall
-from mesh_attention.cost.planning import Compiled, collector_paused, compiled_for
+from mesh_attention.cost.operation_costs import Compiled, TimedCall, compiled_on
+from mesh_attention.cost.planning import collector_paused
 from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Role
@@ -49,9 +49,9 @@ def estimate(
 ) -> Estimate:
     """`ranks`: the ranks to look at."""
     with collector_paused():
-        compiled = compiled_for(plan, direction, cluster, kernel)
-        costs, sharing = ClusterCosts(cluster, compiled), _LinkSharing(cluster, compiled)
-        timed = [_Rank(compiled, cluster, costs, sharing, overlap, rank) for rank in ranks]
+        compiled = compiled_on(plan, direction, cluster, kernel)
+        sharing = _LinkSharing(cluster, compiled)
+        timed = [_Rank(compiled, cluster, sharing, overlap, rank) for rank in ranks]
         least = max(rank.least_seconds() for rank in timed)
         return Estimate(
             max(least, *(rank.run(disturbed=True) for rank in timed)),
@@ -122,19 +122,18 @@ class _Rank:
         self,
         compiled: Compiled,
         cluster: Cluster,
-        costs: ClusterCosts,
         links: _LinkSharing,
         overlap: Overlap,
         rank: int,
     ) -> None:
-        plan, pass_ = compiled.plan, compiled.pass_
+        plan, pass_, costs = compiled.plan, compiled.pass_, compiled.costs
         program, problem = pass_.programs[rank], plan.problem
         table = program.buffer_table()
         number = compiled.tables.get(rank, rank)
         shared = cache(lambda group: links.collective(group, rank))
-        waits, self.at_once = compiled.waits.get(rank), transfers_at_once(cluster, overlap)
+        self.at_once = transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
-            plan, pass_, overlap, rank, at_once=self.at_once, waits=waits
+            compiled, rank, overlap, at_once=self.at_once
         )
         self.compute: list[tuple[int, tuple[TimedCall, ...]]] = []
         self.moves: list[_Move] = []

@@ -1,8 +1,9 @@
-"""Seconds of a plan's operations when nothing disturbs them, for `estimate.py` and `simulator.py`.
+"""A pass compiled for a cluster, and the seconds of its operations when nothing disturbs them.
 
-`OperationCosts` is the interface; `ClusterCosts` implements it by the descriptions of a cluster and
-of its kernels. A computation is a few `TimedCall`s, which say how long they last and how they share
-the GPU with transfers.
+`compiled_on` makes what `estimate.py` and `simulator.py` time. `OperationCosts` is the interface of
+costs; `ClusterCosts` implements it by the descriptions of a cluster and of its kernels. A
+computation is a few `TimedCall`s, which say how long they last and how they share the GPU with
+transfers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from mesh_attention.cost.planning import Compiled
+from mesh_attention.cost.planning import target_on
 from mesh_attention.machine.call_time import (
     CallSize,
     filled_rounds,
@@ -21,8 +22,10 @@ from mesh_attention.machine.call_time import (
 )
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.tables import ClusterError
+from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer
-from mesh_attention.plan.language.plan import Direction
+from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import (
     Attend,
     AttendBackward,
@@ -34,7 +37,9 @@ from mesh_attention.plan.language.program import (
     Merge,
     Operation,
 )
-from mesh_attention.plan.language.traffic import Flows
+from mesh_attention.plan.language.traffic import Flows, SharedFlows
+from mesh_attention.plan.passes.compile import PassCompiler, Waits
+from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 
 _ROUNDING_SECONDS = 1e-9  # less than this of a round is left by rounding
 _ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed backward passes
@@ -81,16 +86,21 @@ class OperationCosts(Protocol):
 
 
 class ClusterCosts:
-    """Costs of a compiled plan by the descriptions of a cluster and of its kernels."""
+    """Costs of a pass by the descriptions of a cluster and of its kernels."""
 
-    def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
-        plan, direction = compiled.plan, compiled.pass_.direction
-        assert plan.target is not None, "a plan is timed as it was compiled"
-        self._problem, self._direction, self._target = plan.problem, direction, plan.target
-        self._clock = compiled.clock
-        self._two_streams = plan.target.takes_turns and direction is Direction.FORWARD
-        self._beside = plan.num_ranks > 1 and plan.target.own_stream
-        self.collective, self.flow = compiled.transfers.collective, compiled.transfers.flow
+    def __init__(
+        self,
+        plan: Plan,
+        direction: Direction,
+        target: Target,
+        clock: CallSeconds,
+        transfers: TransferCosts,
+    ) -> None:
+        self._problem, self._direction, self._target = plan.problem, direction, target
+        self._clock = clock
+        self._two_streams = target.takes_turns and direction is Direction.FORWARD
+        self._beside = plan.num_ranks > 1 and target.own_stream
+        self.collective, self.flow = transfers.collective, transfers.flow
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
         match op:
@@ -163,3 +173,46 @@ class ClusterCosts:
         rates = self._target.kernels[kernel].of(self._direction) if kernel else None
         assert rates is not None, f"no kernel for {self._direction} calls"
         return rates
+
+
+class Compiled(NamedTuple):
+    """A pass as it is timed.
+
+    plan     as it was asked for; `pass_` has the compiled programs
+    target   for which they were compiled; None where the caller has costs of its own
+    flows    bytes of transfers, which ranks have in common
+    waits    by rank, as far as it is compiled just now: what each operation must come after
+    tables   likewise a number that is equal where buffers are alike
+    """
+
+    plan: Plan
+    pass_: Pass
+    costs: OperationCosts
+    target: Target | None
+    flows: SharedFlows
+    waits: Mapping[int, Waits]
+    tables: Mapping[int, int]
+
+
+def compiled_on(
+    plan: Plan | Compiled, direction: Direction | str, cluster: Cluster, kernel: str | None = None
+) -> Compiled:
+    """Compiled for the cluster, unless it is already. `kernel`: as `target_on` has it."""
+    if isinstance(plan, Compiled):
+        return plan
+    pass_, target = plan.direction(direction), plan.target
+    if target is None:
+        target = target_on(cluster, plan, kernel)
+        made = PassCompiler(plan, pass_, target)
+        costs = ClusterCosts(plan, pass_.direction, target, made.clock, made.transfers)
+        programs = made.all_programs()
+        return Compiled(plan, programs, costs, target, made.flows, made.waits, made.tables)
+    if kernel is not None:
+        raise ClusterError(
+            f"kernel={kernel}: the plan is compiled for {target.name}; give it as it was"
+        )
+    clock = CallSeconds(plan, pass_.direction, target)
+    costs = ClusterCosts(
+        plan, pass_.direction, target, clock, TransferCosts(cluster.links, plan, pass_)
+    )
+    return Compiled(plan, pass_, costs, target, SharedFlows(plan.problem), {}, {})

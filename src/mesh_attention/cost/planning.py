@@ -1,7 +1,6 @@
-"""Plans on a cluster: asked for with its node size and rough costs, and compiled for its kernels.
+"""Plans on a cluster: asked for with its node size and rough costs, and the target of a plan.
 
-`ask_on` and `plan_on` are the doors of the search, the command line and benchmarks; estimate and
-simulator time what `compiled_on` returns.
+The search, the command line and benchmarks ask for plans by `ask_on` and `plan_on`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.kernel_facts import KINDS, PassRates
@@ -20,10 +19,7 @@ from mesh_attention.machine.rates import costs_of
 from mesh_attention.machine.tables import ClusterError
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
-from mesh_attention.plan.language.traffic import SharedFlows
 from mesh_attention.plan.methods.question import BOTH, Question, ask
-from mesh_attention.plan.passes.compile import PassCompiler, Waits
-from mesh_attention.plan.passes.seconds import CallSeconds, TransferCosts
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -67,13 +63,18 @@ def ask_on(
     return question
 
 
+def default_layout(problem: Problem) -> LayoutKind:
+    """Where tokens lie unless options say otherwise, whatever the method."""
+    return LayoutKind.CONTIGUOUS if problem.mask.is_full else LayoutKind.ZIGZAG
+
+
 def tokens_stay(plan: Plan, options: Mapping[str, Any]) -> bool:
     """Whether tokens lie where they do by default, or as the caller's options say: objects that
     share a batch, with other masks and so other plans, rely on it."""
     if options.get("relayout"):
         return True
-    kind = LayoutKind.CONTIGUOUS if plan.problem.mask.is_full else LayoutKind.ZIGZAG
-    return options.get("layout") is not None or plan.q_layout.kind is kind
+    by_default = plan.q_layout.kind is default_layout(plan.problem)
+    return by_default or options.get("layout") is not None
 
 
 def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,48 +94,6 @@ def num_pairs(problem: Problem) -> int:
     """Pairs of queries and keys that the mask shows, as if there were one head."""
     queries, keys = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
     return int(visible_pairs(queries, keys, problem.rows)[0, 0])
-
-
-class Compiled(NamedTuple):
-    """A plan and its pass as they are timed, and what its ranks have in common. `waits`: the
-    operations that each must come after, by rank, as far as it is compiled just now; `tables`:
-    likewise numbers that are equal where buffers are alike."""
-
-    plan: Plan
-    pass_: Pass
-    clock: CallSeconds
-    transfers: TransferCosts
-    flows: SharedFlows
-    waits: Mapping[int, Waits]
-    tables: Mapping[int, int]
-
-
-def compiled_on(plan: Plan, pass_: Pass, cluster: Cluster, kernel: str | None = None) -> Compiled:
-    """Compiled for the cluster, unless the plan is compiled already."""
-    if plan.target is not None and kernel is not None:
-        raise ClusterError(
-            f"kernel={kernel}: the plan is compiled for {plan.target.name}; give it as it was"
-        )
-    if plan.target is not None:
-        clock = CallSeconds(plan, pass_.direction, plan.target)
-        transfers = TransferCosts(cluster.links, plan, pass_)
-        return Compiled(plan, pass_, clock, transfers, SharedFlows(plan.problem), {}, {})
-    target = target_on(cluster, plan, kernel)
-    made = PassCompiler(plan, pass_, target)
-    programs = made.all_programs()
-    compiled = replace(plan, passes=(programs,), target=target)
-    return Compiled(
-        compiled, programs, made.clock, made.transfers, made.flows, made.waits, made.tables
-    )
-
-
-def compiled_for(
-    plan: Plan | Compiled, direction: Direction, cluster: Cluster, kernel: str | None = None
-) -> Compiled:
-    """Compiled now, or just now by whoever asks again."""
-    if isinstance(plan, Compiled):
-        return plan
-    return compiled_on(plan, plan.direction(direction), cluster, kernel)
 
 
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:

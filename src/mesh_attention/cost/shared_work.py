@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from mesh_attention.cost.operation_costs import OperationCosts, TimedCall
-from mesh_attention.cost.planning import Compiled
+from mesh_attention.cost.operation_costs import Compiled, TimedCall
 from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Buffer, Piece
@@ -27,7 +26,7 @@ from mesh_attention.plan.language.program import (
     Operation,
     SendRecv,
 )
-from mesh_attention.plan.language.traffic import Flows, SharedFlows, far_bytes, traffic_of
+from mesh_attention.plan.language.traffic import Flows, far_bytes, traffic_of
 from mesh_attention.plan.language.workspace import Alike
 
 
@@ -67,21 +66,11 @@ class SharedWork:
     """Waits of each rank, and kernel calls, flows and bytes of its operations."""
 
     def __init__(
-        self,
-        plan: Plan,
-        pass_: Pass,
-        cluster: Cluster,
-        costs: OperationCosts,
-        overlap: Overlap,
-        ranks: Sequence[int],
-        compiled: Compiled | None,
+        self, compiled: Compiled, cluster: Cluster, overlap: Overlap, ranks: Sequence[int]
     ) -> None:
-        """`compiled`: where it was just now, what was learned then."""
-        self._plan, self._pass, self._costs, self._overlap = plan, pass_, costs, overlap
+        self._compiled, self._overlap = compiled, overlap
         self._at_once, self._alike = transfers_at_once(cluster, overlap), Alike()
-        self.nodes = [cluster.node_of(device) for device in plan.devices]
-        self._compiled = {} if compiled is None else compiled.waits
-        self._flows = SharedFlows(plan.problem) if compiled is None else compiled.flows
+        self.nodes = [cluster.node_of(device) for device in compiled.plan.devices]
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
         self._waits: dict[object, WaitsOfOps] = {}
         self._tables: dict[int, tuple[int, Mapping[str, Buffer]]] = {}
@@ -92,26 +81,21 @@ class SharedWork:
         self._lies: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._ways_to_lie: dict[tuple[int, ...], int] = {}
         for rank in ranks:
-            program = pass_.programs[rank]
-            number = None if compiled is None else compiled.tables.get(rank)
+            program = compiled.pass_.programs[rank]
+            number = compiled.tables.get(rank)
             if number is None:
                 number = self._alike.table(program)
             self._tables[rank] = number, program.buffer_table()
 
     def waits(self, rank: int) -> WaitsOfOps:
-        compiled = self._compiled.get(rank)
-        key: object = id(compiled)
-        if compiled is None:
-            key = self._tables[rank][0], self._alike.uses(self._pass.programs[rank])
+        waits = self._compiled.waits.get(rank)
+        key: object = id(waits)
+        if waits is None:
+            key = self._tables[rank][0], self._alike.uses(self._compiled.pass_.programs[rank])
         known = self._waits.get(key)
         if known is None:
             known, num_bytes = waits_of_rank(
-                self._plan,
-                self._pass,
-                self._overlap,
-                rank,
-                at_once=self._at_once,
-                waits=compiled,
+                self._compiled, rank, self._overlap, at_once=self._at_once
             )
             self.workspace_bytes = max(self.workspace_bytes, num_bytes)
             self._waits[key] = known
@@ -125,7 +109,7 @@ class SharedWork:
         known = self._calls[number]
         calls = known.get(op)
         if calls is None:
-            calls = tuple([x for x in self._costs.compute(op, table) if x.seconds])
+            calls = tuple([x for x in self._compiled.costs.compute(op, table) if x.seconds])
             if not isinstance(op, Attention) or all(x.kind is not CallKind.RANGE for x in op.calls):
                 known[op] = calls
         return calls
@@ -134,12 +118,12 @@ class SharedWork:
         number, table = self._tables[rank]
         sizes = self._sizes[number]
         if pieces not in sizes:
-            problem = self._plan.problem
+            problem = self._compiled.plan.problem
             sizes[pieces] = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
         return sizes[pieces]
 
     def flows(self, rank: int, op: Collective) -> Flows:
-        return self._flows.of(op, *self._tables[rank])
+        return self._compiled.flows.of(op, *self._tables[rank])
 
     def received_bytes(self, op: Collective, flows: Flows, member: int) -> tuple[int, int]:
         """What a member receives, and the part that comes from other nodes."""
@@ -160,7 +144,7 @@ class SharedWork:
         lies = self._lies.get(group)
         if lies is None:
             places: dict[int, int] = {}
-            nodes = [self.nodes[rank] for rank in self._pass.groups[group]]
+            nodes = [self.nodes[rank] for rank in self._compiled.pass_.groups[group]]
             alike = tuple([places.setdefault(node, len(places)) for node in nodes])
             number = self._ways_to_lie.setdefault(alike, len(self._ways_to_lie))
             lies = self._lies[group] = number, alike

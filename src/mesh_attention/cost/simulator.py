@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mesh_attention.cost.operation_costs import ClusterCosts, OperationCosts
-from mesh_attention.cost.planning import Compiled, collector_paused, compiled_for, compiled_on
+from mesh_attention.cost.operation_costs import Compiled, OperationCosts, compiled_on
+from mesh_attention.cost.planning import collector_paused
 from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
 from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState, Transfer
 from mesh_attention.cost.timeline import Timeline
@@ -24,8 +23,9 @@ from mesh_attention.cost.waits import Overlap, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
 from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.plan.language.plan import Direction, Pass, Plan, a_plan
+from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
+from mesh_attention.plan.language.traffic import SharedFlows
 from mesh_attention.plan.problem.arguments import choice
 
 
@@ -57,68 +57,48 @@ def simulate(
     pass_ = plan.direction(direction)
     with collector_paused():
         if costs is not None:  # of a caller's own: they may differ between any two ranks
-            everybody = range(plan.num_ranks)
-            return _Simulation(plan, pass_, cluster, costs, overlap, everybody).run()
-        compiled = compiled_on(plan, pass_, cluster, kernel)
-        ranks = ranks_to_simulate(compiled.plan, compiled.pass_, cluster, overlap)
-        costs = ClusterCosts(cluster, compiled)
-        simulation = _Simulation(plan, compiled.pass_, cluster, costs, overlap, ranks, compiled)
-        timeline = simulation.run()
-        return replace(timeline, target=compiled.plan.target)
+            flows = SharedFlows(plan.problem)
+            compiled = Compiled(plan, pass_, costs, None, flows, {}, {})
+            ranks: Sequence[int] = range(plan.num_ranks)
+        else:
+            compiled = compiled_on(plan, direction, cluster, kernel)
+            ranks = ranks_to_simulate(plan, compiled.pass_, cluster, overlap)
+        return _Simulation(compiled, cluster, overlap, ranks).run()
 
 
 def seconds_of_few(
-    plan: Plan | Compiled,
-    cluster: Cluster,
-    direction: Direction,
-    ranks: Sequence[int],
-    *,
-    overlap: Overlap = Overlap.EVENTS,
-    kernel: str | None = None,
+    compiled: Compiled, cluster: Cluster, ranks: Sequence[int], overlap: Overlap
 ) -> float:
     """Until the last of these ranks ends if nobody waits for other ranks than these: no more than
     all ranks take. For programs without flows, whose other end may not be there."""
     with collector_paused():
-        compiled = compiled_for(plan, direction, cluster, kernel)
-        costs, all_of = ClusterCosts(cluster, compiled), (compiled.plan, compiled.pass_)
-        simulation = _Simulation(*all_of, cluster, costs, overlap, ranks, compiled)
-        return simulation.seconds()
+        return _Simulation(compiled, cluster, overlap, ranks).seconds()
 
 
 _Flow = tuple[str, int, int]  # group, sending rank, receiving rank
 _Place = tuple[int, int]  # rank, index of the operation
-_Ends = defaultdict[_Flow, deque[_Place]]
 
 
 class _Simulation:
     def __init__(
-        self,
-        plan: Plan,
-        pass_: Pass,
-        cluster: Cluster,
-        costs: OperationCosts,
-        overlap: Overlap,
-        ranks: Sequence[int],
-        compiled: Compiled | None = None,
+        self, compiled: Compiled, cluster: Cluster, overlap: Overlap, ranks: Sequence[int]
     ) -> None:
-        self._plan, self._pass, self._cluster, self._costs = plan, pass_, cluster, costs
-        self._overlap = overlap
-        self._clock = Clock()
-        at_once = transfers_at_once(cluster, overlap)
-        self._work = SharedWork(plan, pass_, cluster, costs, overlap, ranks, compiled)
+        self._plan, self._pass, self._costs = compiled.plan, compiled.pass_, compiled.costs
+        self._cluster, self._overlap, self._target = cluster, overlap, compiled.target
+        self._clock, at_once = Clock(), transfers_at_once(cluster, overlap)
+        self._work = SharedWork(compiled, cluster, overlap, ranks)
         self._kernel_seconds: dict[str, float] = {}
         # Members that have come to a collective, with its seconds as each sees them.
         self._arrived: defaultdict[tuple[str, int], list[tuple[_Place, float]]] = defaultdict(list)
         self._met: dict[tuple[str, int], int] = {}  # collectives of a group, by rank
-        # Ends of flows that wait for the other end.
-        self._senders: _Ends = defaultdict(deque)
-        self._receivers: _Ends = defaultdict(deque)
+        # Ends of flows that wait for the other end, by whether they send.
+        self._ends: defaultdict[tuple[_Flow, bool], deque[_Place]] = defaultdict(deque)
         self._open: dict[_Place, int] = {}  # transfers that a communication waits for
         self._capacities = Capacities(cluster, at_once=at_once)
-        self._received, self._far = [0] * plan.num_ranks, [0] * plan.num_ranks
+        self._received, self._far = ([0] * self._plan.num_ranks for _ in range(2))
         self._ranks = {
             rank: RankState(
-                rank, self._work.waits(rank), pass_.programs[rank].operations, at_once=at_once
+                rank, self._work.waits(rank), self._pass.programs[rank].operations, at_once=at_once
             )
             for rank in ranks
         }
@@ -149,6 +129,7 @@ class _Simulation:
             tuple(self._received[rank] for rank in simulated),
             tuple(self._far[rank] for rank in simulated),
             {name: copies * seconds for name, seconds in self._kernel_seconds.items()},
+            self._target,
         )
 
     def _advance(self, state: RankState) -> None:
@@ -266,26 +247,18 @@ class _Simulation:
         rank, ranks = state.rank, self._pass.groups[op.group]
         self._open[rank, at] = bool(op.sends) + bool(op.receives)
         if op.sends:
-            flow = (op.group, rank, ranks[op.to_member])
-            self._pair(flow, (rank, at), op.sends, self._senders, self._receivers)
+            self._pair((op.group, rank, ranks[op.to_member]), (rank, at), op.sends, sends=True)
         if op.receives:
             flow = (op.group, ranks[op.from_member], rank)
-            self._pair(flow, (rank, at), op.receives, self._receivers, self._senders)
+            self._pair(flow, (rank, at), op.receives, sends=False)
         if not op.sends and not op.receives:
             self._communicated([(rank, at)])
 
-    def _pair(
-        self,
-        flow: _Flow,
-        end: _Place,
-        pieces: tuple[Piece, ...],
-        own: _Ends,
-        others: _Ends,
-    ) -> None:
+    def _pair(self, flow: _Flow, end: _Place, pieces: tuple[Piece, ...], *, sends: bool) -> None:
         """One end of a flow waits for the other."""
-        waiting = others[flow]
+        waiting = self._ends[flow, not sends]
         if not waiting:
-            own[flow].append(end)
+            self._ends[flow, sends].append(end)
             return
         _, source, target = flow
         num_bytes = self._work.num_bytes(end[0], pieces)

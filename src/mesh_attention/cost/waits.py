@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from mesh_attention.cost.operation_costs import Compiled
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import Communication, Free, Program
 from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.language.workspace import dependencies, workspace_map
@@ -25,24 +25,18 @@ class Overlap(StrEnum):
 
 
 def waits_of_rank(
-    plan: Plan,
-    pass_: Pass,
-    overlap: Overlap,
-    rank: int,
-    *,
-    at_once: bool,
-    waits: WaitsOfOps | None = None,
+    compiled: Compiled, rank: int, overlap: Overlap, *, at_once: bool
 ) -> tuple[WaitsOfOps, int]:
     """Of one rank by itself, with the bytes of its workspace. `at_once`: transfers do not follow
-    each other. `waits`: the operations that each must come after, where they are known."""
-    program = pass_.programs[rank]
-    memory = workspace_map(program, plan.problem)
+    each other."""
+    program = compiled.pass_.programs[rank]
+    memory, waits = workspace_map(program, compiled.plan.problem), compiled.waits.get(rank)
     if waits is None:
         waits = dependencies(program, memory)
     if overlap is Overlap.NONE:
         waits = tuple((at - 1,) if at else () for at in range(len(program.operations)))
     if overlap is Overlap.STRICT:
-        waits = _by_steps(program, pass_.schedule, waits)
+        waits = _by_steps(program, compiled.pass_.schedule, waits)
     if not at_once:
         waits = _last_on_each_stream(program, waits)
     return waits, memory.total_bytes

@@ -116,15 +116,15 @@ def ask_passes(
     ranks_per_node: int,
     costs: Costs,
 ) -> Question:
-    """One question from a method and its options for each pass; `costs` are for methods with a
-    scheduler."""
+    """One question from a method and its options for each pass, or for the only one; `costs` are
+    for methods with a scheduler."""
     questions = []
     for direction, (method, settings) in chosen.items():
         options: dict[str, Any] = {"ranks_per_node": ranks_per_node, **settings}
         if "costs" in METHODS[method].options():
             options.setdefault("costs", costs)
         questions.append(ask(problem, num_ranks, method=method, directions=(direction,), **options))
-    return joined(*questions)
+    return questions[0] if len(questions) == 1 else joined(*questions)
 
 
 def _setting(method: str, options: Mapping[str, Any]) -> Setting:
