@@ -108,4 +108,4 @@ def test_bytes_of_what_is_not_simulated_are_those_of_a_simulation() -> None:
     assert timeline.far_bytes[4] == 0
     most = max(timeline.received_bytes), max(timeline.far_bytes)
     assert most[1] > 0
-    assert received_bytes(plan, plan.forward) == most
+    assert received_bytes(plan, Direction.FORWARD) == most

@@ -152,7 +152,9 @@ def test_the_unevenness_of_a_mesh_is_that_of_its_tiles(kind: LayoutKind) -> None
         mask = Mask(causal=rng.random() < 0.6, documents=random_cuts(rng, tokens, 3))
         problem = Problem(tokens, 4, 8, mask=mask)
         layout = Layout(kind, tokens, ranks)
-        predicted = LayerCosts(problem, ranks, usual_rates()).mesh(layout, layout, tile).unevenness
+        predicted = (
+            LayerCosts(problem, ranks, usual_rates()).mesh(tile, (layout, layout)).unevenness
+        )
         plan = make_plan(problem, ranks, method="mesh", layout=kind, tile=tile)
         assert predicted == pytest.approx(balance(plan, plan.forward).ratio), (problem, tile)
 
@@ -167,7 +169,7 @@ def test_predicted_bytes_are_those_that_plans_count(kind: str) -> None:
     for method, cost in (
         ("seen", costs.seen(layout, layout)),
         ("ulysses", costs.heads_first()),
-        ("mesh", costs.mesh(layout, layout, (2, 4))),
+        ("mesh", costs.mesh((2, 4), (layout, layout))),
     ):
         tile = (2, 4) if method == "mesh" else None
         plan = make_plan(problem, 8, method=method, layout=kind, tile=tile)

@@ -130,8 +130,10 @@ def find_best(
     if method is not None and (not isinstance(method, str) or method not in METHODS):
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(options) if method is None else (method,)
-    if not effort.every_name:
-        names = _likely(names) or names
+    if not effort.every_name:  # plain boxes, and what sends single rows: bytes known without a plan
+        names = (
+            tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches) or names
+        )
     overlap = choice(Overlap, "overlap", overlap)
     asked = SearchQuestion(problem, num_ranks, cluster, options, names, effort, overlap, kernel)
     return search_best(asked, directions, moves_tokens=moves_tokens, progress=progress)
@@ -199,11 +201,6 @@ def find_default(
         effort=DEFAULT_OF_FEW if few else DEFAULT_OF_MANY if many else DEFAULT,
         moves_tokens=False,
     )
-
-
-def _likely(names: Sequence[str]) -> tuple[str, ...]:
-    """Plain boxes, and what sends single rows: their bytes are known without a plan."""
-    return tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches)
 
 
 def _layouts(asked: SearchQuestion, *, moves_tokens: bool) -> list[LayoutKind | None]:

@@ -12,6 +12,7 @@ take longer; and what no attention can hide comes on top: the first of about eig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,10 +71,7 @@ class LayerCosts:
         backward = others * heads * width + 2 * kv_others * kv_width + own * p.head_dim
         seconds, open_part = 0.0, 1 / self._exchanges()
         for at, volume in enumerate((forward, backward)):
-            outside = self._outside * volume
-            moved = self._rates.transfer(
-                (volume - outside) * p.element_bytes, outside * p.element_bytes, n - 1
-            )
+            moved = self._spread(volume * p.element_bytes, n - 1)
             attention = self._attention(self._all_pairs, p.q_tokens, heads, at)
             seconds += moved * open_part + max(attention, moved * (1 - open_part))
         even = self._all_pairs * p.num_heads / n
@@ -96,23 +94,15 @@ class LayerCosts:
             float((every - inside).max()) * self._kv_bytes,
             peers,
         )
-        worst, mean = float(pairs.max()), self._all_pairs / n
-        return self._overlapped(
-            (worst, layout.slots), (moved, 2 * moved), received, worst / mean if mean else 1.0
-        )
+        return self._overlapped(float(pairs.max()), layout.slots, (moved, 2 * moved), received)
 
-    def mesh(self, layout: Layout, kv_layout: Layout, tile: tuple[int, int]) -> Cost:
-        """All keys and queries of a tile travel, whatever they see."""
-        work = self._tile_pairs(layout, kv_layout, tile)
-        mean = self._all_pairs / self._ranks
-        return self._mesh(tile, work, work / mean if mean else 1.0)
-
-    def mesh_at_best(self, tile: tuple[int, int]) -> float:
-        """Seconds if the work of the tiles were even."""
-        return self._mesh(tile, self._all_pairs / self._ranks, 1.0).seconds
-
-    def _mesh(self, tile: tuple[int, int], pairs: float, unevenness: float) -> Cost:
+    def mesh(self, tile: tuple[int, int], layouts: tuple[Layout, Layout] | None = None) -> Cost:
+        """All keys and queries of a tile travel, whatever they see. Without layouts, and where
+        shards lie in no order, as if the work of the tiles were even."""
         p, (a, b), per_node = self._problem, tile, self._rates.ranks_per_node
+        pairs = self._all_pairs / self._ranks
+        if layouts and layouts[0].kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
+            pairs = float(pairs_of_tiles(*layouts, self._rows, tile).max())
         head, v_head = (
             self._slots * p.num_heads * d * p.element_bytes for d in (p.head_dim, p.v_dim)
         )
@@ -124,15 +114,7 @@ class LayerCosts:
             outside = (a - 1) * q_side + (b - 1) * kv_side - inside
             seconds.append(self._rates.transfer(inside, outside, a + b - 2))
         received = (a - 1) * (head + v_head) + (b - 1) * kv
-        return self._overlapped(
-            (pairs, a * self._slots), (seconds[0], seconds[1]), received, unevenness
-        )
-
-    def _tile_pairs(self, layout: Layout, kv_layout: Layout, tile: tuple[int, int]) -> float:
-        """Of the tile with the most; as if they were even where shards lie in no order."""
-        if layout.kind not in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
-            return self._all_pairs / self._ranks
-        return float(pairs_of_tiles(layout, kv_layout, self._rows, tile).max())
+        return self._overlapped(pairs, a * self._slots, seconds, received)
 
     def relayout(self) -> float:
         """Seconds of exchanges from contiguous shards and back, forward and backward; as if all
@@ -141,11 +123,7 @@ class LayerCosts:
         width, kv = p.head_dim + p.v_dim, kv_slots * self._kv_bytes
         forward = slots * p.num_heads * width * p.element_bytes + kv
         backward = slots * p.num_heads * (width + p.head_dim) * p.element_bytes + 2 * kv
-        seconds = 0.0
-        for volume in (forward, backward):
-            outside = self._outside * volume
-            seconds += self._rates.transfer(volume - outside, outside, 4)
-        return seconds
+        return self._spread(forward, 4) + self._spread(backward, 4)
 
     def _exchanges(self) -> int:
         """In how many parts tokens are exchanged for heads; uneven shares at once."""
@@ -155,11 +133,11 @@ class LayerCosts:
         (queries, _), slices = suggested_cut(p, n, (1, 1), n)
         return queries if slices is None else len(sizes_for(p, n, slices))
 
-    @property
-    def _outside(self) -> float:
-        """The part of a rank's peers that are on other nodes."""
+    def _spread(self, num_bytes: float, messages: int) -> float:
+        """Seconds of bytes that go to all other ranks alike."""
         n = self._ranks
-        return max(n - self._rates.ranks_per_node, 0) / (n - 1) if n > 1 else 0.0
+        outside = max(n - self._rates.ranks_per_node, 0) / (n - 1) * num_bytes if n > 1 else 0.0
+        return self._rates.transfer(num_bytes - outside, outside, messages)
 
     def _attention(self, pairs: float, rows: int, heads: int, backward: int) -> float:
         if not pairs:
@@ -169,15 +147,12 @@ class LayerCosts:
         return self._rates.attention(flops, rows, pairs / rows, heads, backward=bool(backward))
 
     def _overlapped(
-        self,
-        work: tuple[float, int],
-        transfers: tuple[float, float],
-        received_bytes: float,
-        unevenness: float,
+        self, pairs: float, rows: int, transfers: Sequence[float], received_bytes: float
     ) -> Cost:
-        seconds = 0.0
+        """`pairs`: of the rank with the most work. `transfers`: seconds forward and backward."""
+        seconds, mean = 0.0, self._all_pairs / self._ranks
         for at, moved in enumerate(transfers):
-            attention = self._attention(*work, self._problem.num_heads, at)
+            attention = self._attention(pairs, rows, self._problem.num_heads, at)
             hidden = moved * self._hidden
             seconds += moved - hidden + max(attention, hidden)
-        return Cost(seconds, received_bytes, unevenness)
+        return Cost(seconds, received_bytes, pairs / mean if mean else 1.0)

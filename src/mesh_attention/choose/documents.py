@@ -35,7 +35,6 @@ Shards = tuple[LayoutKind, Stretches | None]
 # Heads first has one plan for all masks. Another method, which needs a plan for each batch, must be
 # faster by this factor.
 WORTH_A_PLAN = 1.05
-_LAYOUTS = {kind: str(kind) for kind in LayoutKind} | {LayoutKind.LISTED: "balanced"}
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ class _LayoutCosts:
             if tile is not None and layout.num_ranks > 1 and fits:
                 # The pairs of its tiles are counted only where a mesh could be the best.
                 rest = min((_score(*item) for item in by_method.items()), default=math.inf)
-                if WORTH_A_PLAN * (cost.mesh_at_best(tile) + relayout_seconds) < rest:
-                    mesh = cost.mesh(layout, kv_layout, tile)
+                if WORTH_A_PLAN * (cost.mesh(tile).seconds + relayout_seconds) < rest:
+                    mesh = cost.mesh(tile, (layout, kv_layout))
                     by_method[TILES] = mesh.longer_by(relayout_seconds)
 
     def best_method(self, problem: Problem) -> str:
@@ -155,7 +154,7 @@ class _LayoutCosts:
         if method == HEADS_FIRST:  # the layout makes no difference to it
             return method
         tile = f" {self._tile[0]}x{self._tile[1]}" if method == TILES and self._tile else ""
-        kind = _LAYOUTS[self.layout.kind]
+        kind = "balanced" if self.layout.kind is LayoutKind.LISTED else self.layout.kind.value
         where = f"in {kind} order inside contiguous" if self._moves else f"on {kind}"
         return f"{method}{tile} {where} shards"
 

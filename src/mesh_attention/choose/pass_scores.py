@@ -29,14 +29,7 @@ from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 
-_CUTS = (
-    "chunks",
-    "head_slices",
-    "even_chunks",
-    "short_start",
-    "backward_chunks",
-    "backward_head_slices",
-)
+_CUTS = ("chunks", "head_slices", "even_chunks", "short_start")
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
@@ -221,4 +214,5 @@ def _meets(method: Method) -> bool:
 
 def shape_key(method: str, options: Mapping[str, Any]) -> str:
     """All that is not about cuts."""
-    return f"{method} {sorted((k, str(v)) for k, v in options.items() if k not in _CUTS)}"
+    rest = ((k, str(v)) for k, v in options.items() if k.removeprefix("backward_") not in _CUTS)
+    return f"{method} {sorted(rest)}"

@@ -24,7 +24,7 @@ from mesh_attention.choose.scored import (
 )
 from mesh_attention.cost.planning import collector_paused, num_pairs
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.language.traffic import TrafficMeter, far_bytes, traffic_of
 from mesh_attention.plan.methods.table import METHODS
@@ -73,15 +73,12 @@ class RankedMethod:
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
         """Bytes in all, and from other nodes: each of the rank that receives most."""
-        received = {}
-        for direction, scored in self.passes.items():
-            if scored.timeline is not None:
-                most = max(scored.timeline.received_bytes), max(scored.timeline.far_bytes)
-            else:
-                plan = self.plans[direction]
-                most = received_bytes(plan, plan.direction(direction))
-            received[direction] = most
-        return received
+        return {
+            direction: received_bytes(self.plans[direction], direction)
+            if scored.timeline is None
+            else (max(scored.timeline.received_bytes), max(scored.timeline.far_bytes))
+            for direction, scored in self.passes.items()
+        }
 
     @property
     def peak_bytes(self) -> int:
@@ -216,9 +213,10 @@ def name_of(passes: Passes) -> str:
     return "/".join(dict.fromkeys(scored.name for scored in passes.values()))
 
 
-def received_bytes(plan: Plan, pass_: Pass) -> tuple[int, int]:
+def received_bytes(plan: Plan, direction: Direction) -> tuple[int, int]:
     """Bytes that a rank receives in a pass, in all and from other nodes: the most of two ranks in
     the middle, in two nodes where there are several. Programs of all ranks take long to make."""
+    pass_ = plan.direction(direction)
     most_received = most_far = 0
     for rank in {max(0, plan.num_ranks // 2 - 1), plan.num_ranks // 2}:
         program = pass_.programs[rank]

@@ -17,7 +17,7 @@ from pathlib import Path
 from mesh_attention.cost.operation_costs import Compiled, OperationCosts, compiled_on
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
-from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState, Transfer
+from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.cost.waits import Overlap, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
@@ -273,15 +273,15 @@ class _Simulation:
     def _begin(
         self, seconds: float, uses: tuple[Capacity, ...], slowdown: float, ends: list[_Place]
     ) -> None:
-        transfer = Transfer(seconds, uses, slowdown, partial(self._ended, ends))
+        transfer = Activity(seconds, partial(self._ended, ends), uses, slowdown)
         for rank, at in ends:
             state = self._ranks[rank]
             state.times.start[at] = self._clock.now
             state.transfers.append(transfer)
             transfer.computing += state.known_computing
-        self._clock.start(transfer, transfer.disturbed_speed)
+        self._clock.start(transfer)
 
-    def _ended(self, ends: list[_Place], transfer: Transfer) -> None:
+    def _ended(self, ends: list[_Place], transfer: Activity) -> None:
         finished = []
         for place in ends:
             self._ranks[place[0]].transfers.remove(transfer)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
-from typing import Any
 
 from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.timeline import RankTimes
@@ -20,33 +21,31 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.program import Communication, Operation
 
 
+@dataclass(slots=True, eq=False)
 class Activity:
-    """`alone` is its speed when it shares no capacity; at speed 1 it does a second of work in a
-    second. `uses` are the capacities that it shares with other activities."""
+    """At speed 1 it does a second of work in a second."""
 
-    __slots__ = ("alone", "ended", "left", "since", "speed", "uses", "version")
+    left: float  # seconds of work
+    ended: Callable[[Activity], None]  # called with the activity
+    uses: tuple[Capacity, ...] = ()  # what it shares with other activities
+    slowdown: float = 0.0  # the part of its speed that a transfer loses while a member computes
+    computing: int = 0  # members that compute
+    alone: float = 1.0  # its speed if it had its capacities to itself
+    speed: float = 0.0
+    since: float = 0.0  # when `left` was true
+    version: int = 0
 
-    def __init__(
-        self, seconds: float, ended: Callable[[Any], None], uses: tuple[Capacity, ...] = ()
-    ) -> None:
-        """`ended` is called with the activity."""
-        self.left = seconds
-        self.ended = ended
-        self.uses = uses
-        self.alone = 1.0
-        self.speed = 0.0
-        self.since = 0.0
-        self.version = 0
+    @property
+    def disturbed_speed(self) -> float:
+        return 1.0 - self.slowdown if self.computing else 1.0
 
 
+@dataclass(slots=True, eq=False)
 class Capacity:
     """Room for `room` activities at full speed."""
 
-    __slots__ = ("room", "users")
-
-    def __init__(self, room: float) -> None:
-        self.room = room
-        self.users: dict[Activity, None] = {}  # in the order of their beginnings
+    room: float
+    users: dict[Activity, None] = field(default_factory=dict)  # in the order of their beginnings
 
 
 class Clock:
@@ -55,9 +54,8 @@ class Clock:
         self._events: list[tuple[float, int, int, Activity]] = []
         self._number = 0
 
-    def start(self, activity: Activity, speed: float = 1.0) -> None:
-        activity.since = self.now
-        activity.alone = speed
+    def start(self, activity: Activity) -> None:
+        activity.since, activity.alone = self.now, activity.disturbed_speed
         for capacity in activity.uses:
             capacity.users[activity] = None
         self._adjust(activity)
@@ -108,27 +106,6 @@ class Clock:
         heappush(self._events, (end, self._number, activity.version, activity))
 
 
-class Transfer(Activity):
-    """A communication in flight. Computation of any member slows all of it."""
-
-    __slots__ = ("computing", "slowdown")
-
-    def __init__(
-        self,
-        seconds: float,
-        uses: tuple[Capacity, ...],
-        slowdown: float,
-        ended: Callable[[Transfer], None],
-    ) -> None:
-        super().__init__(seconds, ended, uses)
-        self.slowdown = slowdown
-        self.computing = 0  # members that compute at the same time
-
-    @property
-    def disturbed_speed(self) -> float:
-        return 1.0 - self.slowdown if self.computing else 1.0
-
-
 class RankState:
     """The next operations of a rank's compute and communication streams, and finished operations.
 
@@ -154,7 +131,7 @@ class RankState:
         self.is_late = False  # whether programs of `call` find no place beside those
         self.waiting: int | None = None  # a communication that finds no SM yet
         self.known_computing = False
-        self.transfers: list[Transfer] = []
+        self.transfers: list[Activity] = []  # in flight
         self._waits = waits
         self._done = bytearray(len(operations))
         self._compute: deque[int] = deque()
@@ -209,7 +186,7 @@ class Capacities:
         network = cluster.network
         self._flows_of_nic = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
         self._known: dict[object, Capacity] = {}
-        self._of_flows: dict[tuple[int, int], tuple[Capacity, ...]] = {}
+        self.of_flow = cache(self._of_flow)
 
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
         """The NICs of a collective between nodes: none where each rank has its own NIC and its
@@ -225,13 +202,7 @@ class Capacities:
             rooms += [((way, *nic), self._flows_of_nic) for nic in nics for way in ways]
         return self._get(rooms)
 
-    def of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
-        known = self._of_flows.get((source, target))
-        if known is None:
-            known = self._of_flows[source, target] = self._flow(source, target)
-        return known
-
-    def _flow(self, source: int, target: int) -> tuple[Capacity, ...]:
+    def _of_flow(self, source: int, target: int) -> tuple[Capacity, ...]:
         links, network = self._links, self._links.network
         nodes = links.node_of(source), links.node_of(target)
         if nodes[0] == nodes[1]:
