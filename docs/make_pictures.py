@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.ask import make_plan
-from mesh_attention.cost.gantt import pyplot
+from mesh_attention.cost.pictures import pyplot
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import count

@@ -25,7 +25,7 @@ from pathlib import Path
 from mesh_attention.choose.auto import find_best, find_default
 from mesh_attention.cli.output import progress
 from mesh_attention.cost import load_cluster
-from mesh_attention.cost.gantt import pyplot
+from mesh_attention.cost.pictures import pyplot
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.startrail import team_sizes
 from mesh_attention.plan.problem.mask import Mask

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, ContextParallelAttention
 from mesh_attention.cli.output import progress
-from mesh_attention.cost.gantt import pyplot
+from mesh_attention.cost.pictures import pyplot
 
 VOCABULARY = 256  # bytes
 SAME_RUN = ("seed", "packs", "tokens", "width", "layers", "heads", "kv_heads", "rate", "bf16")

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.machine.transfer_time import GroupShape, ring_seconds
+from mesh_attention.machine.seconds import GroupShape, ring_seconds
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.kept_calls import THREAD
 from mesh_attention.runtime.device import Marks, Workspace

@@ -12,9 +12,8 @@ from mesh_attention import MeshAttentionError
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cost import load_cluster, simulate
-from mesh_attention.cost.gantt import draw_gantt
+from mesh_attention.cost.pictures import draw_gantt, trace_of
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.trace import trace_of
 from mesh_attention.machine.load import parse_cluster
 
 HGX = load_cluster("hgx-h100")

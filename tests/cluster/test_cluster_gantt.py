@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulated_cases import timeline_of
 
-from mesh_attention.cost.gantt import _label, _title, check_gantt, draw_gantt
+from mesh_attention.cost.pictures import _label, _title, check_gantt, draw_gantt
 from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction

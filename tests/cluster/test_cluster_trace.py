@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from simulated_cases import timeline_of
 
+from mesh_attention.cost.pictures import _TICKS, _ticks, trace_of
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.trace import _TICKS, _ticks, trace_of
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS

@@ -15,7 +15,7 @@ from mesh_attention.cost import Cluster, load_cluster
 from mesh_attention.machine.cluster import CollectiveLink, ManyPeersLink, PeerLink
 from mesh_attention.machine.kernel_facts import KernelRate, KernelRates, PassRates
 from mesh_attention.machine.rates import costs_of
-from mesh_attention.machine.transfer_time import (
+from mesh_attention.machine.seconds import (
     GroupShape,
     all_to_all_seconds,
     flow_seconds,

@@ -18,7 +18,6 @@ from mesh_attention.cli.main import main
 from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.kernels import KernelRefusedError, MaskKind, Request, choose
-from mesh_attention.machine.call_time import CallSize, kernel_seconds, lost_by_leaving
 from mesh_attention.machine.kernel_facts import (
     KernelRate,
     KernelRates,
@@ -26,6 +25,7 @@ from mesh_attention.machine.kernel_facts import (
     library_kernels,
 )
 from mesh_attention.machine.load import ClusterError, parse_cluster
+from mesh_attention.machine.seconds import CallSize, kernel_seconds, lost_by_leaving
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend
 

@@ -21,7 +21,7 @@ from mesh_attention.kernels.interface import Causal
 from mesh_attention.kernels.ready_made import DenseKernel
 from mesh_attention.kernels.reference import Reference
 from mesh_attention.kernels.torch_ops import CudaFlash, Cudnn
-from mesh_attention.machine.call_time import sms_left
+from mesh_attention.machine.seconds import sms_left
 
 
 @pytest.mark.parametrize("kernel", [Cudnn(), CudaFlash()], ids=lambda k: k.name)

@@ -58,7 +58,7 @@ def test_a_transfer_takes_until_its_last_rank_is_done() -> None:
     both would have links faster than they are."""
     nobody: Any = None
     ranks = OtherIsLate(nobody, 0, 2, 2, torch.device("cpu"))
-    assert ranks.seconds(lambda: None, lasting=12.0, of_last=True) == 4.0
+    assert ranks.seconds(lambda: None, lasting=12.0, members=2) == 4.0
     assert ranks.seconds(lambda: None, lasting=12.0) == 4.5
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from mesh_attention.cli import demo, options
 from mesh_attention.cli.main import main
-from mesh_attention.cost.gantt import WAIT
+from mesh_attention.cost.pictures import WAIT
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.estimates import Scaling
 from mesh_attention.report.facts import ReportFacts

@@ -14,7 +14,7 @@ clock, so all ranks choose alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -112,7 +112,7 @@ class PassSearch:
                     self._taken[number] = min(score, best_cut.score), shape
         for number in self._best_first()[: effort.refined]:
             self._refine(self._taken[number][1])
-        self._try_variants([shape for _, shape in self._taken.values()])
+        self._try_variants()
 
     def _may_be_cut(self, number: int) -> bool:
         _, shape = self._taken[number]
@@ -174,9 +174,9 @@ class PassSearch:
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
 
-    def _try_variants(self, shapes: Sequence[Shape]) -> None:
-        """Tries variants of the best cuts of the best of these shapes."""
-        effort = self._asked.effort
+    def _try_variants(self) -> None:
+        """Tries variants of the best cuts of the best shapes."""
+        effort, shapes = self._asked.effort, [shape for _, shape in self._taken.values()]
         shape_of = {shape_key(shape.name, shape.options): shape for shape in shapes}
         cuts: dict[str, list[Scored]] = {}
         for scored in self.scores.scored:

@@ -48,9 +48,7 @@ class ShapeSeconds:
         self._problem, self._ranks, self._cluster = problem, num_ranks, cluster
         self._backward = direction is Direction.BACKWARD
         self._pairs = num_pairs(problem)
-        kernels = cluster.passes(direction).values()
-        best = max(rate.tflops for kernel in kernels for rate in kernel.rates.values())
-        self._flops_per_second = best * 1e12
+        self._flops_per_second = cluster.best_tflops(direction) * 1e12
         self._counts_ranks = num_ranks <= MOST_COUNTED
         # The part of the pairs of a full or causal mask that this mask shows. Where only visible
         # rows travel, about the same part of the rows does.

@@ -229,8 +229,6 @@ class Tuning:
 
     def _pairs(self) -> list[Pair]:
         """That may run together."""
-        if not self.refused:
-            return self._all_pairs()
         return [pair for pair in self._all_pairs() if key_of(pair) not in self.refused]
 
     def _all_pairs(self) -> list[Pair]:

@@ -16,7 +16,7 @@ from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.local_ranks import CheckedCase, local_ranks
 from mesh_attention.cli.output import progress, show, table
-from mesh_attention.cost.gantt import draw_gantt, pyplot
+from mesh_attention.cost.pictures import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.errors import MeshAttentionError

@@ -29,11 +29,10 @@ _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The most of any rank that was looked at. A simulation of all ranks goes through about
-    `num_operations`; for at least `moving_seconds` a transfer is in flight."""
+    `num_operations`."""
 
     seconds: float
     least_seconds: float
-    moving_seconds: float
     peak_bytes: int
     num_operations: int
 
@@ -56,7 +55,6 @@ def estimate(
         return Estimate(
             max(least, *(rank.run(disturbed=True) for rank in timed)),
             least * _ROUNDING,
-            max(rank.moving_seconds for rank in timed),
             max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
             compiled.plan.num_ranks * max(rank.num_operations for rank in timed),
         )
@@ -173,7 +171,7 @@ class _Rank:
                 self.compute.append((index, tuple(call for call in calls if call.seconds)))
         # Collectives in flight together divide their link; flows may have room.
         one_by_one = flows + sum(collectives.values())
-        self.moving_seconds = max(collectives.values()) if self.at_once else one_by_one
+        self._moving_seconds = max(collectives.values()) if self.at_once else one_by_one
 
     def least_seconds(self) -> float:
         """The longer of two times: the longest chain of operations that wait for each other, and
@@ -181,7 +179,7 @@ class _Rank:
         calls = [call for _, several in self.compute for call in several]
         busy = sum(call.seconds for call in calls)
         lost = min(map(self.loss, calls), default=0.0)
-        return max(self.run(disturbed=False), busy + lost * self.moving_seconds)
+        return max(self.run(disturbed=False), busy + lost * self._moving_seconds)
 
     def loss(self, call: TimedCall) -> float:
         return self._usual_loss if call.lost is None else call.lost

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from mesh_attention.cost.planning import target_on
-from mesh_attention.machine.call_time import (
+from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.seconds import (
     CallSize,
     filled_rounds,
     late_pairs,
@@ -20,8 +22,6 @@ from mesh_attention.machine.call_time import (
     memory_seconds,
     num_tiles,
 )
-from mesh_attention.machine.cluster import Cluster
-from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.tables import ClusterError
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer

@@ -1,6 +1,6 @@
 """The result of a simulation: when every operation of every rank was issued, began and ended.
 
-Search, command line and report read it; `trace.py` and `gantt.py` show it. For computation issue
+Search, command line and report read it; `pictures.py` shows it. For computation issue
 and begin are the same; a communication is issued when its rank comes to it, and begins when the
 other members have come too.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mesh_attention.kernels.interface import Block, Request
 from mesh_attention.kernels.ready_made import DenseKernel, PackageFunction, load, why_not_on_cuda
-from mesh_attention.machine.call_time import sms_left
+from mesh_attention.machine.seconds import sms_left
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.passes.split_calls import TILE_ROWS
 

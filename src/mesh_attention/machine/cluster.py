@@ -159,6 +159,11 @@ class Cluster:
             if (rates := kernel.of(direction)) is not None
         }
 
+    def best_tflops(self, direction: str) -> float:
+        """Of the fastest kernel in that pass, in its best kind of calls."""
+        passes = self.passes(direction).values()
+        return max(rate.tflops for rates in passes for rate in rates.rates.values())
+
     def __hash__(self) -> int:  # kernels are a dictionary, which has none
         return hash((self.name, self.nodes, self.gpu, self.node, self.network))
 
@@ -169,9 +174,6 @@ class Cluster:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.node.ranks
-
-    def node_of(self, device: int) -> int:
-        return device // self.node.ranks
 
     @property
     def ranks_share_nics(self) -> bool:

@@ -101,11 +101,9 @@ def costs_of(cluster: Cluster, num_ranks: int) -> Costs:
     """For so many ranks."""
     inside = num_ranks <= cluster.node.ranks
     link = cluster.node.collective if inside else cluster.network.collective
-    forward = cluster.passes("forward").values()
-    best = max(rate.tflops for kernel in forward for rate in kernel.rates.values())
     return Costs(
         link.gb_per_second * 1e9,
-        best * 1e12,
+        cluster.best_tflops("forward") * 1e12,
         (link.base_microseconds + link.hop_microseconds) * 1e-6,
     )
 

@@ -145,7 +145,7 @@ class LinkMeter:
             peers = {first: [(second, True)], second: [(first, False)]}.get(self.ranks.rank, [])
             peers += [(peer, not sent) for peer, sent in peers if both_ways]
             work = done(self.transfers.messages(peers, part_bytes)) if peers else None
-            lasts = self.ranks.seconds(work, lasting=self._lasting, members=2, of_last=True)
+            lasts = self.ranks.seconds(work, lasting=self._lasting, members=2)
             samples.append(Sample(f"{name} between two ranks", 2, part_bytes, lasts))
             self._tell()
         return samples
@@ -193,7 +193,7 @@ class LinkMeter:
             if len(samples) > 1 and samples[-1].seconds > _SLOW * self._lasting:
                 break
             work = done(begin(part)) if begin else None
-            lasts = self.ranks.seconds(work, lasting=self._lasting, members=num_ranks, of_last=True)
+            lasts = self.ranks.seconds(work, lasting=self._lasting, members=num_ranks)
             samples.append(Sample(name, members, part, lasts))
             self._tell()
         self.largest = min(self.largest, samples[-1].part_bytes)

@@ -83,16 +83,6 @@ class _Profiling:
         gpu = self._gpu()
         kernels = self._kernels(meter, gpu.gap_microseconds * 1e-6)
         disturbance = self._disturbance(meter)
-        best = max(
-            rate.tflops
-            for kernel in kernels.values()
-            for rates in (kernel.forward, kernel.backward)
-            if rates is not None
-            for rate in rates.rates.values()
-        )
-        if best > gpu.peak_tflops:  # an asymptote may be above all that was seen
-            gpu = replace(gpu, peak_tflops=best)
-            self._notes["gpu.peak_tflops"] = "the curve of a kernel at its limit, see below"
         ranks = self._ranks
         nodes = f"{ranks.num_nodes} nodes of {ranks.per_node} rank{'s' * (ranks.per_node > 1)}"
         if ranks.num_nodes == 1:
@@ -108,6 +98,10 @@ class _Profiling:
             disturbance,
             host_driven=True if ranks.backend == "gloo" else None,
         )
+        best = max(map(cluster.best_tflops, Direction))
+        if best > gpu.peak_tflops:  # an asymptote may be above all that was seen
+            cluster = replace(cluster, gpu=replace(gpu, peak_tflops=best))
+            self._notes["gpu.peak_tflops"] = "the curve of a kernel at its limit, see below"
         self._notes["host_driven"] = "gloo: a thread of the host begins transfers and computes"
         self._note_links(meter)
         text = cluster_text(cluster, self._notes, self._head())

@@ -112,32 +112,23 @@ class Ranks:
             raise MeasureError(answer[1])
         return answer[0]
 
-    def seconds(
-        self,
-        work: Work | None,
-        *,
-        lasting: float,
-        members: int | None = None,
-        of_last: bool = False,
-    ) -> float:
-        """Seconds of a call of `work` on the ranks that take part, at once: the median of as many
-        repeats as fit into `lasting` seconds, each averaged over those ranks. Other ranks give None
-        and wait; `members` says how many take part where that is not all. `of_last`: from the end
-        of a repeat on the last rank to that of the next, as a transfer is over when its last member
-        is done."""
-        share = self.size / (members or self.size)
+    def seconds(self, work: Work | None, *, lasting: float, members: int | None = None) -> float:
+        """Seconds of a call of `work` on all ranks at once: the median of as many repeats as fit
+        into `lasting` seconds, each averaged over the ranks. `members`: it is a transfer among so
+        many ranks. Other ranks give None and wait, and a repeat lasts from the end of the one
+        before on the last rank to its own, as a transfer is over when its last member is done."""
         once = 0.0
         for _ in range(2):  # the first is a warm-up
             self.wait_for_all()
             once = self._elapsed(work, 1)[0] if work else 0.0
-        once = self.average([once])[0] * share
+        once = self.average([once])[0] * self.size / (members or self.size)
         repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(lasting / max(once, 1e-9))))
         self.wait_for_all()
         times = self._elapsed(work, repeats) if work else [0.0] * repeats
-        if of_last:
+        if members:
             ends = [0.0, *self._reduced([*accumulate(times)], dist.ReduceOp.MAX)]
             return max(statistics.median(b - a for a, b in pairwise(ends)), 1e-9)
-        return max(statistics.median(self.average(times)) * share, 1e-9)
+        return max(statistics.median(self.average(times)), 1e-9)
 
     def _elapsed(self, work: Work, repeats: int) -> list[float]:
         if not self.is_cuda:

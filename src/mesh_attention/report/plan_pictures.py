@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh_attention.cost.gantt import COLOURS, WAIT
+from mesh_attention.cost.pictures import COLOURS, WAIT
 from mesh_attention.cost.timeline import Event, Stream
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from mesh_attention.choose.auto import PlanChoice, find_default
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.cluster import Cluster
+from mesh_attention.machine.seconds import GroupShape, ring_seconds
 from mesh_attention.machine.tables import ClusterError
-from mesh_attention.machine.transfer_time import GroupShape, ring_seconds
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.plan.problem.problem import Problem

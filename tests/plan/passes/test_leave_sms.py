@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mesh_attention import Mask, Problem, make_plan
-from mesh_attention.machine.call_time import rounds_of_parts
 from mesh_attention.machine.cluster import Links
 from mesh_attention.machine.kernel_facts import KernelRates, library_facts
 from mesh_attention.machine.rates import usual_links
+from mesh_attention.machine.seconds import rounds_of_parts
 from mesh_attention.machine.target import SMS_OF_TRANSFERS, Target
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Call, CallKind, Program

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mesh_attention.machine.call_time import CallSize
 from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.seconds import CallSize
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend, Attention, Call, CallKind, whole_call

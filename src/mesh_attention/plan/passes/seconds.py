@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_attention.machine.call_time import CallSize, HeadSizes, kernel_seconds, memory_seconds
 from mesh_attention.machine.cluster import Links
 from mesh_attention.machine.kernel_facts import PassRates
-from mesh_attention.machine.target import Target
-from mesh_attention.machine.transfer_time import (
+from mesh_attention.machine.seconds import (
+    CallSize,
     GroupShape,
+    HeadSizes,
     all_to_all_seconds,
     flow_seconds,
+    kernel_seconds,
+    memory_seconds,
     ring_seconds,
 )
+from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.computed_pairs import CallPairs
 from mesh_attention.plan.language.plan import Direction, Pass, Plan

@@ -28,7 +28,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
 
-from mesh_attention.machine.call_time import (
+from mesh_attention.machine.kernel_facts import PassRates
+from mesh_attention.machine.seconds import (
     CallSize,
     late_pairs,
     lost_by_leaving,
