@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -218,7 +217,7 @@ def _entry(table: Any) -> tuple[Wanted, TunedEntry]:
     asked = wanted(read_problem(dict(table["problem"])), table["ranks"], table["options"])
     answer = None if table["answer"] is None else _answer(table["answer"], table["options"])
     measured: Known = {
-        str(key): str(x["cannot_run"]) if isinstance(x, dict) else _seconds(x)
+        str(key): str(x["cannot_run"]) if isinstance(x, dict) else real("seconds", x)
         for key, x in table["measured"].items()
     }
     return asked, TunedEntry(answer, dict(table["measured_by"]), measured)
@@ -240,17 +239,11 @@ def _answer(table: Any, asked: Mapping[str, Any]) -> Answer:
         chosen[direction] = method, options
     return Answer(
         chosen,
-        {direction: _seconds(table[direction.value]["seconds"]) for direction in Direction},
+        {d: real("seconds", table[d.value]["seconds"]) for d in Direction},
         number("ranks_per_node", table["ranks_per_node"]),
         Costs(**{name: real(name, value) for name, value in table["costs"].items()}),
         str(table["measured_on"]),
     )
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise ValueError(f"{value!r} is not a time")
-    return float(value)
 
 
 def tune_line(

@@ -39,31 +39,6 @@ class CallSize(NamedTuple):
     kv_heads: int
 
 
-class HeadSizes(NamedTuple):
-    """The sizes of a problem that decide how long its calls take."""
-
-    head_dim: int
-    v_dim: int
-    element_bytes: int
-    accumulate_bytes: int
-
-    def flops(self, size: CallSize, *, backward: bool) -> float:
-        forward = 2.0 * size.pairs * size.heads * (self.head_dim + self.v_dim)
-        return 2.5 * forward if backward else forward
-
-    def result_bytes(self, size: CallSize, fresh: tuple[bool, bool], *, backward: bool) -> int:
-        """Bytes of adding the results of a call to their accumulators: out, or the gradient of q
-        and those of k and v. An accumulator that is `fresh` is written without being read."""
-        once, once_kv = (
-            self.element_bytes + (1 if new else 2) * self.accumulate_bytes for new in fresh
-        )
-        if not backward:
-            return size.rows * size.heads * self.v_dim * once
-        q_side = size.rows * size.heads * self.head_dim
-        kv_side = size.columns * size.kv_heads * (self.head_dim + self.v_dim)
-        return q_side * once + kv_side * once_kv
-
-
 def kernel_seconds(
     rates: PassRates, gpu: Gpu, size: CallSize, flops: float, *, rounds: float | None = None
 ) -> float | None:

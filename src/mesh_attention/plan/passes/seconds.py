@@ -12,7 +12,6 @@ from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.seconds import (
     CallSize,
     GroupShape,
-    HeadSizes,
     all_to_all_seconds,
     flow_seconds,
     kernel_seconds,
@@ -37,8 +36,7 @@ class CallSeconds:
     """Times the kernel calls of one pass on a target; `pairs` counts the pairs that they show."""
 
     def __init__(self, plan: Plan, direction: Direction, target: Target) -> None:
-        p = plan.problem
-        self._heads = HeadSizes(p.head_dim, p.v_dim, p.element_bytes, p.accumulate_bytes)
+        self._problem = plan.problem
         self._backward = direction is Direction.BACKWARD
         self.target, self.direction = target, direction
         self.pairs = CallPairs(plan)
@@ -70,14 +68,23 @@ class CallSeconds:
         """Of one call by a kernel with these rates; as `kernel_seconds`, None where it has none."""
         key = (id(rates), size, rounds)  # the target has the rates
         if key not in self._of_sizes:
-            flops = self._heads.flops(size, backward=self._backward)
+            p = self._problem
+            flops = 2.0 * size.pairs * size.heads * (p.head_dim + p.v_dim)
+            flops = 2.5 * flops if self._backward else flops
             seconds = kernel_seconds(rates, self.target.gpu, size, flops, rounds=rounds)
             self._of_sizes[key] = seconds
         return self._of_sizes[key]
 
     def merge(self, size: CallSize, fresh: tuple[bool, bool]) -> float:
-        """The seconds to merge the results of a call."""
-        moved = self._heads.result_bytes(size, fresh, backward=self._backward)
+        """The seconds to add the results of a call to their accumulators: out, or the gradient of q
+        and those of k and v. An accumulator that is `fresh` is written without being read."""
+        p = self._problem
+        once, once_kv = (p.element_bytes + (1 if new else 2) * p.accumulate_bytes for new in fresh)
+        if self._backward:
+            moved = size.rows * size.heads * p.head_dim * once
+            moved += size.columns * size.kv_heads * (p.head_dim + p.v_dim) * once_kv
+        else:
+            moved = size.rows * size.heads * p.v_dim * once
         return memory_seconds(self.target.gpu, moved)
 
     @staticmethod
