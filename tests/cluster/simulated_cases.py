@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh_attention.cost import Cluster, Overlap, Timeline, load_cluster, simulate
-from mesh_attention.cost.operation_costs import OperationCosts, TimedCall, compiled_on
+from mesh_attention.cost.operation_costs import ClusterCosts, TimedCall, compiled_on
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attention, Program
@@ -50,7 +50,8 @@ def timed_calls(plan: Plan, cluster: Cluster, direction: Direction) -> tuple[Tim
 
 def compiled_rank(
     plan: Plan, cluster: Cluster, direction: Direction
-) -> tuple[Program, OperationCosts]:
+) -> tuple[Program, ClusterCosts]:
     """Rank 0's compiled program, and the costs of what it computes."""
     compiled = compiled_on(plan, direction, cluster)
+    assert isinstance(compiled.costs, ClusterCosts)
     return compiled.pass_.programs[0], compiled.costs

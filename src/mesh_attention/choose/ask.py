@@ -1,8 +1,8 @@
-"""What people write, as a question: the door of `make_plan`, the command line and all objects.
+"""Turns what people write into a question: `make_plan`, the command line and objects come in here.
 
-A method that is named is taken as it is. `auto`, the default, is chosen for a cluster by a search
-under a budget (`auto.py`); without a cluster, for the nearest known one. The same words give the
-same plan, whoever asks.
+A method that is named is taken as it is. For `auto`, the default, a search under a budget
+(`auto.py`) chooses the method for the cluster that is named, or for the usual one. The same words
+give the same plan, whoever asks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ask(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Question:
-    """Every option is used, or refused by name."""
+    """The question that these words ask. Every option is used, or refused by name."""
     options["directions"] = directions
     if method == AUTO:
         return choose(problem, num_ranks, cluster=cluster, **options).question
@@ -72,7 +72,7 @@ def choose(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> PlanChoice:
-    """What `auto` takes, and why. Remembered: objects of one model ask the same."""
+    """What `auto` chooses, and why. It is remembered: objects of one model ask the same."""
     if not isinstance(problem, Problem):
         raise PlanError(f"problem={problem!r}: must be a Problem")
     if isinstance(directions, str):
@@ -86,7 +86,7 @@ def choose(
 
 
 class _Options(dict[str, Any]):
-    """Options as a key: equal if they are written alike, so that 1 is not True."""
+    """Options that can be a key of a cache. They are equal if they print alike: 1 is not True."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))
@@ -99,7 +99,7 @@ _find_default = lru_cache(maxsize=64)(find_default)
 
 
 def usual_machine(num_ranks: int, ranks_per_node: Any = None) -> Cluster:
-    """The cluster of callers who name none: as many nodes as the ranks need."""
+    """The cluster for callers who name none. It has as many nodes as the ranks need."""
     per_node = None if ranks_per_node is None else number("ranks_per_node", ranks_per_node)
     return enough_nodes(_nearest(per_node), num_ranks)
 
@@ -110,6 +110,6 @@ def _nearest(ranks_per_node: int | None) -> Cluster:
 
 
 def enough_nodes(cluster: Cluster, num_ranks: int) -> Cluster:
-    """A cluster that was detected has as many nodes as the job needs."""
+    """The cluster, with more nodes where the ranks do not fit on those that it has."""
     nodes = -(-num_ranks // cluster.node.ranks)
     return cluster if nodes <= cluster.nodes else replace(cluster, nodes=nodes)

@@ -1,8 +1,8 @@
-"""What `auto` chooses: the best plan over all methods, both passes together.
+"""Finds the best plan over all methods.
 
-`find_best` searches; `find_default` is the same search with the effort that a constructor can
-afford, and leaves tokens where they are by default. Both passes of a plan have the same shards on
-the same devices, so they are chosen together where the best of each would want others.
+`find_best` searches with all effort. `find_default` is the search of `auto`: it has the effort that
+a constructor can afford, and leaves tokens where they are by default. Both passes of a plan have
+the same shards on the same devices, so they are chosen together (`passes_together.py`).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class PlanChoice:
     """What a search chose.
 
     chosen    the setting of each pass
-    unmoved   the best with tokens where they are by default: `chosen`, unless another place is
-              faster
-    methods   each method at its best, passes in a common place, the best first
+    unmoved   the best settings that leave tokens where they are by default; the same as `chosen`,
+              unless others are faster
+    methods   the best settings of each method, the best method first
     refused   methods that took no setting, with the reason
-    tried     number of settings
+    tried     the number of settings that were tried
     """
 
     asked: SearchQuestion
@@ -80,7 +80,7 @@ class PlanChoice:
 
     @property
     def question(self) -> Question:
-        """What makes the plan of all passes."""
+        """The question whose answer is the plan of all passes."""
         chosen = {direction: (x.name, x.options) for direction, x in self.chosen.items()}
         return question_of(self.asked.cluster, self.asked.problem, self.asked.num_ranks, chosen)
 
@@ -88,7 +88,8 @@ class PlanChoice:
         return self.question.plan()
 
     def timeline(self, direction: Direction) -> Timeline:
-        """Of the setting of a pass; simulated now if an estimate was enough to choose it."""
+        """The timeline of a chosen setting. It is simulated now if an estimate was enough to
+        choose it."""
         return self.asked.timeline(self.chosen[direction])
 
 
@@ -117,8 +118,9 @@ def find_best(
     moves_tokens: bool = True,
     progress: Progress | None = None,
 ) -> PlanChoice:
-    """Over all methods that have these options, or of one method. Pure: same question, same answer.
-    `moves_tokens`: layouts and places are searched too, unless `options` say them."""
+    """The best plan over all methods that have these options, or of one method. The same question
+    has the same answer. With `moves_tokens` other layouts are searched too, unless `options` name
+    one."""
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
     known, said = all_options(), {n: x for n, x in (options or {}).items() if x is not None}
@@ -147,7 +149,7 @@ def search_best(
     moves_tokens: bool,
     progress: Progress | None = None,
 ) -> PlanChoice:
-    """`find_best` of a question whose words were read."""
+    """`find_best` for a question that has been read and checked."""
     layouts = _layouts(asked, moves_tokens=moves_tokens and asked.kernel is None)
     tried, expected = 0, 60 * len(directions) * len(layouts)
 
@@ -190,7 +192,7 @@ def find_default(
     *,
     directions: Sequence[Direction | str] = BOTH,
 ) -> PlanChoice:
-    """What every door takes if the caller names no method."""
+    """The choice that plans, objects and commands take if nobody names a method."""
     few, many = number("ranks", num_ranks) <= _FEW_RANKS, num_ranks > _MANY_RANKS
     return find_best(
         problem,
@@ -204,8 +206,8 @@ def find_default(
 
 
 def _layouts(asked: SearchQuestion, *, moves_tokens: bool) -> list[LayoutKind | None]:
-    """The layout that tokens have by default, and under a mask that shows little contiguous
-    shards. None: as the options say."""
+    """The layouts to search: the one that tokens have by default and, under a mask that shows
+    little, contiguous shards. None stands for the layout that the options name."""
     if asked.options.get("layout") is not None:
         return [None]
     first = default_layout(asked.problem)

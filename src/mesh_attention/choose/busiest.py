@@ -42,8 +42,8 @@ def is_counted(layout: Layout) -> bool:
 def busiest_ranks(
     plan: Plan, method: str, setting: Mapping[str, Any], per_node: int, *, usual: int | None = None
 ) -> set[int]:
-    """The ranks that may end last, of which an estimate looks at all. `usual`: where all have the
-    same work."""
+    """The ranks that may end last: an estimate looks at each of them. `usual` is the rank to look
+    at where all have the same work; None: the one in the middle."""
     layouts, problem, num_ranks = (plan.q_layout, plan.kv_layout), plan.problem, plan.num_ranks
     degree, tile = degree_and_tile(method, setting, problem, num_ranks)
     # The middle has the mean of the work where a causal mask is not balanced.
@@ -59,15 +59,15 @@ def busiest_ranks(
 
 
 def corner_ranks(plan: Plan, method: str, setting: Mapping[str, Any]) -> list[int]:
-    """In the corners of the grid of units. Chunks of a zigzag show most in the first row or column
-    and least in the last, so between transfers these wait for each other in turn."""
+    """The ranks in the corners of the grid of units. Chunks of a zigzag show most in the first row
+    or column and least in the last, so between transfers these wait for each other in turn."""
     degree, (a, b) = degree_and_tile(method, setting, plan.problem, plan.num_ranks)
     return sorted({degree * unit for unit in (0, a - 1, a * (b - 1), a * b - 1)})
 
 
 def _far_rows(plan: Plan, method: str, degree: int, tile: tuple[int, int], per_node: int) -> Floats:
-    """Rows x heads that each rank exchanges with other nodes: they differ where single rows travel,
-    and where rows of the grid do not begin where nodes do."""
+    """How many rows, times their heads, each rank exchanges with other nodes. Ranks differ where
+    single rows travel, and where rows of the grid do not begin where nodes do."""
     problem = plan.problem
     weights = problem.num_heads, problem.kv_heads
     if METHODS[method].by_stretches:
@@ -101,8 +101,8 @@ def _far_of_grid(
 def needed_tokens(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, a: int, per_node: int
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Tokens of each rank of a tile a x b that travel one by one, as arrays (sent or received,
-    rank): queries and keys inside its node, and queries and keys from other nodes."""
+    """How many tokens each rank sends and receives one by one, where tiles have `a` rows: arrays
+    (sent or received, rank) of queries and keys inside its node, and of those of other nodes."""
     nears, fars = [], []
     for find in (needed_queries, needed_keys):
         tokens = find(q_layout, kv_layout, rows, a).tokens_between()
@@ -119,7 +119,7 @@ def needed_tokens(
 def busiest_unit(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, tile: tuple[int, int], degree: int
 ) -> tuple[int, int]:
-    """The unit whose tile shows most, and how many pairs; units follow each other along rows of
+    """The unit whose tile shows the most pairs, and how many. Units are numbered along the rows of
     the grid."""
     count = pairs_of_many_tiles if q_layout.num_ranks <= _MOST_IN_ORDER else pairs_of_tiles
     pairs = count(q_layout, kv_layout, rows, tile, degree)
@@ -129,6 +129,7 @@ def busiest_unit(
 def degree_and_tile(
     method: str, setting: Mapping[str, Any], problem: Problem, num_ranks: int
 ) -> tuple[int, tuple[int, int]]:
+    """How many ranks exchange tokens for heads, and the tile on the units that they make."""
     degree, tile = METHODS[method].degree(setting, num_ranks), setting.get("tile")
     units = max(1, num_ranks // degree)
     if tile is None:

@@ -32,8 +32,8 @@ _MOST_SLICES = 8
 
 
 class Cost(NamedTuple):
-    """Of one layer, forward and backward: seconds, bytes that the worst rank receives forward, and
-    the most work of a rank over the mean."""
+    """What one layer costs: seconds of both passes, the most bytes that a rank receives forward,
+    and the most work of a rank over the mean."""
 
     seconds: float
     received_bytes: float
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 class LayerCosts:
-    """Of one layer of a batch on so many ranks."""
+    """The costs of one layer of a batch, by the method that does it."""
 
     def __init__(self, problem: Problem, num_ranks: int, rates: Rates) -> None:
         self._problem = problem
@@ -126,7 +126,7 @@ class LayerCosts:
         return self._spread(forward, 4) + self._spread(backward, 4)
 
     def _exchanges(self) -> int:
-        """In how many parts tokens are exchanged for heads; uneven shares at once."""
+        """In how many parts tokens are exchanged for heads; uneven shares go in one."""
         p, n = self._problem, self._ranks
         if n not in ulysses_degrees(p):
             return 1

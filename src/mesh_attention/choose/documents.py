@@ -39,7 +39,7 @@ WORTH_A_PLAN = 1.05
 
 @dataclass(frozen=True)
 class Strategy:
-    """The method of a layer in the layout of its batch. `tile`: of a mesh."""
+    """The method of a layer in the layout of its batch, with the tile if it is a mesh."""
 
     method: str
     tile: tuple[int, int] | None = None
@@ -70,9 +70,10 @@ def choose_strategies(
     relayout: bool = False,
     rates: Rates | None = None,
 ) -> BatchChoice:
-    """`shards`: the layout of tensors that are cut already. `relayout`: the tensors are contiguous
-    shards, and any other layout costs an exchange. A mesh has the same tile for every batch: the
-    tile that moves the fewest bytes by the sizes of the first layer."""
+    """The best layout and methods for layers of one batch. `shards`: the layout of tensors that are
+    cut already, which is then taken. `relayout`: the tensors are contiguous shards, and any other
+    layout costs an exchange. A mesh has the same tile for every batch: the one that moves the
+    fewest bytes by the sizes of the first layer."""
     tile = best_tile(num_ranks, layers[0])
     problems = [layer.with_documents(documents, kv_documents) for layer in layers]
     costs = {p: LayerCosts(p, num_ranks, rates or usual_rates()) for p in problems}
@@ -173,8 +174,8 @@ def _score(method: str, cost: Cost) -> float:
 def _reason(
     best: _LayoutCosts, layouts: Sequence[_LayoutCosts], problems: Sequence[Problem]
 ) -> str:
-    """Such as: ulysses: 3.1 ms modelled for 2 layers, forward and backward (others: mesh 4.2 ms);
-    work max/mean 1.00, a rank receives up to 12.0 MiB."""
+    """A line such as: ulysses: 3.1 ms modelled for 2 layers, forward and backward (others: mesh 4.2
+    ms); work max/mean 1.000, a rank receives up to 12 MiB a layer forward."""
     chosen = list(dict.fromkeys(best.describe(best.best_method(p)) for p in problems))
     costs = [best.cost(problem) for problem in problems]
     total = sum(cost.seconds for cost in costs)

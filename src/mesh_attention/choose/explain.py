@@ -25,8 +25,8 @@ Passes = Mapping[Direction, Scored]
 def explain(
     chosen: Passes, methods: Mapping[str, Passes], refused: Sequence[str], num_ranks: int
 ) -> str:
-    """Such as: mesh-usp takes 401 ms forward and backward: 12 % less time than usp (456 ms), 60 %
-    less time than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives 12 MiB."""
+    """A text such as: mesh-usp takes 401 ms forward and backward: 12 % less time than usp (456 ms),
+    60 % less time than ring (about 1.01 s); ulysses cannot run on 256 ranks. A rank receives ..."""
     seconds, names = seconds_of(chosen), [scored.name for scored in chosen.values()]
     if len({*names}) == 1:
         text = f"{names[0]} takes {about(chosen)} {' and '.join(chosen)}"
@@ -50,7 +50,7 @@ def seconds_of(passes: Passes) -> float:
 
 
 def about(passes: Passes) -> str:
-    """Their time, and whether it was simulated."""
+    """The seconds of these passes as a text, with "about" if they were not all simulated."""
     simulated = all(scored.is_simulated for scored in passes.values())
     return f"{'' if simulated else 'about '}{time_text(seconds_of(passes))}"
 
@@ -64,7 +64,7 @@ def is_tie(seconds: float, other: float) -> bool:
 
 
 def behind(seconds: float, other: float) -> str:
-    """How far `seconds` are behind the other, which is no slower.
+    """How far `seconds` are behind `other`, which is no slower.
 
     >>> behind(1.01, 1.0), behind(1.5, 1.0), behind(3.0, 1.0)
     ('as fast (within 3 %, which the model cannot tell apart)', '50 % more', '3 times as long')
@@ -91,7 +91,8 @@ def _compared(seconds: float, name: str, passes: Passes) -> str:
 
 
 def _idle(timelines: Sequence[Timeline]) -> str:
-    """Time without computation, as the mean over ranks: transfers, and waiting for other ranks."""
+    """Says how long a rank does not compute, in the mean: while it transfers, and while it waits
+    for other ranks."""
     waiting = sum(timeline.waiting_for_ranks_seconds for timeline in timelines)
     exposed = sum(timeline.open_communication_seconds for timeline in timelines)
     total = sum(timeline.runtime_seconds for timeline in timelines)
@@ -104,7 +105,7 @@ def _idle(timelines: Sequence[Timeline]) -> str:
 
 
 def _received(timelines: Sequence[Timeline]) -> str:
-    """Bytes of all passes; of each pass, those of the rank that receives most."""
+    """Says how much the rank that receives most receives in all passes."""
     total = sum(max(timeline.received_bytes) for timeline in timelines)
     between = sum(max(timeline.far_bytes) for timeline in timelines)
     if not total:

@@ -54,7 +54,7 @@ class PassSearch:
 
     @cached_property
     def _enough(self) -> Score:
-        """A score that exceeds the bound of all shapes by the tolerance."""
+        """The score at which the search may end: the bound of all shapes and the tolerance."""
         bound = min((shape.least_seconds for shape in self._shapes), default=0.0)
         return False, bound * (1 + self._asked.effort.tolerance)
 
@@ -169,7 +169,8 @@ class PassSearch:
                 self.scores.attempt(shape.name, {**best.options, "chunks": more})
 
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
-        """Backward, chunks of uneven work cost more by waiting than even chunks by more calls."""
+        """Whether even chunks are tried at once: backward, chunks of uneven work cost more by
+        waiting than even chunks by more calls."""
         if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))

@@ -1,8 +1,8 @@
-"""Two times of a shape without a plan of it, for `shapes.py`.
+"""How long a shape takes, without a plan of it: two times, by the degree and the tile of its box.
 
-Both follow from the degree and the tile of a box. `moving_seconds` estimates its transfers.
-`least_seconds` is a lower bound for every cut of it: links carry only its bytes at their best rate,
-and the rank with the most work does it at the best rate of any kernel.
+`moving_seconds` estimates its transfers. `least_seconds` is a lower bound for every cut of it:
+links carry only its bytes at their best rate, and the rank with the most work computes at the best
+rate of any kernel. `shapes.py` orders shapes by both.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class ShapeSeconds:
     def _attention(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
     ) -> float:
-        """Of the rank with the most work: the largest share of heads, in the tile with the most
-        visible pairs. Tiles of a zigzag have equally many unless the mask shows little."""
+        """Seconds of the rank with the most work: it has the largest share of heads, in the tile
+        with the most visible pairs. Tiles of a zigzag have equally many unless the mask shows
+        little."""
         problem, pairs = self._problem, self._pairs * degree / self._ranks
         kind, layouts = self._layouts(setting, layout)
         balanced = problem.mask.is_full or (kind is LayoutKind.ZIGZAG and self._all_travels)
@@ -115,7 +116,8 @@ class ShapeSeconds:
     def _needed_rows(
         self, tile: tuple[int, int], setting: Mapping[str, Any], layout: LayoutKind
     ) -> tuple[float, float]:
-        """Visible rows and partial results back: seconds of the bytes, and of the messages."""
+        """Visible rows travel, and partial results go back: seconds of the bytes, and of the
+        messages."""
         (a, b), sizes, slots = tile, self._sides(1), self._slots()
         q, out, kv = (size / rows for size, rows in zip(sizes, slots, strict=True))
         grads = 2 if self._backward and setting.get("keep") != Keep.GATHERED else 1
@@ -136,7 +138,7 @@ class ShapeSeconds:
     def _patch(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any]
     ) -> tuple[int, int]:
-        """Units of one node in a row of the grid, and in a column."""
+        """How many units of a node lie in one row of the grid, and in one column."""
         (a, b), units = tile, setting.get("units_per_node")
         width = setting.get("alpha")
         if units and not width and patch_widths(a, b, units):
@@ -161,7 +163,7 @@ class ShapeSeconds:
         return slots, slots, -(-self._problem.keys // self._ranks)
 
     def _exchange(self, degree: int, setting: Mapping[str, Any]) -> tuple[float, float]:
-        """Tokens for heads, and back: seconds of the bytes, and of the messages."""
+        """Tokens are exchanged for heads, and back: seconds of the bytes, and of the messages."""
         if degree == 1:
             return 0.0, 0.0
         q, out, kv = self._sides(degree)
@@ -177,8 +179,8 @@ class ShapeSeconds:
     def _to_all(
         self, near_bytes: float, far_peers: int, far_bytes: float, *, times: int
     ) -> tuple[float, float]:
-        """`times` all-to-alls, whose bytes are given in all (`far_bytes`: of each far peer):
-        seconds of the bytes, and of the messages."""
+        """`times` all-to-alls of these bytes together, `far_bytes` for each far peer: seconds of
+        the bytes, and of the messages."""
         node, network = self._cluster.node, self._cluster.network
         many = network.many_peers
         near = near_bytes / (node.all_to_all_gb_per_second * 1e9)
@@ -190,8 +192,8 @@ class ShapeSeconds:
     def _tile(
         self, degree: int, tile: tuple[int, int], setting: Mapping[str, Any], method: Method
     ) -> tuple[float, float]:
-        """All rows of other units, and partial results back: seconds of the bytes, and of the
-        messages."""
+        """All rows of other units travel, and partial results go back: seconds of the bytes, and of
+        the messages."""
         node, network = self._cluster.node, self._cluster.network
         a, b = (max(1, side) for side in tile)  # the method itself refuses 0
         if a * b == 1:

@@ -27,8 +27,8 @@ from mesh_attention.plan.problem.layout import LayoutKind
 
 @dataclass(frozen=True)
 class Shape:
-    """A method and the options that are not about cuts. `held`: KV heads that a rank has.
-    `moving_seconds`: of its transfers one by one, with the latency of each if nothing is cut."""
+    """A method and the options that are not about cuts. A rank has `held` KV heads. Transfers one
+    by one take `moving_seconds`, with the latency of each if nothing is cut."""
 
     name: str  # of the method
     options: dict[str, Any]
@@ -40,8 +40,8 @@ class Shape:
 
     @property
     def box(self) -> str:
-        """Shapes with the same programs in other words have the same, and so have those in which
-        ranks lie on nodes in patches of another width."""
+        """A key that is the same for shapes whose programs are the same in other words, and where
+        only the patches in which ranks lie on nodes have another width."""
         method = METHODS[self.name]
         if not (method.is_plain_box or method.by_stretches):
             return setting_key(self.name, self.options)
@@ -52,8 +52,8 @@ class Shape:
 
     @property
     def promise(self) -> tuple[float, float]:
-        """About as long as it takes in four parts: the longer of attention and transfers hides all
-        but a quarter of the shorter. Of equals the one that leaves less to hide."""
+        """About how long it takes in four parts, where the longer of attention and transfers hides
+        all but a quarter of the shorter; among equals, what there is to hide. The least is best."""
         shorter, longer = sorted((self.least_seconds, self.moving_seconds))
         return longer + shorter / 4, self.moving_seconds
 
@@ -65,8 +65,8 @@ def setting_key(method: str, options: Mapping[str, Any]) -> str:
 def shapes_of(
     asked: SearchQuestion, direction: Direction, layout: LayoutKind | None
 ) -> list[Shape]:
-    """Of all methods asked for, the most promising first. `layout` becomes an option where it is
-    not the method's own."""
+    """The shapes of all methods asked for, the most promising first. `layout` becomes an option
+    where it is not the method's own."""
     problem, num_ranks, options = asked.problem, asked.num_ranks, asked.options
     seconds = ShapeSeconds(problem, num_ranks, asked.cluster, direction)
     shapes: dict[str, Shape] = {}
@@ -96,7 +96,7 @@ _Parts = tuple[_Chunks, int, int]  # chunks, slices of heads, and largest over f
 
 
 def _parts(text: str) -> tuple[_Parts, ...]:
-    """Of words CHUNKS/SLICES:LARGEST, where /1:1 and :1 are left out.
+    """Reads words of the form CHUNKS/SLICES:LARGEST, where /1:1 and :1 are left out.
 
     >>> _parts("2x2 1x2/4 1x1/8:4")
     (((2, 2), 1, 1), ((1, 2), 4, 1), ((1, 1), 8, 4))
@@ -134,8 +134,8 @@ def _num_parts(parts: _Parts) -> int:
 
 
 def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dict[str, Any]]:
-    """Options of each cut. If the caller's options say a cut, there is no other. `sparse`: the mask
-    shows little, so that chunks of keys are of unlike work."""
+    """The options of each cut. If the caller's options name a cut, there is no other. `sparse`: the
+    mask shows little, so that chunks of keys are of unlike work."""
     known, said = METHODS[shape.name].options(), shape.options
     free = [name for name in _CUT_OPTIONS if name in known]
     if not free or any(name.removeprefix("backward_") in _CUT_OPTIONS for name in said):
@@ -175,7 +175,7 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
 
 
 def coarser_and_finer(chunks: _Chunks) -> list[tuple[_Chunks | None, _Chunks]]:
-    """With half and twice as many chunks, of each side that is cut.
+    """Pairs of neighbours, with half and with twice as many chunks, for each side that is cut.
 
     >>> coarser_and_finer((1, 2)), coarser_and_finer((1, 1))
     ([((1, 1), (1, 4))], [(None, (2, 1)), (None, (1, 2))])

@@ -41,7 +41,7 @@ Known = dict[str, float | str]  # by `Scored.key`: seconds, or why it cannot run
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an answer is for. `options`, in JSON: the caller's, but for the size of nodes."""
+    """What an answer is for. `options` are the caller's in JSON, without the size of nodes."""
 
     problem: Problem
     num_ranks: int
@@ -59,7 +59,7 @@ class Wanted:
 
 
 def wanted(problem: Problem, num_ranks: int, options: Mapping[str, Any] | None = None) -> Wanted:
-    """Options that say the same in other words are the same."""
+    """The key of an answer. Options that say the same in other words have the same key."""
     said = {n: x for n, x in (options or {}).items() if x is not None and n != "ranks_per_node"}
     methods_with(said)  # refuses what no method has
     read = {name: all_options()[name][0].read(value) for name, value in said.items()}
@@ -73,8 +73,8 @@ def wanted(problem: Problem, num_ranks: int, options: Mapping[str, Any] | None =
 
 @dataclass(frozen=True)
 class Answer:
-    """Method and options of each pass and what else its plan depends on. `measured_on` is for
-    people."""
+    """The method and the options of each pass, and what else the plan depends on. `measured_on` is
+    for people."""
 
     chosen: dict[Direction, tuple[str, dict[str, Any]]]
     pass_seconds: dict[Direction, float]
@@ -92,7 +92,7 @@ class Answer:
         return words[0] if words[0] == words[1] else f"{words[0]}, backward {words[1]}"
 
     def question(self, problem: Problem, num_ranks: int) -> Question:
-        """What makes the plan that was measured."""
+        """The question whose plan was measured."""
         how: dict[str, Any] = {"ranks_per_node": self.ranks_per_node, "costs": self.costs}
         return ask_passes(problem, num_ranks, self.chosen, **how)
 
@@ -128,7 +128,7 @@ class Tuned:
 
     @cached_property
     def digest(self) -> str:
-        """Equal where all answers are: ranks compare it."""
+        """A digest that is equal where all answers are equal. Ranks compare it."""
         lines = sorted(
             json.dumps({**asked.to_json(), **answer.to_json()}, sort_keys=True)
             for asked, answer in self.answers.items()
@@ -138,7 +138,7 @@ class Tuned:
     def answer(
         self, problem: Problem, num_ranks: int, options: Mapping[str, Any] | None = None
     ) -> Answer:
-        """The answer to exactly this. An option of None counts as left out."""
+        """The answer to exactly this question. An option of None counts as left out."""
         asked = wanted(problem, num_ranks, options)
         line = tune_line(problem, num_ranks, json.loads(asked.options), self.file)
         answer = self.answers.get(asked)
@@ -177,7 +177,7 @@ def read_tuned(file: Path | str) -> Tuned:
 
 
 def read_entries(file: Path | str) -> dict[Wanted, TunedEntry]:
-    """All that a file holds, checked."""
+    """Reads and checks all that a file holds."""
     line = tune_line(None, None, {}, file)
     try:
         text = read_text(file, most_bytes=_MOST_BYTES)
@@ -224,7 +224,7 @@ def _entry(table: Any) -> tuple[Wanted, TunedEntry]:
 
 
 def _answer(table: Any, asked: Mapping[str, Any]) -> Answer:
-    """Files are changed by hand too: an answer says how to run, not what callers have."""
+    """Refuses an answer that contradicts the options `asked`: files are changed by hand too."""
     chosen = {}
     for direction in Direction:
         method = table[direction.value]["method"]

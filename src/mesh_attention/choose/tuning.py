@@ -53,8 +53,9 @@ def contenders(
     cluster: Cluster | str | Path,
     options: Mapping[str, Any] | None = None,
 ) -> dict[Direction, list[Scored]]:
-    """By pass, the best predicted first, without timelines; none that needs more memory than there
-    is, unless all do. Of settings that make the same programs in other words only the first."""
+    """The settings worth measuring, by pass, the best predicted first, without timelines. None
+    needs more memory than there is, unless all do. Of settings that make the same programs in
+    other words only the first is there."""
     options = {name: value for name, value in (options or {}).items() if value is not None}
     asked = SearchQuestion(
         problem, num_ranks, a_cluster(cluster), options, methods_with(options), _EFFORT
@@ -65,8 +66,8 @@ def contenders(
 
 
 def _add_partners(asked: SearchQuestion, by_pass: dict[Direction, list[Scored]]) -> None:
-    """Beside a backward pass that recalls: the forward pass of its setting, which alone it runs
-    with, and the same setting with nothing kept, for other forward passes."""
+    """Adds, for each backward pass that recalls, the forward pass of its setting, the only one that
+    it runs with, and the same setting with nothing kept, for other forward passes."""
     forward, backward = (by_pass[direction] for direction in Direction)
     for scored in [scored for scored in backward if scored.recalls]:
         apart = {**scored.options, "keep": Keep.SHARDS.value}
@@ -114,7 +115,7 @@ def _is_uncut(options: Mapping[str, Any]) -> bool:
 
 
 def _different(asked: SearchQuestion, scored: Sequence[Scored]) -> list[Scored]:
-    """Of settings that make the same programs only the first, which has the fewest options."""
+    """The settings, without those that make the same programs as an earlier one."""
     different: list[Scored] = []
     for setting in scored:
         alike = [other for other in different if _facts(other) == _facts(setting)]
@@ -133,21 +134,22 @@ def _facts(scored: Scored) -> tuple[object, ...]:
 
 
 def key_of(pair: Pair) -> str:
-    """For files, as `Scored.key`."""
+    """The key of two settings in files, where `Scored.key` is that of one."""
     return " and ".join(scored.key for scored in pair)
 
 
 @dataclass
 class Tuning:
-    """`measured` seconds by `Scored.key`; inf: it cannot run, and `refused` has the reason, by
-    that key or by `key_of` two that cannot run together."""
+    """What was measured so far, and what to measure next. `measured` has seconds by `Scored.key`,
+    or inf for a setting that cannot run. `refused` has the reasons: by that key, or by `key_of` for
+    two that cannot run together."""
 
     contenders: Mapping[Direction, Sequence[Scored]]
     measured: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def next(self) -> Pair | None:
-        """What to measure now; None when nothing promises more than the best."""
+        """The two settings to measure now; None when nothing promises more than the best."""
         best = self.best()
         hopes = {s.key: self._hope(s) for several in self.contenders.values() for s in several}
 
@@ -174,8 +176,8 @@ class Tuning:
         return forward, backward
 
     def refuse(self, pair: Pair, reason: str) -> None:
-        """They cannot run together. One that has run before is not the cause; where none has, it
-        may be one of them or both together."""
+        """Notes that two settings cannot run together. One that has run before is not the cause;
+        where neither has, the cause may be one of them or both together."""
         causes = [scored for scored in pair if not self._is_known(scored)]
         if len(causes) == len(pair):
             self.refused[key_of(pair)] = reason
@@ -188,12 +190,12 @@ class Tuning:
         return sum(self.measured[scored.key] for scored in pair)
 
     def best(self) -> Pair | None:
-        """Of what was measured; passes may come from different runs."""
+        """The fastest two that were measured; the passes may come from different runs."""
         known = [pair for pair in self._pairs() if all(map(self._is_known, pair))]
         return min(known, key=self.seconds, default=None)
 
     def ratio(self, scored: Scored) -> tuple[float, bool]:
-        """Measured over predicted, and whether it is of this method in this pass."""
+        """Measured over predicted seconds, and whether that is about this method in this pass."""
         known = [other for other in self.contenders[scored.direction] if self._is_known(other)]
         of_method = [other for other in known if other.name == scored.name]
         if not known:
@@ -208,8 +210,8 @@ class Tuning:
         return scored.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
 
     def _unmeasured_beside(self, scored: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
-        """A run measures both passes: a setting that is measured already gives its turn to the most
-        promising one that is not, in the same place."""
+        """The setting, or if it was measured before, the most promising that was not, in the same
+        place: a run measures both passes."""
         if scored.key not in self.measured:
             return scored
         others = [
@@ -220,7 +222,7 @@ class Tuning:
         return min(others, key=lambda other: hopes[other.key], default=scored)
 
     def _refusals(self) -> Counter[str]:
-        """Of settings that have not run: how often they could not beside others."""
+        """How often each setting that has not run could not run beside others."""
         pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.refused]
         return Counter(x.key for pair in pairs for x in pair if not self._is_known(x))
 
@@ -228,7 +230,7 @@ class Tuning:
         return self.measured.get(scored.key, inf) < inf
 
     def _pairs(self) -> list[Pair]:
-        """That may run together."""
+        """The pairs that may run together."""
         return [pair for pair in self._all_pairs() if key_of(pair) not in self.refused]
 
     def _all_pairs(self) -> list[Pair]:

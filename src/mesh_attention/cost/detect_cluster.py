@@ -40,8 +40,8 @@ _ALIKE = 1.25  # times more or less: the file is as good
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """None: not known. `nic_gbits` are line rates of the ports of one node; `memory_gib` is what
-    the device tells, where it was asked."""
+    """What is known of a machine; None is not known. `nic_gbits` are line rates of the ports of one
+    node; `memory_gib` is what the device tells, where it was asked."""
 
     gpu: str | None = None
     node_ranks: int | None = None
@@ -77,7 +77,8 @@ def find_cluster(machine: Machine) -> tuple[Cluster, str]:
 
 
 def _with_memory(cluster: Cluster, gpu: str, device_gib: float | None) -> Cluster:
-    """That of the file or of the name, unless the device tells another."""
+    """The cluster with the memory of its file or of the GPU's name, unless the device tells
+    another."""
     by_file = cluster.gpu.memory_gib
     written = re.search(r"([0-9]+) ?GB\b", gpu)
     by_name = float(written[1]) if written else by_file
@@ -108,7 +109,8 @@ def _with_node(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def _with_nics(cluster: Cluster, gbits: tuple[float, ...]) -> Cluster:
-    """Slower or faster between nodes, by what all ports of a node carry together."""
+    """The cluster with slower or faster links between nodes, by what all ports of a node carry
+    together."""
     network = cluster.network
     there = network.collective.gb_per_second * network.nics
     factor = _REACHED * sum(gbits) / 8 / there
@@ -125,7 +127,8 @@ def _with_nics(cluster: Cluster, gbits: tuple[float, ...]) -> Cluster:
 
 
 def nic_gbits(root: Path = Path("/sys/class")) -> tuple[float, ...]:
-    """Ports of InfiniBand or RoCE that are up; without any, the network devices with a speed."""
+    """The line rates of InfiniBand or RoCE ports that are up; without any, of the fastest network
+    device."""
     gbits = [
         float(rate)
         for port in _sorted(root / "infiniband", "*/ports/*")
@@ -144,7 +147,7 @@ def nic_gbits(root: Path = Path("/sys/class")) -> tuple[float, ...]:
 
 
 def gpu_of_driver(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """The name of the first GPU that NVIDIA's driver lists: without torch."""
+    """The name of the first GPU that NVIDIA's driver lists, found without torch."""
     for file in _sorted(root, "*/information"):
         for name in re.findall(r"^Model:\s*(.+)$", _text(file), flags=re.MULTILINE):
             return str(name).strip()

@@ -46,7 +46,7 @@ def estimate(
     overlap: Overlap = Overlap.EVENTS,
     kernel: str | None = None,
 ) -> Estimate:
-    """`ranks`: the ranks to look at."""
+    """The estimate of a pass by the programs of these ranks."""
     with collector_paused():
         compiled = compiled_on(plan, direction, cluster, kernel)
         sharing = _LinkSharing(cluster, compiled)
@@ -75,8 +75,9 @@ class _LinkSharing:
         return sum([nodes[member] == node for member in group])
 
     def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
-        """The factor by which a flow out of a node takes longer if every group of the node has a
-        flow at once: one of each member if sender and receiver have equal places in their nodes."""
+        """The factor by which a flow out of a node takes longer, as every group of the node has a
+        flow at once: as many as it has members if sender and receiver have the same place in their
+        nodes, otherwise one."""
         cluster, network = self._cluster, self._cluster.network
         members = self._members_in_node(group, rank)
         flows = min(cluster.node.ranks, len(self._devices)) / members

@@ -77,7 +77,7 @@ class OperationCosts(Protocol):
     """Seconds of operations when nothing disturbs them. Tests have costs of their own."""
 
     def compute(self, op: Operation, table: Mapping[str, Buffer]) -> tuple[TimedCall, ...]:
-        """Its kernel calls in turn."""
+        """The kernel calls of an operation, in turn."""
         ...
 
     def collective(self, op: Collective, flows: Flows, member: int) -> float: ...
@@ -136,8 +136,9 @@ class ClusterCosts:
         return tuple(calls)
 
     def _rounds(self, op: Attention, sizes: Sequence[CallSize], at: int) -> float | None:
-        """Rounds of the call `at`, if it is a part of a call that was split so that the second part
-        leaves SMs: both parts together last a whole number of rounds."""
+        """How many rounds the call `at` lasts if it is a part of a call that was split so that the
+        second part leaves SMs: both parts together last a whole number of rounds. Otherwise
+        None."""
         first = at if not op.calls[at].leave_sms else at - 1
         if not 0 <= first < len(op.calls) - 1:
             return None
@@ -152,8 +153,8 @@ class ClusterCosts:
         return before / sms if at == first else filled_rounds(before + after, sms) - before / sms
 
     def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:
-        """A call that leaves SMs loses them while a transfer is in flight. A call that could leave
-        SMs and does not keeps transfers waiting."""
+        """A call with its seconds. One that leaves SMs loses them while a transfer is in flight.
+        One that could leave SMs and does not keeps transfers waiting."""
         rates, sms = self._rates(call.kernel), self._target.gpu.sms
         seconds = self._clock.kernel(rates, size, rounds)
         assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
@@ -180,9 +181,9 @@ class Compiled(NamedTuple):
 
     plan     as it was asked for; `pass_` has the compiled programs
     target   for which they were compiled; None where the caller has costs of its own
-    flows    bytes of transfers, which ranks have in common
-    waits    by rank, as far as it is compiled just now: what each operation must come after
-    tables   likewise a number that is equal where buffers are alike
+    flows    sizes of transfers; ranks have many in common
+    waits    what each operation must come after, by rank, for ranks that were compiled just now
+    tables   a number for the buffers of each such rank, equal where buffers are alike
     """
 
     plan: Plan
@@ -197,7 +198,7 @@ class Compiled(NamedTuple):
 def compiled_on(
     plan: Plan | Compiled, direction: Direction | str, cluster: Cluster, kernel: str | None = None
 ) -> Compiled:
-    """Compiled for the cluster, unless it is already. `kernel`: as `target_on` has it."""
+    """The pass compiled for the cluster, unless it is compiled already. `kernel`: see `target_on`."""
     if isinstance(plan, Compiled):
         return plan
     pass_, target = plan.direction(direction), plan.target

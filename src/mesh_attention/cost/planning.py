@@ -29,7 +29,7 @@ from mesh_attention.plan.problem.runs import Run, visible_pairs
 def plan_on(
     cluster: Cluster | str | Path, problem: Problem, num_ranks: int, **options: Any
 ) -> Plan:
-    """`make_plan` for so many ranks of this cluster; `method` and others as `ask_on` has them."""
+    """The plan of `ask_on` with the same arguments."""
     return ask_on(cluster, problem, num_ranks, **options).plan()
 
 
@@ -42,7 +42,8 @@ def ask_on(
     directions: tuple[Direction, ...] = BOTH,
     **options: Any,
 ) -> Question:
-    """`ask` for so many ranks of this cluster."""
+    """The question of `plan/methods/question.py`, for so many ranks of this cluster: with the size
+    of its nodes and, for methods with a scheduler, its rough costs."""
     cluster, num_ranks = a_cluster(cluster), number("ranks", num_ranks)
     if num_ranks > cluster.num_ranks:
         raise ClusterError(
@@ -130,7 +131,7 @@ def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = No
 def _by_kind(
     kernels: Mapping[str, PassRates], forced: str | None, *, scattered: bool
 ) -> dict[str, str]:
-    """The fastest for each kind of call, as the runtime would have it."""
+    """The kernel for each kind of call: the fastest, by the preferences of the runtime."""
     fastest: dict[str, str] = {}
     for kind in KINDS:
         takes = [name for name, x in kernels.items() if x.ranges or x.rate(kind) is not None]

@@ -31,7 +31,7 @@ from mesh_attention.plan.language.workspace import Alike
 
 
 def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:
-    """The first of every `copies` ranks if the others do as it does; otherwise all ranks."""
+    """The first of every `copies` ranks if the others do the same; otherwise all ranks."""
     everybody, firsts = range(plan.num_ranks), range(0, plan.num_ranks, pass_.copies)
     if pass_.copies == 1 or cluster.ranks_share_nics or transfers_at_once(cluster, overlap):
         return everybody
@@ -63,7 +63,7 @@ def _flows_leave_nodes(pass_: Pass, ranks: Sequence[int], nodes: Sequence[int]) 
 
 
 class SharedWork:
-    """Waits of each rank, and kernel calls, flows and bytes of its operations."""
+    """Waits of each rank, and kernel calls, flows and bytes of its operations, remembered."""
 
     def __init__(
         self, compiled: Compiled, cluster: Cluster, overlap: Overlap, ranks: Sequence[int]
@@ -102,7 +102,7 @@ class SharedWork:
         return known
 
     def calls(self, rank: int, op: Operation) -> tuple[TimedCall, ...]:
-        """In turn; nothing where there is nothing to do."""
+        """The kernel calls of an operation in turn; none where there is nothing to do."""
         if isinstance(op, Free):
             return ()
         number, table = self._tables[rank]
@@ -126,7 +126,7 @@ class SharedWork:
         return self._compiled.flows.of(op, *self._tables[rank])
 
     def received_bytes(self, op: Collective, flows: Flows, member: int) -> tuple[int, int]:
-        """What a member receives, and the part that comes from other nodes."""
+        """The bytes that a member receives, and those of them that come from other nodes."""
         number, nodes = self._lie(op.group)
         if not isinstance(op, AllToAll):
             size = flows.received[0][0]

@@ -69,8 +69,8 @@ def simulate(
 def seconds_of_few(
     compiled: Compiled, cluster: Cluster, ranks: Sequence[int], overlap: Overlap
 ) -> float:
-    """Until the last of these ranks ends if nobody waits for other ranks than these: no more than
-    all ranks take. For programs without flows, whose other end may not be there."""
+    """Seconds until the last of these ranks ends, if nobody waits for other ranks than these: no
+    more than all ranks take. For programs without flows, whose other end may not be there."""
     with collector_paused():
         return _Simulation(compiled, cluster, overlap, ranks).seconds()
 
@@ -80,6 +80,8 @@ _Place = tuple[int, int]  # rank, index of the operation
 
 
 class _Simulation:
+    """The simulation of some ranks of a pass."""
+
     def __init__(
         self, compiled: Compiled, cluster: Cluster, overlap: Overlap, ranks: Sequence[int]
     ) -> None:
@@ -106,7 +108,7 @@ class _Simulation:
         self._meetings: dict[str, tuple[int, tuple[Capacity, ...]]] = {}
 
     def seconds(self) -> float:
-        """Until all have ended."""
+        """Runs until all ranks have ended, and returns the time."""
         for state in self._ranks.values():
             self._advance(state)
         self._clock.run()
@@ -133,7 +135,7 @@ class _Simulation:
         )
 
     def _advance(self, state: RankState) -> None:
-        """Begin whatever this rank can begin now, then let each stream know of the other."""
+        """Begins whatever this rank can begin now, then lets each stream know of the other."""
         while self._begin_communication(state) or self._begin_computation(state):
             pass
         if state.computation is not None and state.call is not None:
@@ -164,8 +166,8 @@ class _Simulation:
         return True
 
     def _until_sms(self, state: RankState) -> float:
-        """Attention takes back at once the SMs that a finished communication frees, so every
-        communication waits anew until programs of the call have ended."""
+        """Seconds until a communication finds SMs. Attention takes back at once the SMs that a
+        finished one frees, so every communication waits until programs of the call have ended."""
         computation = state.computation
         if state.call is None or computation is None or not state.call.round:
             return 0.0
@@ -178,7 +180,7 @@ class _Simulation:
         self._advance(state)
 
     def _begin_computation(self, state: RankState) -> bool:
-        """The next kernel call of the current computation, or the first of the next."""
+        """Begins the next kernel call of the current computation, or the first of the next."""
         if state.computation is not None:
             return False
         if not state.calls:
@@ -255,7 +257,7 @@ class _Simulation:
             self._communicated([(rank, at)])
 
     def _pair(self, flow: _Flow, end: _Place, pieces: tuple[Piece, ...], *, sends: bool) -> None:
-        """One end of a flow waits for the other."""
+        """Begins a flow if the other end waits for this one; otherwise this end waits."""
         waiting = self._ends[flow, not sends]
         if not waiting:
             self._ends[flow, sends].append(end)

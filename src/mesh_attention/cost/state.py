@@ -49,6 +49,8 @@ class Capacity:
 
 
 class Clock:
+    """Starts activities, and calls each one's `ended` at the time at which it ends."""
+
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, int, Activity]] = []
@@ -107,7 +109,7 @@ class Clock:
 
 
 class RankState:
-    """The next operations of a rank's compute and communication streams, and finished operations.
+    """One rank: the next operations of its two streams, and what it runs now.
 
     `calls` are the kernel calls left of the current computation, the next call last; `call` runs
     now, if any does. `known_computing`: whether the transfers of this rank count it as computing.
@@ -189,8 +191,8 @@ class Capacities:
         self.of_flow = cache(self._of_flow)
 
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
-        """The NICs of a collective between nodes: none where each rank has its own NIC and its
-        transfers follow each other."""
+        """What a collective shares: NICs, if it goes between nodes. It shares nothing where each
+        rank has its own NIC and transfers of a rank follow each other."""
         if len({self._links.node_of(device) for device in devices}) == 1:
             return self._inside(devices, devices)
         if not self._cluster.ranks_share_nics and not self._at_once:

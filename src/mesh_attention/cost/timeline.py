@@ -30,7 +30,7 @@ class Stream(StrEnum):
 
 @dataclass(slots=True)
 class RankTimes:
-    """By operation of the program, in seconds from the beginning."""
+    """The times of each operation of a program, in seconds from the beginning."""
 
     issued: list[float]
     start: list[float]
@@ -99,13 +99,13 @@ class Timeline:
 
     @cached_property
     def busy_seconds(self) -> tuple[dict[Stream, float], ...]:
-        """Of each rank's streams, at work."""
+        """For each rank the seconds that each stream works."""
         return tuple(busy for busy, _ in self._busy)
 
     @cached_property
     def _busy(self) -> list[tuple[dict[Stream, float], float]]:
-        """Of each rank: its streams at work, and any of them. One that stands for others has its
-        times in common with them."""
+        """For each rank the seconds that each stream works, and that any of them does. Ranks that
+        were not simulated themselves have the times of the rank that stands for them."""
         known: dict[int, tuple[dict[Stream, float], float]] = {}
         for rank, times in enumerate(self.ranks):
             if id(times) not in known:
@@ -125,26 +125,26 @@ class Timeline:
 
     @property
     def idle_seconds(self) -> list[float]:
-        """Of each rank, in which it computes nothing: waiting for data, for other ranks, and at the
-        end for the slowest one."""
+        """The seconds in which each rank computes nothing: it waits for data, for other ranks, and
+        at the end for the slowest rank."""
         return [self.runtime_seconds - busy[Stream.COMPUTE] for busy in self.busy_seconds]
 
     @property
     def exposed_communication_seconds(self) -> float:
-        """Idle time, as a mean over ranks: communication and other ranks that a rank waits for."""
+        """The mean of `idle_seconds` over ranks."""
         return sum(self.idle_seconds) / len(self.ranks)
 
     @property
     def waiting_for_ranks_seconds(self) -> float:
-        """The part of it in which nothing of the rank is in flight either: others have not come to
-        what it needs of them, or still compute when it is done."""
+        """The part of the exposed seconds in which the rank has nothing in flight either: others
+        have not come to what it needs of them, or still compute when it is done."""
         busy = sum(any_busy for _, any_busy in self._busy) / len(self.ranks)
         waiting = self.runtime_seconds - busy
         return min(max(waiting, 0.0), self.exposed_communication_seconds)
 
     @property
     def open_communication_seconds(self) -> float:
-        """The other part: something is in flight, and nothing is computed beside it."""
+        """The other part of the exposed seconds: the rank has something in flight."""
         return self.exposed_communication_seconds - self.waiting_for_ranks_seconds
 
     @property
@@ -156,7 +156,7 @@ class Timeline:
 
     @cached_property
     def flops(self) -> float:
-        """Of all ranks, by the area of the mask."""
+        """The floating-point operations of all ranks, by the area of the mask."""
         problem = self.plan.problem
         backward = self.pass_.direction is Direction.BACKWARD
         return problem.flops(num_pairs(problem), backward=backward)
@@ -168,7 +168,7 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Workspace together with the caller's shards and the results."""
+        """The most bytes of a rank: workspace, the caller's shards and the results."""
         problem, programs = self.plan.problem, self.pass_.programs
         kept = max(  # ranks that do the same with other heads have as much
             sum(b.num_bytes(problem) for b in programs[r].buffers if b.role is not Role.WORKSPACE)

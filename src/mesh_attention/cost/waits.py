@@ -1,8 +1,8 @@
-"""For what each operation of a rank waits, by the way communication and computation overlap.
+"""Which operations of its rank each operation waits for, by the way that both streams overlap.
 
-`events`: for its own inputs, as the executor does. `strict`: both halves of a step finish before
-the next step begins, as the paper does. `none`: one operation at a time. Estimate and simulator
-both begin an operation when those it waits for are done.
+`events`: it waits for its own inputs, as in the executor. `strict`: both halves of a step end
+before the next step begins, as in the paper. `none`: operations run one at a time. Estimate and
+simulator both begin an operation when those it waits for are done.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Overlap(StrEnum):
 def waits_of_rank(
     compiled: Compiled, rank: int, overlap: Overlap, *, at_once: bool
 ) -> tuple[WaitsOfOps, int]:
-    """Of one rank by itself, with the bytes of its workspace. `at_once`: transfers do not follow
-    each other."""
+    """The waits of one rank's operations, and the bytes of its workspace. `at_once`: transfers do
+    not follow each other."""
     program = compiled.pass_.programs[rank]
     memory, waits = workspace_map(program, compiled.plan.problem), compiled.waits.get(rank)
     if waits is None:

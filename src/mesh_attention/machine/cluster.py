@@ -79,7 +79,7 @@ class Network:
 
     @property
     def many_peers(self) -> ManyPeersLink:
-        """What all-to-alls between nodes are reckoned by."""
+        """The link of all-to-alls between nodes: `all_to_all`, or what follows without it."""
         if self.all_to_all is not None:
             return self.all_to_all
         together = max(self.peer.gb_per_second, self.peer_node_gb_per_second / self.nics)
@@ -89,7 +89,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What transfers run on."""
+    """The links of a cluster, and which of them a device uses."""
 
     node: Node
     network: Network
@@ -152,7 +152,7 @@ class Cluster:
     host_driven: bool | None = None
 
     def passes(self, direction: str) -> dict[str, PassRates]:
-        """That pass of the kernels that have it, by name."""
+        """By name, the rates of the kernels that have this pass."""
         return {
             name: rates
             for name, kernel in self.kernels.items()
@@ -160,7 +160,7 @@ class Cluster:
         }
 
     def best_tflops(self, direction: str) -> float:
-        """Of the fastest kernel in that pass, in its best kind of calls."""
+        """The TFLOP/s of the fastest kernel in a pass, at its best."""
         passes = self.passes(direction).values()
         return max(rate.tflops for rates in passes for rate in rates.rates.values())
 

@@ -59,11 +59,12 @@ class PassRates:
     pair_sms: int | None = field(default=None, kw_only=True)
 
     def lost(self, sms: int) -> float | None:
-        """Beside a communication, of its speed on a GPU with so many SMs; None: as all."""
+        """The part of its speed that a call loses beside a communication, on a GPU with so many
+        SMs; None: what the cluster says of all kernels."""
         return self.sm_margin / sms if self.sm_margin else self.slowdown
 
     def rate(self, kind: str) -> KernelRate | None:
-        """Of calls `full`, `causal` or `range`."""
+        """The curve of calls that are `full`, `causal` or `range`."""
         return {"full": self.full, "causal": self.causal, "range": self.range}[kind]
 
     @property
@@ -100,7 +101,7 @@ class KernelFacts:
 
 @cache
 def library_facts() -> Mapping[str, KernelFacts]:
-    """Of the library's own kernels, by name."""
+    """The facts of the library's own kernels, by name."""
     facts: dict[str, KernelFacts] = {}
     folder = resources.files("mesh_attention") / "kernels"
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
@@ -112,7 +113,7 @@ def library_facts() -> Mapping[str, KernelFacts]:
 
 
 def library_kernels(measured_on: str = "H200") -> dict[str, KernelRates]:
-    """Of GPUs of this kind."""
+    """The library's kernels whose facts were measured on GPUs of this kind."""
     return {
         name: facts.rates
         for name, facts in library_facts().items()
@@ -142,7 +143,7 @@ def facts_fault(kernel: Any) -> str | None:
 
 
 def facts_of(kernel: Any) -> KernelRates:
-    """The facts that a kernel brings, or else those of the library. A kernel without any counts as
+    """The rates that a kernel brings, or else those of the library. A kernel without any counts as
     fast."""
     own = getattr(kernel, "facts", None)
     known: KernelRates | KernelFacts = own or library_facts().get(kernel.name) or UNKNOWN

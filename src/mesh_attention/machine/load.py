@@ -79,7 +79,7 @@ def parse_cluster(text: str, source: str) -> Cluster:
 
 
 def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
-    """From what TOML holds; `source` names it in errors."""
+    """The cluster of a table as TOML holds it; `source` names the file in errors."""
     own = dict(table)
     like = own.pop("kernels_of", None)
     if like is not None and ("kernels" in own or like not in cluster_names()):

@@ -53,7 +53,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """By which schedulers order tasks: they need ratios, not truth."""
+    """Costs by which schedulers order tasks: they need ratios, not truth."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -98,7 +98,7 @@ def _under_a_mask(cluster: Cluster, direction: str) -> KernelRate:
 
 
 def costs_of(cluster: Cluster, num_ranks: int) -> Costs:
-    """For so many ranks."""
+    """The costs on so many ranks of a cluster: inside a node, or between nodes."""
     inside = num_ranks <= cluster.node.ranks
     link = cluster.node.collective if inside else cluster.network.collective
     return Costs(
@@ -110,7 +110,7 @@ def costs_of(cluster: Cluster, num_ranks: int) -> Costs:
 
 @cache
 def usual_cluster() -> Cluster:
-    """Read once: every executor asks for it."""
+    """The cluster that is taken where nobody names one. It is read once."""
     return load_cluster(USUAL)
 
 
@@ -120,6 +120,6 @@ def usual_links() -> Links:
 
 @cache
 def usual_costs() -> Costs:
-    """Between nodes."""
+    """The costs of the usual cluster between nodes."""
     cluster = usual_cluster()
     return costs_of(cluster, 2 * cluster.node.ranks)

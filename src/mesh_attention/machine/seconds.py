@@ -42,8 +42,8 @@ class CallSize(NamedTuple):
 def kernel_seconds(
     rates: PassRates, gpu: Gpu, size: CallSize, flops: float, *, rounds: float | None = None
 ) -> float | None:
-    """Undisturbed; None where the kernel does not take such calls. `rounds`: of its tiles over the
-    SMs, where others fill the last."""
+    """How long a call takes; None where the kernel does not take such calls. `rounds`: how many
+    rounds its tiles take over the SMs, where other calls fill the last."""
     if rates.ranges and size.kind != "full":
         rate, seen = rates.range, 2 * size.pairs / size.rows
     else:
@@ -150,7 +150,7 @@ def rounds_of_parts(first: int, leaving: int, sms: int, leave_sms: int) -> int:
 
 
 def memory_seconds(gpu: Gpu, num_bytes: float) -> float:
-    """A pass over so many bytes."""
+    """How long a pass over so many bytes takes."""
     return gpu.gap_microseconds * 1e-6 + num_bytes / (gpu.memory_gb_per_second * 1e9)
 
 
@@ -183,7 +183,7 @@ class GroupShape:
 
 
 def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
-    """An all-gather or a reduce-scatter with `part_bytes` of each member."""
+    """How long an all-gather or a reduce-scatter takes, with `part_bytes` of each member."""
     inside, network = links.node.collective, links.network.collective
     size = len(shape.nodes)
     if size == 1:
@@ -201,7 +201,8 @@ def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
 def all_to_all_seconds(
     links: Links, shape: GroupShape, sent: Mapping[int, int], received: Mapping[int, int], at: int
 ) -> float:
-    """For the member at place `at`, which sends and receives these bytes by member."""
+    """How long an all-to-all takes the member at place `at`, which sends and receives these bytes
+    by member."""
     if len(shape.nodes) == 1:
         return 0.0
     nodes, sharing, many = shape.nodes, shape.behind_nic[at], links.network.many_peers
@@ -221,7 +222,7 @@ def all_to_all_seconds(
 
 
 def flow_seconds(links: Links, source: int, target: int, num_bytes: int) -> float:
-    """Point-to-point between two devices."""
+    """How long a message between two devices takes."""
     inside = links.node_of(source) == links.node_of(target)
     link = links.node.peer if inside else links.network.peer
     return link.latency_microseconds * 1e-6 + num_bytes / (link.gb_per_second * 1e9)

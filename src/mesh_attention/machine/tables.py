@@ -24,13 +24,13 @@ _MAY_BE_ZERO = ("microseconds", "half_rows", "half_columns", "slowdown", "margin
 
 
 def read_table(kind: type[T], table: Mapping[str, Any], source: str) -> T:
-    """`source` names the file in errors."""
+    """A dataclass of this kind from a table; `source` names the file in errors."""
     value: T = _read(kind, table, source, ())
     return value
 
 
 def without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    """As a file has it: fields that are left out are not there."""
+    """The table without fields that are None, as files leave them out."""
     return {
         name: without_none(value) if isinstance(value, dict) else value
         for name, value in table.items()

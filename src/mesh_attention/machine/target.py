@@ -46,7 +46,7 @@ class Target:
         return self.own_stream and self.two_streams
 
     def kernel(self, direction: str, kind: str) -> tuple[str, PassRates] | None:
-        """That does such calls; None where none of those at hand takes them."""
+        """The kernel for such calls, with its rates; None where no kernel at hand takes them."""
         name = (self.forward if direction == "forward" else self.backward).get(kind)
         rates = None if name is None else self.kernels[name].of(direction)
         return None if name is None or rates is None else (name, rates)

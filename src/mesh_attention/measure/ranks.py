@@ -79,11 +79,11 @@ class Ranks:
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def average(self, numbers: Sequence[float]) -> list[float]:
-        """Over all ranks."""
+        """The mean of each number over all ranks."""
         return [x / self.size for x in self._reduced(numbers, dist.ReduceOp.SUM)]
 
     def longest(self, seconds: float) -> float:
-        """Of all ranks."""
+        """The most seconds of any rank."""
         return self._reduced([seconds], dist.ReduceOp.MAX)[0]
 
     def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
@@ -92,6 +92,7 @@ class Ranks:
         return [float(x) for x in tensor]
 
     def everyones(self, value: Any) -> list[Any]:
+        """The value of each rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
