@@ -98,7 +98,7 @@ def tune(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     steps: list[tuple[int, int]] = []
     outcome = tuned(4, progress=lambda *at: steps.append(at))
     results["went_on"] = outcome.before, outcome.taken, [x.key for x in outcome.best], steps
-    results["measured"] = outcome.tuning.measured
+    results["measured"] = outcome.tuning.known
     results["known"] = (lambda x: (x.before, x.taken, x.stays))(tuned(4))
     answer = read_tuned(file).answer(PROBLEM, world_size, OPTIONS)
     plan = answer.question(PROBLEM, world_size).plan()
@@ -196,7 +196,7 @@ def refusals(rank: int, folder: str) -> dict[str, Any]:
         results["noted"] = (
             outcome.taken,
             outcome.before,
-            sorted(set(outcome.tuning.refused.values())),
+            sorted({x for x in outcome.tuning.known.values() if isinstance(x, str)}),
             entry(),
         )
         results["lines"] = lines
@@ -237,8 +237,7 @@ def test_a_refusal_leaves_what_has_run() -> None:
     forward, backward = (every[direction][0] for direction in Direction)
     tuning = Tuning(every, {forward.key: 1.0})
     tuning.refuse((forward, backward), "why")
-    assert tuning.measured == {forward.key: 1.0, backward.key: float("inf")}
-    assert tuning.refused == {backward.key: "why"}
+    assert tuning.known == {forward.key: 1.0, backward.key: "why"}
 
 
 def test_all_ranks_choose_the_same_and_the_file_has_it(pool: WorkerPool, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from mesh_attention.choose.pass_scores import PassScores
 from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion, are_of_one_setting
 from mesh_attention.choose.search import PassSearch
+from mesh_attention.choose.tuned import Known
 from mesh_attention.cost.planning import collector_paused, default_layout
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
@@ -140,13 +141,16 @@ def key_of(pair: Pair) -> str:
 
 @dataclass
 class Tuning:
-    """What was measured so far, and what to measure next. `measured` has seconds by `Scored.key`,
-    or inf for a setting that cannot run. `refused` has the reasons: by that key, or by `key_of` for
-    two that cannot run together."""
+    """What was measured so far, and what to measure next. `known` is as files have it: by
+    `Scored.key` seconds, or why a setting cannot run; by `key_of` why two cannot run together."""
 
     contenders: Mapping[Direction, Sequence[Scored]]
-    measured: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    known: Known = field(default_factory=dict)
+
+    def measured(self, scored: Scored) -> float:
+        """The seconds of a setting; inf where it cannot run, or was not measured yet."""
+        known = self.known.get(scored.key, inf)
+        return inf if isinstance(known, str) else known
 
     def next(self) -> Pair | None:
         """The two settings to measure now; None when nothing promises more than the best."""
@@ -160,7 +164,7 @@ class Tuning:
         new = [
             pair
             for pair in self._pairs()
-            if any(scored.key not in self.measured for scored in pair) and hope(pair) < most
+            if any(scored.key not in self.known for scored in pair) and hope(pair) < most
         ]
         refusals = self._refusals()
 
@@ -178,60 +182,56 @@ class Tuning:
     def refuse(self, pair: Pair, reason: str) -> None:
         """Notes that two settings cannot run together. One that has run before is not the cause;
         where neither has, the cause may be one of them or both together."""
-        causes = [scored for scored in pair if not self._is_known(scored)]
+        causes = [scored for scored in pair if self.measured(scored) == inf]
         if len(causes) == len(pair):
-            self.refused[key_of(pair)] = reason
+            self.known[key_of(pair)] = reason
             refusals = self._refusals()
             causes = [scored for scored in pair if refusals[scored.key] >= MOST_REFUSALS]
-        self.refused |= {scored.key: reason for scored in causes}
-        self.measured |= {scored.key: inf for scored in causes}
+        self.known |= {scored.key: reason for scored in causes}
 
     def seconds(self, pair: Pair) -> float:
-        return sum(self.measured[scored.key] for scored in pair)
+        return sum(map(self.measured, pair))
 
     def best(self) -> Pair | None:
         """The fastest two that were measured; the passes may come from different runs."""
-        known = [pair for pair in self._pairs() if all(map(self._is_known, pair))]
+        known = [pair for pair in self._pairs() if self.seconds(pair) < inf]
         return min(known, key=self.seconds, default=None)
 
     def ratio(self, scored: Scored) -> tuple[float, bool]:
         """Measured over predicted seconds, and whether that is about this method in this pass."""
-        known = [other for other in self.contenders[scored.direction] if self._is_known(other)]
+        known = [other for other in self.contenders[scored.direction] if self.measured(other) < inf]
         of_method = [other for other in known if other.name == scored.name]
         if not known:
             return 1.0, False
-        logs = [log(self.measured[x.key] / x.seconds) for x in of_method or known]
+        logs = [log(self.measured(x) / x.seconds) for x in of_method or known]
         return exp(sum(logs) / len(logs)), bool(of_method)
 
     def _hope(self, scored: Scored) -> float:
-        if scored.key in self.measured:
-            return self.measured[scored.key]
+        if scored.key in self.known:
+            return self.measured(scored)
         ratio, is_of_method = self.ratio(scored)
         return scored.seconds * ratio * (HOPE_OF_SETTING if is_of_method else HOPE_OF_METHOD)
 
     def _unmeasured_beside(self, scored: Scored, pair: Pair, hopes: Mapping[str, float]) -> Scored:
         """The setting, or if it was measured before, the most promising that was not, in the same
         place: a run measures both passes."""
-        if scored.key not in self.measured:
+        if scored.key not in self.known:
             return scored
         others = [
             other
             for other in self.contenders[scored.direction]
-            if other.key not in self.measured and other.place == pair[0].place and not other.recalls
+            if other.key not in self.known and other.place == pair[0].place and not other.recalls
         ]
         return min(others, key=lambda other: hopes[other.key], default=scored)
 
     def _refusals(self) -> Counter[str]:
         """How often each setting that has not run could not run beside others."""
-        pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.refused]
-        return Counter(x.key for pair in pairs for x in pair if not self._is_known(x))
-
-    def _is_known(self, scored: Scored) -> bool:
-        return self.measured.get(scored.key, inf) < inf
+        pairs = [pair for pair in self._all_pairs() if key_of(pair) in self.known]
+        return Counter(x.key for pair in pairs for x in pair if self.measured(x) == inf)
 
     def _pairs(self) -> list[Pair]:
         """The pairs that may run together."""
-        return [pair for pair in self._all_pairs() if key_of(pair) not in self.refused]
+        return [pair for pair in self._all_pairs() if key_of(pair) not in self.known]
 
     def _all_pairs(self) -> list[Pair]:
         return [

@@ -85,18 +85,18 @@ def _log(line: str) -> None:
 
 def _rows(outcome: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
     """The measured settings, the fastest first."""
-    measured = outcome.tuning.measured
-    known = [scored for scored in outcome.tuning.contenders[direction] if scored.key in measured]
+    tuning = outcome.tuning
+    known = [scored for scored in tuning.contenders[direction] if scored.key in tuning.known]
     return [
         {
             "method": scored.name,
             "options": scored.options,
             "text": scored.text,
             "predicted_seconds": scored.seconds,
-            "seconds": None if measured[scored.key] == inf else measured[scored.key],
-            "cannot_run": outcome.tuning.refused.get(scored.key),
+            "seconds": tuning.measured(scored) if tuning.measured(scored) < inf else None,
+            "cannot_run": tuning.known[scored.key] if tuning.measured(scored) == inf else None,
         }
-        for scored in sorted(known, key=lambda scored: measured[scored.key])
+        for scored in sorted(known, key=tuning.measured)
     ]
 
 
@@ -108,7 +108,7 @@ def _to_json(outcome: TuningOutcome, file: Path, cluster: Cluster, found_by: str
             scored.direction.value: {
                 "method": scored.name,
                 "options": scored.options,
-                "seconds": outcome.tuning.measured[scored.key],
+                "seconds": outcome.tuning.measured(scored),
             }
             for scored in outcome.best
         },

@@ -198,7 +198,7 @@ class Compiled(NamedTuple):
 def compiled_on(
     plan: Plan | Compiled, direction: Direction | str, cluster: Cluster, kernel: str | None = None
 ) -> Compiled:
-    """The pass compiled for the cluster, unless it is compiled already. `kernel`: see `target_on`."""
+    """The pass compiled for the cluster, unless it is already. `kernel`: see `target_on`."""
     if isinstance(plan, Compiled):
         return plan
     pass_, target = plan.direction(direction), plan.target

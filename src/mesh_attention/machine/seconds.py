@@ -162,7 +162,6 @@ class GroupShape:
     num_nodes: int
     crossing: float  # parts of a ring that enter the busiest NIC
     behind_nic: tuple[int, ...]  # for each member: how many members share its NIC
-    several_in_a_node: bool
 
     @staticmethod
     def of(links: Links, devices: tuple[int, ...]) -> GroupShape:
@@ -173,13 +172,8 @@ class GroupShape:
         sharing = Counter(nic_of)
         nics = Counter(node for node, _ in sharing)  # of each node
         crossing = (len(nodes) - 1) / min(nics.values()) if len(members) > 1 else 0.0
-        return GroupShape(
-            nodes,
-            len(members),
-            crossing,
-            behind_nic=tuple(sharing[nic] for nic in nic_of),
-            several_in_a_node=max(members.values()) > 1,
-        )
+        behind_nic = tuple(sharing[nic] for nic in nic_of)
+        return GroupShape(nodes, len(members), crossing, behind_nic)
 
 
 def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
@@ -193,7 +187,7 @@ def ring_seconds(links: Links, shape: GroupShape, part_bytes: int) -> float:
     latency = base + local_hops * inside.hop_microseconds + network_hops * network.hop_microseconds
     crossing = shape.crossing * part_bytes / (network.gb_per_second * 1e9)
     handing_on = 0.0
-    if shape.several_in_a_node:
+    if local_hops:
         handing_on = (size - 1) * part_bytes / (inside.gb_per_second * 1e9)
     return latency * 1e-6 + max(crossing, handing_on)
 

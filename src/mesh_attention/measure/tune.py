@@ -83,15 +83,11 @@ def tune_ranks(
     file: _Output = ranks.of_first(
         lambda: _Output.of(ranks, wanted(problem, ranks.size, options), cluster, output)
     )
-    earlier: Known = ranks.of_first(file.known)
-    known = {} if again else earlier
+    known: Known = ranks.of_first(file.known)
     settings: dict[Direction, list[Scored]] = ranks.of_first(
         lambda: contenders(problem, ranks.size, cluster, options)
     )
-    refused = {key: reason for key, reason in known.items() if isinstance(reason, str)}
-    tuning = Tuning(
-        settings, {key: inf if isinstance(x, str) else x for key, x in known.items()}, refused
-    )
+    tuning = Tuning(settings, {} if again else known)
     before = taken = _runs(tuning)
     while taken < measurements and (pair := tuning.next()) is not None:
         if progress:
@@ -100,17 +96,18 @@ def tune_ranks(
         if isinstance(seconds, Refusal):
             tuning.refuse(pair, seconds.reason)
         else:
-            tuning.measured |= {scored.key: seconds[scored.direction] for scored in pair}
+            tuning.known |= {scored.key: seconds[scored.direction] for scored in pair}
             taken += 1
-        ranks.of_first(lambda: file.note(tuning.measured | tuning.refused))
+        ranks.of_first(lambda: file.note(tuning.known))
         if tell_line:
             tell_line(_line(pair, seconds, taken, measurements))
     best = tuning.best()
     if best is None:
-        raise MeasureError(f"no setting could run here; the last: {[*tuning.refused.values()][-1]}")
+        reasons = [reason for reason in tuning.known.values() if isinstance(reason, str)]
+        raise MeasureError(f"no setting could run here; the last: {reasons[-1]}")
     answer = Answer(
         {scored.direction: (scored.name, scored.options) for scored in best},
-        {scored.direction: tuning.measured[scored.key] for scored in best},
+        {scored.direction: tuning.measured(scored) for scored in best},
         cluster.node.ranks,
         costs_of(cluster, ranks.size),
         file.measured_on,
@@ -192,7 +189,7 @@ def _line(pair: Pair, seconds: dict[Direction, float] | Refusal, taken: int, mos
 def _runs(tuning: Tuning) -> int:
     """Runs that were made: each measures a setting of each pass, of which one may be known."""
     return max(
-        sum(tuning.measured.get(scored.key, inf) < inf for scored in every)
+        sum(tuning.measured(scored) < inf for scored in every)
         for every in tuning.contenders.values()
     )
 
