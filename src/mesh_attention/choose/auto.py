@@ -81,7 +81,7 @@ class PlanChoice:
     @property
     def question(self) -> Question:
         """The question whose answer is the plan of all passes."""
-        chosen = {direction: (x.name, x.options) for direction, x in self.chosen.items()}
+        chosen = {direction: scored.setting for direction, scored in self.chosen.items()}
         return question_of(self.asked.cluster, self.asked.problem, self.asked.num_ranks, chosen)
 
     def plan(self) -> Plan:

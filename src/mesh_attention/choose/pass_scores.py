@@ -158,7 +158,7 @@ class PassScores:
         chunked = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
         return (self.ranks_wait and chunked) or (self._sparse and method.rotates)
 
-    def best_of(self, scored: Sequence[Scored]) -> Scored | None:
+    def best_of(self, scored: Sequence[Scored]) -> Scored:
         """Of settings in the order of their estimates: simulated until no other estimate is shorter
         than the best simulation by more than the tolerance. Settings of one shape differ less than
         shapes do, so the best of each shape come first. An estimate does not win over a simulation:
@@ -188,7 +188,7 @@ class PassScores:
                 best, least = setting, setting.score
             if uncertain and is_last:
                 break
-        return self._simplest_of_ties(best, scored) if best else next(iter(scored), None)
+        return self._simplest_of_ties(best, scored) if best else scored[0]
 
     def _simplest_of_ties(self, best: Scored, scored: Sequence[Scored]) -> Scored:
         """Of the settings that are nearly as fast the one with the fewest operations of a rank: the

@@ -11,13 +11,7 @@ import math
 from collections.abc import Sequence
 
 from mesh_attention.choose.pass_scores import PassScores, best_first
-from mesh_attention.choose.scored import (
-    Place,
-    Score,
-    Scored,
-    SearchQuestion,
-    are_of_one_setting,
-)
+from mesh_attention.choose.scored import Place, Score, Scored, SearchQuestion
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
@@ -73,11 +67,7 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
     def candidates(pass_: PassSearches) -> list[Scored]:
         return [scored for scored in pass_.scored if scored.stays or not stays]
 
-    def best(pass_: PassSearches, scored: Sequence[Scored]) -> list[Scored]:
-        setting = pass_.scores.best_of(scored)
-        return [] if setting is None else [setting]
-
-    firsts = [scored for pass_ in passes for scored in best(pass_, candidates(pass_))]
+    firsts = [pass_.scores.best_of(candidates(pass_)) for pass_ in passes]
     if len({scored.place for scored in firsts}) <= 1:
         return _of_one_setting(passes, firsts)
     for pass_, other in zip(passes, reversed(firsts), strict=True):
@@ -86,12 +76,9 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
     by_place = [_by_place(candidates(pass_)) for pass_ in passes]
     common = [place for place in by_place[0] if place in by_place[1]]
     common.sort(key=lambda place: sum_of([places[place][0] for places in by_place]))
+    scores = [pass_.scores for pass_ in passes]
     pairs = [
-        [
-            scored
-            for pass_, places in zip(passes, by_place, strict=True)
-            for scored in best(pass_, places[place])
-        ]
+        [x.best_of(places[place]) for x, places in zip(scores, by_place, strict=True)]
         for place in common[:_PLACES]
     ]
     return min([_of_one_setting(passes, pair) for pair in pairs], key=sum_of)
@@ -108,7 +95,7 @@ def _of_one_setting(
         return pair
     scores = {pass_.direction: pass_.scores for pass_ in passes}
     forward, backward = (by_direction[direction] for direction in Direction)
-    if are_of_one_setting(forward, backward):
+    if forward.setting == backward.setting:
         return pair
     apart = {**backward.options, "keep": Keep.SHARDS.value}
     of_forward, of_backward = (scores[direction] for direction in Direction)
@@ -129,7 +116,7 @@ def _of_one_setting(
         if enough < sum_of(both):
             break  # a simulation is not shorter than its estimate
         if simulates:
-            both = [scores[x.direction].best_of([x]) or x for x in both]
+            both = [scores[x.direction].best_of([x]) for x in both]
         compared.append(both)
         does_not_fit, seconds = min(map(sum_of, compared))
         enough = does_not_fit, seconds * tie

@@ -108,6 +108,11 @@ class Scored:
         return self.timeline is not None
 
     @property
+    def setting(self) -> tuple[str, dict[str, Any]]:
+        """Passes of the same setting may have one plan, where backward finds what forward keeps."""
+        return self.name, self.options
+
+    @property
     def score(self) -> Score:
         return not self.fits, self.seconds
 
@@ -120,11 +125,6 @@ class Scored:
         """For files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
         return f"{self.direction.value} {self.name} {options}"
-
-
-def are_of_one_setting(forward: Scored, backward: Scored) -> bool:
-    """Whether one plan has both passes, so that backward finds what forward keeps."""
-    return (forward.name, forward.options) == (backward.name, backward.options)
 
 
 def options_text(options: Mapping[str, Any]) -> str:

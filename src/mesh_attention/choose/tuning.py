@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.pass_scores import PassScores
-from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion, are_of_one_setting
+from mesh_attention.choose.scored import SEARCH, Scored, SearchQuestion
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.choose.tuned import Known
 from mesh_attention.cost.planning import collector_paused, default_layout
@@ -74,7 +74,7 @@ def _add_partners(asked: SearchQuestion, by_pass: dict[Direction, list[Scored]])
         apart = {**scored.options, "keep": Keep.SHARDS.value}
         tries = ((forward, Direction.FORWARD, scored.options), (backward, scored.direction, apart))
         for several, direction, options in tries:
-            if all((x.name, x.options) != (scored.name, options) for x in several):
+            if all(x.setting != (scored.name, options) for x in several):
                 scores = PassScores(asked, direction, None)
                 several += [x for x in (scores.attempt(scored.name, dict(options)),) if x]
     for several in (forward, backward):
@@ -239,5 +239,5 @@ class Tuning:
             for forward in self.contenders[Direction.FORWARD]
             for backward in self.contenders[Direction.BACKWARD]
             if forward.place == backward.place
-            and (not backward.recalls or are_of_one_setting(forward, backward))
+            and (not backward.recalls or forward.setting == backward.setting)
         ]

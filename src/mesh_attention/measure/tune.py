@@ -106,7 +106,7 @@ def tune_ranks(
         reasons = [reason for reason in tuning.known.values() if isinstance(reason, str)]
         raise MeasureError(f"no setting could run here; the last: {reasons[-1]}")
     answer = Answer(
-        {scored.direction: (scored.name, scored.options) for scored in best},
+        {scored.direction: scored.setting for scored in best},
         {scored.direction: tuning.measured(scored) for scored in best},
         cluster.node.ranks,
         costs_of(cluster, ranks.size),
@@ -172,7 +172,7 @@ class _Output:
 def _measure(
     ranks: Ranks, problem: Problem, cluster: Cluster, pair: Pair, lasting: float
 ) -> dict[Direction, float]:
-    chosen = {scored.direction: (scored.name, scored.options) for scored in pair}
+    chosen = {scored.direction: scored.setting for scored in pair}
     plan = question_of(cluster, problem, ranks.size, chosen).plan()
     return plan_seconds(ranks, plan, lasting=lasting)
 
