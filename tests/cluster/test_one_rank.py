@@ -16,6 +16,7 @@ from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.waits import Overlap
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
+from mesh_attention.plan.passes.seconds import TransferCosts
 
 PAPER = load_cluster("paper")
 SMALL = replace(PAPER, node=replace(PAPER.node, ranks=2), network=replace(PAPER.network, nics=1))
@@ -73,8 +74,11 @@ def test_a_flow_between_the_same_places_of_two_nodes_is_one_of_as_many_as_a_node
     network = replace(PAPER.network, nics=4, peer_node_gb_per_second=rate)
     cluster = replace(PAPER, node=replace(PAPER.node, ranks=4), network=network)
     group = tuple(range(8))
-    compiled: Any = SimpleNamespace(
-        plan=SimpleNamespace(devices=group), pass_=SimpleNamespace(groups={"all": group})
+    plan: Any = SimpleNamespace(devices=group)
+    pass_: Any = SimpleNamespace(
+        groups={"all": group}, members={"all": {rank: rank for rank in group}}
     )
+    transfers = TransferCosts(cluster.links, plan, pass_)
+    compiled: Any = SimpleNamespace(plan=plan, pass_=pass_, transfers=transfers)
     sharing = _LinkSharing(cluster, compiled)
-    assert [sharing.flow(group, 3, ends) for ends in ((3, 7), (3, 4))] == [4.0, 1.0]
+    assert [sharing.flow("all", 3, ends) for ends in ((3, 7), (3, 4))] == [4.0, 1.0]

@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from mesh_attention.cost.operation_costs import Compiled, TimedCall, compiled_on
@@ -64,25 +63,20 @@ class _LinkSharing:
     """The delay of a rank's transfers on links that it shares, as if all ranks did the same."""
 
     def __init__(self, cluster: Cluster, compiled: Compiled) -> None:
-        self._cluster, self._devices = cluster, compiled.plan.devices
-        self._groups = compiled.pass_.groups
-        per_node = cluster.node.ranks
-        self.nodes = [device // per_node for device in self._devices]
+        self._cluster, self._members = cluster, compiled.pass_.members
+        self._shape, devices = compiled.transfers.shape, compiled.plan.devices
+        self._ranks_of_node = min(cluster.node.ranks, len(devices))
+        self.nodes = [cluster.links.node_of(device) for device in devices]
 
-    def _members_in_node(self, group: Sequence[int], rank: int) -> int:
-        """Members of a group in the node of `rank`."""
-        nodes, node = self.nodes, self.nodes[rank]
-        return sum([nodes[member] == node for member in group])
-
-    def flow(self, group: Sequence[int], rank: int, ends: tuple[int, int]) -> float:
+    def flow(self, group: str, rank: int, ends: tuple[int, int]) -> float:
         """The factor by which a flow out of a node takes longer, as every group of the node has a
         flow at once: as many as it has members if sender and receiver have the same place in their
         nodes, otherwise one."""
-        cluster, network = self._cluster, self._cluster.network
-        members = self._members_in_node(group, rank)
-        flows = min(cluster.node.ranks, len(self._devices)) / members
-        source, target = map(group.index, ends)
-        if (target - source) % members == 0:
+        cluster, network, places = self._cluster, self._cluster.network, self._members[group]
+        nodes = self._shape(group).nodes
+        members = nodes.count(nodes[places[rank]])
+        flows = self._ranks_of_node / members
+        if (places[ends[1]] - places[ends[0]]) % members == 0:
             flows *= members
         room = network.peer_node_gb_per_second / network.peer.gb_per_second
         if cluster.ranks_share_nics:
@@ -90,17 +84,14 @@ class _LinkSharing:
             room = min(room, of_nic * network.nics)
         return max(1.0, flows / room)
 
-    def collective(self, name: str, rank: int) -> tuple[float, bool]:
+    def collective(self, group: str, rank: int) -> tuple[float, bool]:
         """The factor by which a collective takes longer on NICs that ranks share, and whether it
         leaves the node."""
-        cluster, group = self._cluster, self._groups[name]
-        leaves = self._members_in_node(group, rank) < len(group)
-        if not leaves or not cluster.ranks_share_nics:
-            return 1.0, leaves
-        links, devices = cluster.links, self._devices
-        nics = [links.nic_of(devices[member]) for member in group]
-        members = nics.count(links.nic_of(devices[rank]))  # behind the NIC of this rank
-        return max(1.0, cluster.node.ranks / cluster.network.nics / members), leaves
+        cluster, shape = self._cluster, self._shape(group)
+        if shape.num_nodes == 1 or not cluster.ranks_share_nics:
+            return 1.0, shape.num_nodes > 1
+        members = shape.behind_nic[self._members[group][rank]]
+        return max(1.0, cluster.node.ranks / cluster.network.nics / members), True
 
 
 class _Move(NamedTuple):
@@ -118,18 +109,12 @@ class _Rank:
     """The program of one rank, with the seconds of its operations."""
 
     def __init__(
-        self,
-        compiled: Compiled,
-        cluster: Cluster,
-        links: _LinkSharing,
-        overlap: Overlap,
-        rank: int,
+        self, compiled: Compiled, cluster: Cluster, links: _LinkSharing, overlap: Overlap, rank: int
     ) -> None:
         plan, pass_, costs = compiled.plan, compiled.pass_, compiled.costs
         program, problem = pass_.programs[rank], plan.problem
         table = program.buffer_table()
         number = compiled.tables.get(rank, rank)
-        shared = cache(lambda group: links.collective(group, rank))
         self.at_once = transfers_at_once(cluster, overlap)
         self.waits, self.workspace_bytes = waits_of_rank(
             compiled, rank, overlap, at_once=self.at_once
@@ -154,14 +139,14 @@ class _Rank:
                         source, target = (plan.devices[end] for end in ends)
                         seconds = max(seconds, costs.flow(source, target, size))
                         if links.nodes[ends[0]] != links.nodes[ends[1]]:
-                            leaves, sharing = True, links.flow(group, rank, ends)
+                            leaves, sharing = True, links.flow(op.group, rank, ends)
                 slowdown = cluster.disturbance.peer_slowdown(pass_.direction)
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 flows += seconds
             elif isinstance(op, Collective):
                 flow, member = compiled.flows.of(op, number, table), pass_.members[op.group][rank]
                 seconds = costs.collective(op, flow, member)
-                sharing, leaves = shared(op.group)
+                sharing, leaves = links.collective(op.group, rank)
                 slowdown = cluster.disturbance.collective_slowdown
                 self.moves.append(_Move(index, seconds, slowdown, sharing, leaves))
                 collectives[leaves] += seconds

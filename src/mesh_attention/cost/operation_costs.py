@@ -177,19 +177,21 @@ class ClusterCosts:
 
 
 class Compiled(NamedTuple):
-    """A pass as it is timed.
+    """A pass as it is timed, and what its ranks have in common.
 
-    plan     as it was asked for; `pass_` has the compiled programs
-    target   for which they were compiled; None where the caller has costs of its own
-    flows    sizes of transfers; ranks have many in common
-    waits    what each operation must come after, by rank, for ranks that were compiled just now
-    tables   a number for the buffers of each such rank, equal where buffers are alike
+    plan        as it was asked for; `pass_` has the compiled programs
+    target      for which they were compiled; None where the caller has costs of its own
+    transfers   how groups lie on nodes
+    flows       the sizes of transfers
+    waits       what each operation must come after, by rank, for ranks compiled just now
+    tables      a number for the buffers of each such rank, equal where buffers are alike
     """
 
     plan: Plan
     pass_: Pass
     costs: OperationCosts
     target: Target | None
+    transfers: TransferCosts
     flows: SharedFlows
     waits: Mapping[int, Waits]
     tables: Mapping[int, int]
@@ -206,14 +208,13 @@ def compiled_on(
         target = target_on(cluster, plan, kernel)
         made = PassCompiler(plan, pass_, target)
         costs = ClusterCosts(plan, pass_.direction, target, made.clock, made.transfers)
-        programs = made.all_programs()
-        return Compiled(plan, programs, costs, target, made.flows, made.waits, made.tables)
+        common = made.transfers, made.flows, made.waits, made.tables
+        return Compiled(plan, made.all_programs(), costs, target, *common)
     if kernel is not None:
         raise ClusterError(
             f"kernel={kernel}: the plan is compiled for {target.name}; give it as it was"
         )
+    transfers = TransferCosts(cluster.links, plan, pass_)
     clock = CallSeconds(plan, pass_.direction, target)
-    costs = ClusterCosts(
-        plan, pass_.direction, target, clock, TransferCosts(cluster.links, plan, pass_)
-    )
-    return Compiled(plan, pass_, costs, target, SharedFlows(plan.problem), {}, {})
+    costs = ClusterCosts(plan, pass_.direction, target, clock, transfers)
+    return Compiled(plan, pass_, costs, target, transfers, SharedFlows(plan.problem), {}, {})

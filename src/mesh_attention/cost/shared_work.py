@@ -78,8 +78,6 @@ class SharedWork:
         self._calls: defaultdict[int, dict[Operation, tuple[TimedCall, ...]]] = defaultdict(dict)
         self._sizes: defaultdict[int, dict[tuple[Piece, ...], int]] = defaultdict(dict)
         self._bytes: dict[tuple[int, int, int], tuple[int, int, Flows]] = {}
-        self._lies: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._ways_to_lie: dict[tuple[int, ...], int] = {}
         for rank in ranks:
             program = compiled.pass_.programs[rank]
             number = compiled.tables.get(rank)
@@ -127,25 +125,14 @@ class SharedWork:
 
     def received_bytes(self, op: Collective, flows: Flows, member: int) -> tuple[int, int]:
         """The bytes that a member receives, and those of them that come from other nodes."""
-        number, nodes = self._lie(op.group)
+        shape = self._compiled.transfers.shape(op.group)
+        nodes, key = shape.nodes, (id(shape), id(flows), member)
         if not isinstance(op, AllToAll):
             size = flows.received[0][0]
             return (len(nodes) - 1) * size, (len(nodes) - nodes.count(nodes[member])) * size
-        known = self._bytes.get((number, id(flows), member))
+        known = self._bytes.get(key)
         if known is None:
             received = traffic_of(op, flows, member, len(nodes)).received_bytes
             far = far_bytes(op, flows, [node != nodes[member] for node in nodes])
-            known = self._bytes[number, id(flows), member] = received, far, flows
+            known = self._bytes[key] = received, far, flows
         return known[:2]
-
-    def _lie(self, group: str) -> tuple[int, tuple[int, ...]]:
-        """A number that is equal for groups that lie alike on nodes, and the node of each member,
-        in the order in which members come to them."""
-        lies = self._lies.get(group)
-        if lies is None:
-            places: dict[int, int] = {}
-            nodes = [self.nodes[rank] for rank in self._compiled.pass_.groups[group]]
-            alike = tuple([places.setdefault(node, len(places)) for node in nodes])
-            number = self._ways_to_lie.setdefault(alike, len(self._ways_to_lie))
-            lies = self._lies[group] = number, alike
-        return lies

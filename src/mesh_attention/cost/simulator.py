@@ -26,6 +26,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
 from mesh_attention.plan.language.traffic import SharedFlows
+from mesh_attention.plan.passes.seconds import TransferCosts
 from mesh_attention.plan.problem.arguments import choice
 
 
@@ -57,8 +58,8 @@ def simulate(
     pass_ = plan.direction(direction)
     with collector_paused():
         if costs is not None:  # of a caller's own: they may differ between any two ranks
-            flows = SharedFlows(plan.problem)
-            compiled = Compiled(plan, pass_, costs, None, flows, {}, {})
+            common = TransferCosts(cluster.links, plan, pass_), SharedFlows(plan.problem)
+            compiled = Compiled(plan, pass_, costs, None, *common, {}, {})
             ranks: Sequence[int] = range(plan.num_ranks)
         else:
             compiled = compiled_on(plan, direction, cluster, kernel)
