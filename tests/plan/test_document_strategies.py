@@ -15,7 +15,6 @@ from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.document_costs import LayerCosts
 from mesh_attention.choose.documents import BatchChoice, choose_strategies
 from mesh_attention.choose.pack import Layer, Packer
-from mesh_attention.machine.rates import usual_rates
 from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks
@@ -152,9 +151,7 @@ def test_the_unevenness_of_a_mesh_is_that_of_its_tiles(kind: LayoutKind) -> None
         mask = Mask(causal=rng.random() < 0.6, documents=random_cuts(rng, tokens, 3))
         problem = Problem(tokens, 4, 8, mask=mask)
         layout = Layout(kind, tokens, ranks)
-        predicted = (
-            LayerCosts(problem, ranks, usual_rates()).mesh(tile, (layout, layout)).unevenness
-        )
+        predicted = LayerCosts(problem, ranks).mesh(tile, (layout, layout)).unevenness
         plan = make_plan(problem, ranks, method="mesh", layout=kind, tile=tile)
         assert predicted == pytest.approx(balance(plan, plan.forward).ratio), (problem, tile)
 
@@ -164,7 +161,7 @@ def test_predicted_bytes_are_those_that_plans_count(kind: str) -> None:
     """What the worst rank receives in the forward pass, but for statistics and padding."""
     starts = (0, 300, 301, 1200, 4096)
     problem = Problem(4096, 8, 64, num_kv_heads=4, mask=Mask(causal=True, documents=starts))
-    costs = LayerCosts(problem, 8, usual_rates())
+    costs = LayerCosts(problem, 8)
     layout = Layout(LayoutKind(kind), 4096, 8)
     for method, cost in (
         ("seen", costs.seen(layout, layout)),

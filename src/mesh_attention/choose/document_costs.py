@@ -1,7 +1,7 @@
 """How long the strategies for a batch of documents take, roughly and in closed form.
 
 Only enough to choose between them, for a new batch at every step: pairs and rows are counted by
-intervals, exactly, and become seconds by the rates of one kind of machine. Of these only the
+intervals, exactly, and become seconds by the rates of the usual cluster. Of these only the
 proportions matter. The estimate of `cost/` needs the programs of every candidate, which takes fifty
 times as long as all of this: too long for every batch.
 
@@ -13,13 +13,16 @@ take longer; and what no attention can hide comes on top: the first of about eig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.machine.rates import Rates
+from mesh_attention.machine.kernel_facts import REFERENCE_HEADS, KernelRate
+from mesh_attention.machine.rates import usual_cluster
 from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
+from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
 from mesh_attention.plan.methods.parts.needed_rows import needed_keys, pairs_of_ranks
@@ -46,11 +49,10 @@ class Cost(NamedTuple):
 class LayerCosts:
     """The costs of one layer of a batch, by the method that does it."""
 
-    def __init__(self, problem: Problem, num_ranks: int, rates: Rates) -> None:
-        self._problem = problem
-        self._ranks = num_ranks
-        self._rates = rates
-        self._rows = problem.rows
+    def __init__(self, problem: Problem, num_ranks: int, ranks_per_node: int | None = None) -> None:
+        """`ranks_per_node`: of the usual cluster where it is None."""
+        self._problem, self._ranks, self._rows = problem, num_ranks, problem.rows
+        self._per_node = ranks_per_node or usual_cluster().node.ranks
         p = problem
         self._kv_bytes = p.kv_heads * (p.head_dim + p.v_dim) * p.element_bytes  # of a token
         self._slots = -(-p.q_tokens // num_ranks)
@@ -84,12 +86,12 @@ class LayerCosts:
         pairs = pairs_of_ranks(layout, self._rows)
         tokens = needed_keys(layout, kv_layout, self._rows, 1).tokens_between()
         np.fill_diagonal(tokens, 0)
-        node = np.arange(n) // self._rates.ranks_per_node
+        node = np.arange(n) // self._per_node
         near = np.where(node[:, None] == node, tokens, 0)
         inside, every = (np.maximum(x.sum(0), x.sum(1)) for x in (near, tokens))
         received = float(tokens.sum(1).max()) * self._kv_bytes
         peers = int((tokens > 0).sum(1).max())
-        moved = self._rates.transfer(
+        moved = _transfer_seconds(
             float(inside.max()) * self._kv_bytes,
             float((every - inside).max()) * self._kv_bytes,
             peers,
@@ -99,7 +101,7 @@ class LayerCosts:
     def mesh(self, tile: tuple[int, int], layouts: tuple[Layout, Layout] | None = None) -> Cost:
         """All keys and queries of a tile travel, whatever they see. Without layouts, and where
         shards lie in no order, as if the work of the tiles were even."""
-        p, (a, b), per_node = self._problem, tile, self._rates.ranks_per_node
+        p, (a, b), per_node = self._problem, tile, self._per_node
         pairs = self._all_pairs / self._ranks
         if layouts and layouts[0].kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
             pairs = float(pairs_of_tiles(*layouts, self._rows, tile).max())
@@ -112,7 +114,7 @@ class LayerCosts:
         for q_side, kv_side in ((head + v_head, kv), (2 * head + v_head, 2 * kv)):
             inside = near[0] * q_side + near[1] * kv_side
             outside = (a - 1) * q_side + (b - 1) * kv_side - inside
-            seconds.append(self._rates.transfer(inside, outside, a + b - 2))
+            seconds.append(_transfer_seconds(inside, outside, a + b - 2))
         received = (a - 1) * (head + v_head) + (b - 1) * kv
         return self._overlapped(pairs, a * self._slots, seconds, received)
 
@@ -136,15 +138,18 @@ class LayerCosts:
     def _spread(self, num_bytes: float, messages: int) -> float:
         """Seconds of bytes that go to all other ranks alike."""
         n = self._ranks
-        outside = max(n - self._rates.ranks_per_node, 0) / (n - 1) * num_bytes if n > 1 else 0.0
-        return self._rates.transfer(num_bytes - outside, outside, messages)
+        outside = max(n - self._per_node, 0) / (n - 1) * num_bytes if n > 1 else 0.0
+        return _transfer_seconds(num_bytes - outside, outside, messages)
 
     def _attention(self, pairs: float, rows: int, heads: int, backward: int) -> float:
+        """Seconds of one call, which shows so many pairs of a head."""
         if not pairs:
             return 0.0
-        p = self._problem
+        p, curves = self._problem, _under_a_mask()
         flops = p.flops(1, backward=bool(backward)) * pairs * heads / p.num_heads
-        return self._rates.attention(flops, rows, pairs / rows, heads, backward=bool(backward))
+        slower = 1 + curves[0].half_rows * REFERENCE_HEADS / (rows * heads)
+        slower += curves[backward].half_columns / (2 * (pairs / rows))
+        return _launch_seconds() + flops * slower / (curves[backward].tflops * 1e12)
 
     def _overlapped(
         self, pairs: float, rows: int, transfers: Sequence[float], received_bytes: float
@@ -156,3 +161,36 @@ class LayerCosts:
             hidden = moved * self._hidden
             seconds += moved - hidden + max(attention, hidden)
         return Cost(seconds, received_bytes, pairs / mean if mean else 1.0)
+
+
+@cache
+def _under_a_mask() -> tuple[KernelRate, KernelRate]:
+    """The fastest curve for calls with a mask, forward and backward."""
+    forward, backward = (
+        max(
+            (rate for kernel in kernels for kind, rate in kernel.rates.items() if kind != "full"),
+            key=lambda rate: rate.tflops,
+        )
+        for kernels in (usual_cluster().passes(direction).values() for direction in Direction)
+    )
+    return forward, backward
+
+
+@cache
+def _launch_seconds() -> float:
+    kernels = usual_cluster().passes(Direction.FORWARD).values()
+    return min(kernel.launch_microseconds for kernel in kernels) * 1e-6
+
+
+def _transfer_seconds(inside: float, between: float, messages: int) -> float:
+    """Seconds of a rank's bytes on both kinds of links at once, and something for each message."""
+    if inside + between == 0:
+        return 0.0
+    node, network = usual_cluster().node, usual_cluster().network
+    link = network.collective
+    moved = max(
+        inside / (node.collective.gb_per_second * 1e9),
+        between / (link.gb_per_second * 1e9 * network.nics / node.ranks),
+    )
+    latency = (link.base_microseconds + link.hop_microseconds) * 1e-6
+    return moved + latency + messages * (network.many_peers.message_microseconds * 1e-6)

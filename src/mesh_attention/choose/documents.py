@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_attention.choose.document_costs import Cost, LayerCosts
-from mesh_attention.machine.rates import Rates, usual_rates
 from mesh_attention.plan.methods.parts.assignment import best_tile
 from mesh_attention.plan.methods.parts.needed_rows import has_few_ranges
 from mesh_attention.plan.methods.question import Question, ask
@@ -68,7 +67,7 @@ def choose_strategies(
     *,
     shards: Shards | None = None,
     relayout: bool = False,
-    rates: Rates | None = None,
+    ranks_per_node: int | None = None,
 ) -> BatchChoice:
     """The best layout and methods for layers of one batch. `shards`: the layout of tensors that are
     cut already, which is then taken. `relayout`: the tensors are contiguous shards, and any other
@@ -76,7 +75,7 @@ def choose_strategies(
     fewest bytes by the sizes of the first layer."""
     tile = best_tile(num_ranks, layers[0])
     problems = [layer.with_documents(documents, kv_documents) for layer in layers]
-    costs = {p: LayerCosts(p, num_ranks, rates or usual_rates()) for p in problems}
+    costs = {p: LayerCosts(p, num_ranks, ranks_per_node) for p in problems}
     layouts = []
     candidates = [shards] if shards else _shards(layers, num_ranks, documents, kv_documents)
     for kind, stretches in candidates:

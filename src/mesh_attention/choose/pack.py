@@ -16,7 +16,6 @@ from typing import Any
 
 from mesh_attention.choose.documents import Starts, Strategy, choose_strategies
 from mesh_attention.errors import PlanError
-from mesh_attention.machine.rates import Rates, usual_rates
 from mesh_attention.plan.methods.question import Question
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
@@ -138,7 +137,7 @@ class Pack:
             self.kv_documents,
             shards=(self.layout_kind, self.stretches),
             relayout=self.relayout,
-            rates=_rates([layer]),
+            ranks_per_node=layer.ranks_per_node,
         )
         return choice.strategies[0], choice.reason
 
@@ -170,6 +169,7 @@ class Packer:
         strategies: tuple[tuple[Layer, Strategy], ...] = ()
         if free:
             wanted = next((layer.layout for layer in self.layers if layer.layout), None)
+            nodes = (layer.ranks_per_node for layer in self.layers if layer.ranks_per_node)
             if wanted is None and len(documents) == len(kv_documents) == 2 and not self.relayout:
                 wanted = _usual_layout(self.layers)  # one sequence is cut as `shard` cuts it
             choice = choose_strategies(
@@ -179,7 +179,7 @@ class Packer:
                 kv_documents,
                 shards=None if wanted is None else (wanted, None),
                 relayout=self.relayout,
-                rates=_rates(self.layers),
+                ranks_per_node=next(nodes, None),
             )
             strategies = tuple(zip(free, choice.strategies, strict=True))
             layout, stretches, reason = choice.layout, choice.stretches, choice.reason
@@ -198,13 +198,6 @@ class Packer:
             num_rows=num_rows,
             relayout=self.relayout,
         )
-
-
-def _rates(layers: Sequence[Layer]) -> Rates:
-    """Of the usual machines, with nodes of the size that a layer says."""
-    said = [layer.ranks_per_node for layer in layers if layer.ranks_per_node is not None]
-    usual = usual_rates()
-    return replace(usual, ranks_per_node=said[0]) if said else usual
 
 
 def _layout_of_questions(layers: Sequence[Layer]) -> tuple[LayoutKind, Stretches | None]:
