@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, degree_and_tile, shows_little
-from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes, place_of
+from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes
 from mesh_attention.choose.shapes import setting_key
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.operation_costs import Compiled, compiled_on
@@ -123,7 +123,7 @@ class PassScores:
             seconds,
             peak_bytes,
             fits=peak_bytes <= gpu_bytes(asked.cluster),
-            place=place_of(plan),
+            place=str(plan.q_layout.to_json()),
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
             may_wait=waits,

@@ -143,10 +143,6 @@ def gpu_bytes(cluster: Cluster) -> int:
     return int(cluster.gpu.memory_gib * 2**30)
 
 
-def place_of(plan: Plan) -> Place:
-    return str(plan.q_layout.to_json())
-
-
 @dataclass(frozen=True)
 class SearchQuestion:
     """What all passes and layouts of a search have in common."""

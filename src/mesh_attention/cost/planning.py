@@ -23,7 +23,7 @@ from mesh_attention.plan.methods.question import BOTH, Question, ask
 from mesh_attention.plan.problem.arguments import number
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.problem.runs import Run, num_visible
 
 
 def plan_on(
@@ -93,8 +93,7 @@ def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str,
 
 def num_pairs(problem: Problem) -> int:
     """Pairs of queries and keys that the mask shows, as if there were one head."""
-    queries, keys = [Run(0, problem.q_tokens)], [Run(0, problem.keys)]
-    return int(visible_pairs(queries, keys, problem.rows)[0, 0])
+    return num_visible((Run(0, problem.q_tokens),), (Run(0, problem.keys),), problem.rows)
 
 
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:
@@ -134,7 +133,8 @@ def _by_kind(
     """The kernel for each kind of call: the fastest, by the preferences of the runtime."""
     fastest: dict[str, str] = {}
     for kind in KINDS:
-        takes = [name for name, x in kernels.items() if x.ranges or x.rate(kind) is not None]
+        curves = {name: curve for name, x in kernels.items() if (curve := x.curve(kind))}
+        takes = [*curves]
         if forced in takes:
             takes = [forced]
         elif kind == "range":
@@ -144,14 +144,8 @@ def _by_kind(
         else:
             takes = [n for n in takes if not kernels[n].ranges] or takes
         if takes:
-            fastest[kind] = max(takes, key=lambda name: _tflops(kernels[name], kind))
+            fastest[kind] = max(takes, key=lambda name: curves[name].tflops)
     return fastest
-
-
-def _tflops(rates: PassRates, kind: str) -> float:
-    rate = rates.rate(kind) or rates.range
-    assert rate is not None
-    return rate.tflops
 
 
 @contextmanager

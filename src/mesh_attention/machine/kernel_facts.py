@@ -67,6 +67,10 @@ class PassRates:
         """The curve of calls that are `full`, `causal` or `range`."""
         return {"full": self.full, "causal": self.causal, "range": self.range}[kind]
 
+    def curve(self, kind: str) -> KernelRate | None:
+        """The curve for calls of a kind: a kernel with `ranges` does causal calls as ranges."""
+        return self.range if self.ranges and kind != "full" else self.rate(kind)
+
     @property
     def rates(self) -> dict[str, KernelRate]:
         return {kind: rate for kind in KINDS if (rate := self.rate(kind)) is not None}

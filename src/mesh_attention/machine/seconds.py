@@ -44,12 +44,11 @@ def kernel_seconds(
 ) -> float | None:
     """How long a call takes; None where the kernel does not take such calls. `rounds`: how many
     rounds its tiles take over the SMs, where other calls fill the last."""
-    if rates.ranges and size.kind != "full":
-        rate, seen = rates.range, 2 * size.pairs / size.rows
-    else:
-        rate, seen = rates.rate(size.kind), size.columns
+    rate = rates.curve(size.kind)
     if rate is None:
         return None
+    by_pairs = rates.ranges and size.kind != "full"
+    seen = 2 * size.pairs / size.rows if by_pairs else size.columns
     slower = 1.0 + rate.half_rows / (size.rows * size.heads / REFERENCE_HEADS)
     slower += rate.half_columns / seen if seen else 0.0
     if rounds is None:
