@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.choose.busiest import COUNTED
 from mesh_attention.machine.kernel_facts import REFERENCE_HEADS, KernelRate
 from mesh_attention.machine.rates import usual_cluster
 from mesh_attention.plan.language.computed_pairs import pairs_of_tiles
@@ -103,7 +104,7 @@ class LayerCosts:
         shards lie in no order, as if the work of the tiles were even."""
         p, (a, b), per_node = self._problem, tile, self._per_node
         pairs = self._all_pairs / self._ranks
-        if layouts and layouts[0].kind in (LayoutKind.CONTIGUOUS, LayoutKind.ZIGZAG):
+        if layouts and layouts[0].kind in COUNTED:
             pairs = float(pairs_of_tiles(*layouts, self._rows, tile).max())
         head, v_head = (
             self._slots * p.num_heads * d * p.element_bytes for d in (p.head_dim, p.v_dim)

@@ -52,7 +52,7 @@ def estimate(
         timed = [_Rank(compiled, cluster, sharing, overlap, rank) for rank in ranks]
         least = max(rank.least_seconds() for rank in timed)
         return Estimate(
-            max(least, *(rank.run(disturbed=True) for rank in timed)),
+            max(least, *(_Streams(rank, disturbed=True).run() for rank in timed)),
             least * _ROUNDING,
             max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
             compiled.plan.num_ranks * max(rank.num_operations for rank in timed),
@@ -165,13 +165,10 @@ class _Rank:
         calls = [call for _, several in self.compute for call in several]
         busy = sum(call.seconds for call in calls)
         lost = min(map(self.loss, calls), default=0.0)
-        return max(self.run(disturbed=False), busy + lost * self._moving_seconds)
+        return max(_Streams(self, disturbed=False).run(), busy + lost * self._moving_seconds)
 
     def loss(self, call: TimedCall) -> float:
         return self._usual_loss if call.lost is None else call.lost
-
-    def run(self, *, disturbed: bool) -> float:
-        return _Streams(self, disturbed=disturbed).run()
 
 
 class _Streams:
