@@ -50,22 +50,15 @@ _FEW_RANKS, _MANY_RANKS = 8, 64
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What a search chose.
-
-    chosen    the setting of each pass
-    unmoved   the best settings that leave tokens where they are by default; the same as `chosen`,
-              unless others are faster
-    methods   the best settings of each method, the best method first
-    refused   methods that took no setting, with the reason
-    tried     the number of settings that were tried
-    """
+    """What a search chose. `unmoved` are the best settings that leave tokens where they are by
+    default: the same as `chosen`, unless others are faster."""
 
     asked: SearchQuestion
     chosen: dict[Direction, Scored]
     unmoved: dict[Direction, Scored]
-    methods: dict[str, dict[Direction, Scored]]
-    refused: dict[str, str]
-    tried: int
+    methods: dict[str, dict[Direction, Scored]]  # the best settings of each, the best method first
+    refused: dict[str, str]  # methods that took no setting, with the reason
+    tried: int  # settings
 
     @property
     def seconds(self) -> float:

@@ -36,12 +36,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Pack:
-    """A batch of documents, shared out.
-
-    layout     in which the layers work; the tensors lie so too, unless `relayout`
-    num_rows   rows of the batch that are one pack here, one after the other
-    reason     what was chosen for it and why, in a line
-    """
+    """A batch of documents, shared out. Its layers work in its layout, and its tensors have that
+    layout too, unless `relayout`: then they are contiguous shards."""
 
     documents: Starts
     kv_documents: Starts
@@ -49,9 +45,9 @@ class Pack:
     layout_kind: LayoutKind
     stretches: Stretches | None
     strategies: tuple[tuple[Layer, Strategy], ...]  # of layers whose strategy was chosen
-    reason: str
-    num_rows: int = 1
-    relayout: bool = False  # its tensors are contiguous shards
+    reason: str  # what was chosen and why, in a line
+    num_rows: int = 1  # of the batch, that are one pack here, one after the other
+    relayout: bool = False
 
     @property
     def shards(self) -> tuple[Layout, Layout]:

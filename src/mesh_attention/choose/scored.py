@@ -22,36 +22,21 @@ Score = tuple[bool, float]  # whether it needs more memory than there is, and se
 
 
 class SearchEffort(NamedTuple):
-    """How many settings a search tries.
+    """How many settings a search tries, and which are near enough to be as good."""
 
-    shapes                   in one cut each
-    in_four_cuts             of these that can be cut, in four cuts
-    in_all_cuts, cuts        of these, in so many cuts
-    refined                  shapes whose best cut is tried with more and with fewer chunks, as
-                             long as that gains
-    varied, varied_cuts      shapes, and cuts of each, with a short start and with even chunks
-    simulated                settings simulated with all ranks
-    simulated_operations     of so many operations of all ranks together at most
-    every_name               also a shape that another method has under its own name
-    ranks_of_even_chunks     even chunks are not tried on more ranks
-    tolerance                a setting so near to the bound of all shapes, or to the estimate of
-                             another, is good enough
-    tie                      settings so near to the best are as good: the simplest is taken
-    """
-
-    shapes: int
-    in_four_cuts: int = 0
-    in_all_cuts: int = 0
+    shapes: int  # in one cut each
+    in_four_cuts: int = 0  # of these that can be cut, in four cuts
+    in_all_cuts: int = 0  # of these, in so many cuts:
     cuts: int = 0
-    refined: int = 0
-    varied: int = 0
-    varied_cuts: int = 0
-    simulated: int = 0
-    simulated_operations: int = 0
-    every_name: bool = True
-    ranks_of_even_chunks: int = 4096
-    tolerance: float = 0.0
-    tie: float = 0.0
+    refined: int = 0  # shapes whose best cut is tried with more and fewer chunks, while that gains
+    varied: int = 0  # shapes that are tried with a short start and with even chunks
+    varied_cuts: int = 0  # so many cuts of each of these
+    simulated: int = 0  # settings simulated with all ranks
+    simulated_operations: int = 0  # of all ranks together, in these simulations
+    every_name: bool = True  # also shapes that another method has under its own name
+    ranks_of_even_chunks: int = 4096  # on more ranks even chunks are not tried
+    tolerance: float = 0.0  # so near to the bound of all shapes, or to another estimate, is enough
+    tie: float = 0.0  # of settings so near to the best the simplest is taken
 
 
 SEARCH = SearchEffort(

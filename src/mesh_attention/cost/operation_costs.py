@@ -48,19 +48,16 @@ _ENDS_OF_A_ROUND = 2  # programs of a round are not alike: fitted to 24 replayed
 class TimedCall(NamedTuple):
     """A kernel call, or several that share the GPU alike.
 
-    waits   no communication begins before its end
-    lost    part of its speed that a communication beside it takes; None: what the cluster says
-    round   seconds after which enough programs end for a communication to begin; 0: at any time
-    late    seconds more that it takes if it begins beside a communication that began on an idle
-            GPU, since some of its programs find no place. When that communication ends, no more
-            than `seconds` are left.
+    `late`: how much longer it takes if it begins beside a communication that began on an idle GPU,
+    since some of its programs find no place. When that communication ends, no more than `seconds`
+    are left.
     """
 
     seconds: float
     kernel: str = ""  # none for a pass over memory
-    waits: bool = False
-    lost: float | None = None
-    round: float = 0.0
+    waits: bool = False  # no communication begins before its end
+    lost: float | None = None  # part of its speed beside a communication; None: of the cluster
+    round: float = 0.0  # seconds after which programs end, so that a communication may begin; or 0
     late: float = 0.0
 
     def until_sms(self, left: float) -> float:
@@ -177,22 +174,16 @@ class ClusterCosts:
 
 
 class Compiled(NamedTuple):
-    """A pass as it is timed, and what its ranks have in common.
+    """A pass as it is timed, and what its ranks have in common."""
 
-    plan        as it was asked for; `pass_` has the compiled programs
-    target      for which they were compiled; None where the caller has costs of its own
-    transfers   how groups lie on nodes
-    flows       the sizes of transfers
-    waits       what each operation must come after, by rank, for ranks compiled just now
-    tables      a number for the buffers of each such rank, equal where buffers are alike
-    """
-
-    plan: Plan
-    pass_: Pass
+    plan: Plan  # as it was asked for
+    pass_: Pass  # with the compiled programs
     costs: OperationCosts
-    target: Target | None
-    transfers: TransferCosts
-    flows: SharedFlows
+    target: Target | None  # of the programs; None where the caller has costs of its own
+    transfers: TransferCosts  # which know how groups lie on nodes
+    flows: SharedFlows  # sizes of transfers
+    # For ranks whose programs were compiled just now: what each operation must come after, and a
+    # number that is equal where buffers are alike.
     waits: Mapping[int, Waits]
     tables: Mapping[int, int]
 

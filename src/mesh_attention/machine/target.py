@@ -19,26 +19,22 @@ SMS_OF_TRANSFERS = 16  # NCCL's channels hold one each
 
 @dataclass(frozen=True)
 class Target:
-    """`forward` and `backward`: the kernel of each kind of call, by name, among `kernels`.
-    `own_stream`: transfers run on a stream of their own, so that calls take turns on two and leave
-    SMs. `shows_workspace`: other ranks read this rank's buffers where a plan places them.
-    `two_streams` False: calls stay on one stream all the same. `rectangles`: passes in which they
-    stay, since another kernel than the one for row ranges was asked for."""
+    """What the programs of a rank depend on, beside the plan."""
 
     name: str
     gpu: Gpu
     kernels: dict[str, KernelRates]
-    forward: dict[str, str]
+    forward: dict[str, str]  # for each kind of call the name of its kernel
     backward: dict[str, str]
     links: Links
-    own_stream: bool = True
-    shows_workspace: bool = False
+    own_stream: bool = True  # transfers have a stream of their own
+    shows_workspace: bool = False  # other ranks read buffers where a plan places them
     element_bytes: int = 2
     softcap: bool = False
     deterministic: bool = False
     lse_gradient: bool = False
-    two_streams: bool = True
-    rectangles: tuple[str, ...] = ()
+    two_streams: bool = True  # calls may take turns on two streams, if transfers have their own
+    rectangles: tuple[str, ...] = ()  # passes whose attentions stay rectangles of calls
 
     @property
     def takes_turns(self) -> bool:
