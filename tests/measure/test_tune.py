@@ -13,7 +13,7 @@ import torch.distributed as dist
 import mesh_attention.measure.tune
 from mesh_attention import ContextParallel, Mask, Problem
 from mesh_attention.choose.auto import question_of
-from mesh_attention.choose.scored import Scored, place_of
+from mesh_attention.choose.scored import Scored
 from mesh_attention.choose.tuned import read_entries, read_tuned, wanted
 from mesh_attention.choose.tuning import Tuning, contenders
 from mesh_attention.cli.main import main
@@ -48,8 +48,10 @@ def few(problem: Problem, num_ranks: int, cluster: Cluster, options: Any) -> Any
             Scored(
                 *(direction, method, how | options, 1.0 + at / 100, 0),
                 fits=True,
-                place=place_of(
-                    plan_on(cluster, problem, num_ranks, method=method, **how, **options)
+                place=str(
+                    plan_on(
+                        cluster, problem, num_ranks, method=method, **how, **options
+                    ).q_layout.to_json()
                 ),
                 stays=True,
                 operations=1,
