@@ -94,8 +94,8 @@ class Pack:
         return replace(self, documents=chunks, kv_documents=chunks, strategies=())
 
     def question(self, layer: Layer) -> Question:
-        """What to plan for a layer: one that the layout was chosen for, or any other that takes
-        it."""
+        """The question to plan for a layer: one that the layout was chosen for, or any other that
+        takes it."""
         if layer.relayout != self.relayout:
             raise PlanError(
                 f"the documents were made with relayout={self.relayout}, and this attention has "
@@ -249,7 +249,7 @@ def _fault(starts: list[int]) -> str:
 
 
 def _on_host(name: str, values: Any) -> Any:
-    """Of a tensor or an array its numbers."""
+    """The numbers of a tensor or an array."""
     if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
         raise PlanError(
             f"{name} is on {values.device}: plans are made on the host, which would have to wait "

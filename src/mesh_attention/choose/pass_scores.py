@@ -33,7 +33,7 @@ _CUTS = ("chunks", "head_slices", "even_chunks", "short_start")
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
-    """Of equal scores the one that leaves tokens where they are, with the fewest options."""
+    """By score. Of equal scores, what leaves tokens where they are is first, then fewer options."""
     return sorted(
         scored, key=lambda setting: (setting.score, not setting.stays, len(setting.options))
     )
@@ -62,7 +62,7 @@ class PassScores:
         return best_first(setting for setting in self._known.values() if setting is not None)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
-        """How good it is; None where the method refuses it."""
+        """The setting with its score; None where the method refuses it."""
         key = setting_key(method, setting)
         if key in self._known:
             return self._known[key]
@@ -80,7 +80,8 @@ class PassScores:
         return scored
 
     def best_sums(self, setting: Scored | None) -> Scored | None:
-        """The same with gradients of keys added inside nodes first, if that is faster."""
+        """The setting, or the same with gradients of keys added inside nodes first, if that is
+        faster."""
         if setting is None or not self._reduces_far(setting):
             return setting
         inside = {**setting.options, "combine": Combine.NODES.value}
@@ -138,7 +139,8 @@ class PassScores:
         return seconds_of_few(compiled, asked.cluster, corners, asked.overlap)
 
     def _met(self, setting: Scored) -> Scored:
-        """With the waits of ranks for each other, if they can be known without a simulation."""
+        """The setting, with the waits of ranks for each other in its seconds, where they can be
+        known without a simulation."""
         if not setting.may_wait or not _meets(METHODS[setting.name]):
             return setting
         plan = self._asked.plan(self._direction, setting.name, setting.options)
@@ -159,10 +161,11 @@ class PassScores:
         return (self.ranks_wait and chunked) or (self._sparse and method.rotates)
 
     def best_of(self, scored: Sequence[Scored]) -> Scored:
-        """Of settings in the order of their estimates: simulated until no other estimate is shorter
-        than the best simulation by more than the tolerance. Settings of one shape differ less than
-        shapes do, so the best of each shape come first. An estimate does not win over a simulation:
-        once the effort is spent, the next that seems faster is simulated too, as the last."""
+        """The best of settings that come in the order of their estimates. They are simulated until
+        no other estimate is shorter than the best simulation. Settings of one shape differ less
+        than shapes do, so the best of each shape come first. An estimate does not win over a
+        simulation: once the effort is spent, the next that seems faster is simulated as the last.
+        """
         effort, operations, count = self._asked.effort, 0, 0
         best: Scored | None = None
         least: Score = (True, math.inf)
@@ -191,9 +194,9 @@ class PassScores:
         return self._simplest_of_ties(best, scored) if best else scored[0]
 
     def _simplest_of_ties(self, best: Scored, scored: Sequence[Scored]) -> Scored:
-        """Of the settings that are nearly as fast the one with the fewest operations of a rank: the
-        model cannot tell them apart, and operations cost more than it knows of. Estimates of single
-        rows that travel say too little for that."""
+        """Among settings that are nearly as fast as the best, the one with the fewest operations of
+        a rank: the model cannot tell them apart, and operations cost more than it knows of.
+        Estimates of single rows that travel say too little for that."""
         enough = not best.fits, best.seconds * (1 + self._asked.effort.tie)
         ties = [best]
         for setting in scored:
@@ -213,6 +216,6 @@ def _meets(method: Method) -> bool:
 
 
 def shape_key(method: str, options: Mapping[str, Any]) -> str:
-    """All that is not about cuts."""
+    """A key of all that is not about cuts."""
     rest = ((k, str(v)) for k, v in options.items() if k.removeprefix("backward_") not in _CUTS)
     return f"{method} {sorted(rest)}"

@@ -1,8 +1,8 @@
-"""Two passes chosen together: shards of one place, and a backward pass that finds what it recalls.
+"""Chooses both passes together: they share shards, and backward finds what it recalls.
 
-The best of each pass alone may want other shards, or rows that the forward pass of another setting
-does not keep. `auto.py` asks here for searches that know of each other, and for the two settings
-that go together.
+The best setting of each pass alone may want other shards, or rows that the forward pass of another
+setting does not keep. `auto.py` asks here for searches that know of each other, and for the two
+settings that go together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PassSearches:
 
     @property
     def scores(self) -> PassScores:
-        """Where settings are tried that no search came to."""
+        """The scores to which settings are added that no search came to."""
         return self.searches[0].scores
 
     @property
@@ -41,7 +41,7 @@ class PassSearches:
 
     @property
     def refusals(self) -> dict[str, PlanError]:
-        """The first of each method."""
+        """The first refusal of each method."""
         refusals: dict[str, PlanError] = {}
         for search in reversed(self.searches):
             refusals |= search.scores.refusals
@@ -87,9 +87,9 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
 def _of_one_setting(
     passes: Sequence[PassSearches], pair: list[Scored], *, simulates: bool = True
 ) -> list[Scored]:
-    """The pair, where the backward pass recalls nothing or what this forward pass keeps. Otherwise
-    the best of three: either setting for both passes, or both as they are and nothing kept. Of ties
-    that keep something the one with the fewest operations."""
+    """The pair, if the backward pass recalls nothing, or what this forward pass keeps. Otherwise
+    the best of three: either setting for both passes, or both as they are and nothing kept. Among
+    ties that keep something, the pair with the fewest operations."""
     by_direction = {scored.direction: scored for scored in pair}
     if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
         return pair

@@ -84,7 +84,7 @@ def _refusal(path: Path | str, why: str) -> MeshAttentionError:
 
 
 def _options(question: Question) -> dict[str, Any]:
-    """Those that are not as by default; costs as numbers."""
+    """The options that differ from their defaults, with costs as numbers."""
     options = {}
     for option in fields(question.setting):
         value = getattr(question.setting, option.name)
@@ -94,7 +94,7 @@ def _options(question: Question) -> dict[str, Any]:
 
 
 def read_problem(sizes: Mapping[str, Any]) -> Problem:
-    """From what `asdict` made of it."""
+    """The problem of which `asdict` made these sizes."""
     return Problem(**{**sizes, "mask": Mask(**sizes["mask"])})
 
 
@@ -112,8 +112,8 @@ def _question(table: dict[str, Any]) -> Question:
 
 
 def short_digest(plan: Plan) -> str:
-    """Of what was asked and chosen, the order of tasks, and the program of one rank: to write out
-    those of all takes seconds."""
+    """A digest of what was asked and chosen, the order of tasks, and the program of one rank: to
+    write out the programs of all ranks takes seconds."""
     sha = hashlib.sha256(question_digest(plan).encode())
     for pass_ in plan.passes:
         lines = [pass_.schedule.text(), *program_lines(pass_.programs[plan.num_ranks // 2])]
@@ -122,8 +122,8 @@ def short_digest(plan: Plan) -> str:
 
 
 def python_line(choice: PlanChoice, file: Path | None = None) -> str:
-    """The options themselves, where they make the plan that was chosen; otherwise the file of the
-    plan. `file`: where it is written already."""
+    """The line that makes an object with the chosen plan: by the options themselves, where these
+    make that plan, otherwise by the file of the plan. `file`: where it is written already."""
     options = _options_of_all_passes(choice)
     if options is None:
         line = f"cp = ContextParallel(group, plan={str(file or PLAN_FILE)!r})"
@@ -133,7 +133,7 @@ def python_line(choice: PlanChoice, file: Path | None = None) -> str:
 
 
 def default_line(choice: PlanChoice, group: str) -> str:
-    """For what `find_default` chose: sizes and the caller's options, from which objects choose."""
+    """The line for what `find_default` chose: by sizes and options the object chooses the same."""
     sizes, options = _sizes(choice.asked.problem), _arguments(choice.asked.options)
     return f"cp = ContextParallel({group}, {sizes}{options})"
 

@@ -64,7 +64,7 @@ class RankedMethod:
 
     @property
     def mfu_percent(self) -> float:
-        """Of all passes together, by the area of the mask."""
+        """The MFU of all passes together, by the area of the mask."""
         problem, pairs = self.asked.problem, num_pairs(self.asked.problem)
         flops = sum(problem.flops(pairs, backward=d is Direction.BACKWARD) for d in self.passes)
         peak = self.asked.cluster.gpu.peak_tflops * 1e12 * self.asked.num_ranks
@@ -72,7 +72,7 @@ class RankedMethod:
 
     @cached_property
     def received(self) -> dict[Direction, tuple[int, int]]:
-        """Bytes in all, and from other nodes: each of the rank that receives most."""
+        """The most bytes that a rank receives, in all and from other nodes."""
         return {
             direction: received_bytes(self.plans[direction], direction)
             if scored.timeline is None
@@ -198,7 +198,7 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
 
 
 def glance(asked: SearchQuestion, method: str, directions: Sequence[Direction]) -> RankedMethod:
-    """An estimate of the most promising shape of a method."""
+    """A method by an estimate of its most promising shape."""
     of_method = replace(asked, methods=(method,), effort=GLANCE)
     choice = search_best(of_method, directions, moves_tokens=False)
     return RankedMethod(choice.chosen, choice.asked)

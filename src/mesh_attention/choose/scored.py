@@ -70,8 +70,8 @@ GLANCE = SearchEffort(shapes=1, every_name=False)
 
 @dataclass(frozen=True)
 class Scored:
-    """A setting of one pass. `seconds` are simulated where there is a timeline. Otherwise they are
-    what one rank sees, to which waiting for other ranks may come."""
+    """A setting of one pass, with its score. `seconds` are simulated where there is a timeline.
+    Otherwise they are what one rank sees, to which waiting for other ranks may come."""
 
     direction: Direction
     name: str  # of the method
@@ -107,7 +107,7 @@ class Scored:
 
     @cached_property
     def key(self) -> str:
-        """For files: the same whenever the same is asked."""
+        """A key for files: the same whenever the same is asked."""
         options = sorted((name, str(value)) for name, value in self.options.items())
         return f"{self.direction.value} {self.name} {options}"
 
@@ -147,7 +147,7 @@ class SearchQuestion:
         return plan_on(self.cluster, self.problem, self.num_ranks, **asked)
 
     def timeline(self, scored: Scored) -> Timeline:
-        """Of a setting; simulated now unless it was."""
+        """The timeline of a setting, which is simulated now unless it was before."""
         if scored.timeline is not None:
             return scored.timeline
         plan = self.plan(scored.direction, scored.name, scored.options)
@@ -156,7 +156,7 @@ class SearchQuestion:
         )
 
     def simulated(self, scored: Scored) -> Scored:
-        """With the result of a simulation in place of the estimate."""
+        """The setting with the result of a simulation in place of the estimate."""
         if scored.timeline is not None:
             return scored
         timeline = self.timeline(scored)
