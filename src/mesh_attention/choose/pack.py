@@ -74,15 +74,8 @@ class Pack:
     @cached_property
     def words(self) -> str:
         """What ranks compare: a digest, and enough for people to see a difference."""
-        compared = (
-            self.documents,
-            self.kv_documents,
-            self.layout_kind,
-            self.stretches,
-            self.num_rows,
-            self.relayout,
-        )
-        digest = blake2b(repr(compared).encode(), digest_size=16).hexdigest()
+        compared = repr(replace(self, strategies=(), reason=""))
+        digest = blake2b(compared.encode(), digest_size=16).hexdigest()
         return f"{digest} ({len(self.documents) - 1} documents of {self.documents[-1]} tokens)"
 
     def in_chunks(self, tokens: int) -> Pack:
