@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mesh_attention.cost import load_cluster
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.shared_work import ranks_to_simulate
 from mesh_attention.cost.simulator import simulate
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.mask import Mask

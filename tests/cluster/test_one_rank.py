@@ -12,8 +12,8 @@ from simulated_cases import problem_of
 
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.estimate import _LinkSharing, estimate
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.planning import plan_on
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.passes.seconds import TransferCosts

@@ -11,10 +11,9 @@ from mesh_attention.choose.scored import SEARCH, SearchQuestion
 from mesh_attention.choose.shapes import shapes_of
 from mesh_attention.cost import load_cluster, simulate
 from mesh_attention.cost.estimate import estimate
-from mesh_attention.cost.operation_costs import compiled_on
+from mesh_attention.cost.operation_costs import Overlap, compiled_on
 from mesh_attention.cost.planning import default_layout, plan_on
 from mesh_attention.cost.simulator import seconds_of_few
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import METHODS

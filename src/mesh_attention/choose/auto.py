@@ -29,9 +29,9 @@ from mesh_attention.choose.scored import (
     SearchEffort,
     SearchQuestion,
 )
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.planning import collector_paused, default_layout
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster

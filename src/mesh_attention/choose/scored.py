@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.problem.problem import Problem

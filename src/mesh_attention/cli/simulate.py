@@ -38,11 +38,11 @@ from mesh_attention.cli.output import (
     table,
 )
 from mesh_attention.cli.values import one_of, size
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.pictures import check_gantt, draw_gantt, trace_of
 from mesh_attention.cost.planning import setting_of
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.files import replacing
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster

@@ -4,9 +4,9 @@ Nothing here imports torch. Clusters themselves, which know no plan, are in `mac
 Experimental.
 """
 
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.simulator import simulate
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 

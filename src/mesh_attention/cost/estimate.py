@@ -14,9 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mesh_attention.cost.operation_costs import Compiled, TimedCall, compiled_on
+from mesh_attention.cost.operation_costs import (
+    Compiled,
+    Overlap,
+    TimedCall,
+    compiled_on,
+    transfers_at_once,
+    waits_of_rank,
+)
 from mesh_attention.cost.planning import collector_paused
-from mesh_attention.cost.waits import Overlap, transfers_at_once, waits_of_rank
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, Plan

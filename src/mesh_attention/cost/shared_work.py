@@ -12,8 +12,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from mesh_attention.cost.operation_costs import Compiled, TimedCall
-from mesh_attention.cost.waits import Overlap, WaitsOfOps, transfers_at_once, waits_of_rank
+from mesh_attention.cost.operation_costs import (
+    Compiled,
+    Overlap,
+    TimedCall,
+    Waits,
+    transfers_at_once,
+    waits_of_rank,
+)
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Buffer, Piece
 from mesh_attention.plan.language.plan import Pass, Plan
@@ -72,7 +78,7 @@ class SharedWork:
         self._at_once, self._alike = transfers_at_once(cluster, overlap), Alike()
         self.nodes = [cluster.links.node_of(device) for device in compiled.plan.devices]
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
-        self._waits: dict[object, WaitsOfOps] = {}
+        self._waits: dict[object, Waits] = {}
         self._tables: dict[int, tuple[int, Mapping[str, Buffer]]] = {}
         # By the number of a table of buffers.
         self._calls: defaultdict[int, dict[Operation, tuple[TimedCall, ...]]] = defaultdict(dict)
@@ -85,7 +91,7 @@ class SharedWork:
                 number = self._alike.table(program)
             self._tables[rank] = number, program.buffer_table()
 
-    def waits(self, rank: int) -> WaitsOfOps:
+    def waits(self, rank: int) -> Waits:
         waits = self._compiled.waits.get(rank)
         key: object = id(waits)
         if waits is None:

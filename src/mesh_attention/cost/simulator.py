@@ -14,12 +14,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mesh_attention.cost.operation_costs import Compiled, OperationCosts, compiled_on
+from mesh_attention.cost.operation_costs import (
+    Compiled,
+    OperationCosts,
+    Overlap,
+    compiled_on,
+    transfers_at_once,
+)
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.cost.shared_work import SharedWork, ranks_to_simulate
 from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, RankState
 from mesh_attention.cost.timeline import Timeline
-from mesh_attention.cost.waits import Overlap, transfers_at_once
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
 from mesh_attention.plan.language.buffers import Piece

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 
-from mesh_attention.cost.operation_costs import TimedCall
+from mesh_attention.cost.operation_costs import TimedCall, Waits
 from mesh_attention.cost.timeline import RankTimes
-from mesh_attention.cost.waits import WaitsOfOps
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.program import Communication, Operation
 
@@ -117,7 +116,7 @@ class RankState:
     """
 
     def __init__(
-        self, rank: int, waits: WaitsOfOps, operations: tuple[Operation, ...], *, at_once: bool
+        self, rank: int, waits: Waits, operations: tuple[Operation, ...], *, at_once: bool
     ) -> None:
         self.rank = rank
         self._at_once = at_once

@@ -13,8 +13,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.planning import num_pairs
-from mesh_attention.cost.waits import Overlap
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.target import Target
