@@ -95,17 +95,10 @@ class OperationCosts(Protocol):
 class ClusterCosts:
     """Costs of a pass by the descriptions of a cluster and of its kernels."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        direction: Direction,
-        target: Target,
-        clock: CallSeconds,
-        transfers: TransferCosts,
-    ) -> None:
-        self._problem, self._direction, self._target = plan.problem, direction, target
-        self._clock = clock
-        self._two_streams = target.takes_turns and direction is Direction.FORWARD
+    def __init__(self, plan: Plan, clock: CallSeconds, transfers: TransferCosts) -> None:
+        target = self._target = clock.target
+        self._problem, self._clock = plan.problem, clock
+        self._two_streams = target.takes_turns and clock.direction is Direction.FORWARD
         self._beside = plan.num_ranks > 1 and target.own_stream
         self.collective, self.flow = transfers.collective, transfers.flow
 
@@ -150,7 +143,7 @@ class ClusterCosts:
         if not 0 <= first < len(op.calls) - 1:
             return None
         a, b = op.calls[first : first + 2]
-        rates = self._rates(a.kernel)
+        rates = self._rates(a)
         alike = (a.kind, a.k_start, a.k_stop, a.q_stop) == (b.kind, b.k_start, b.k_stop, b.q_start)
         split = alike and b.leave_sms and not a.leave_sms and a.kind is CallKind.FULL
         if not split or not rates.tile_rows:
@@ -162,7 +155,7 @@ class ClusterCosts:
     def _call(self, call: Call, size: CallSize, rounds: float | None) -> TimedCall:
         """A call with its seconds. One that leaves SMs loses them while a transfer is in flight.
         One that could leave SMs and does not keeps transfers waiting."""
-        rates, sms = self._rates(call.kernel), self._target.gpu.sms
+        rates, sms = self._rates(call), self._target.gpu.sms
         seconds = self._clock.kernel(rates, size, rounds)
         assert seconds is not None, f"{call.kernel} does no {size.kind} calls"
         waits, lost, late = False, rates.lost(sms), 0.0
@@ -177,9 +170,9 @@ class ClusterCosts:
             interval = seconds / (_ENDS_OF_A_ROUND * -(-programs // sms))
         return TimedCall(seconds, call.kernel, waits=waits, lost=lost, round=interval, late=late)
 
-    def _rates(self, kernel: str) -> PassRates:
-        rates = self._target.kernels[kernel].of(self._direction) if kernel else None
-        assert rates is not None, f"no kernel for {self._direction} calls"
+    def _rates(self, call: Call) -> PassRates:
+        rates = self._clock.rates(call)
+        assert rates is not None, f"no kernel for {self._clock.direction} calls"
         return rates
 
 
@@ -208,7 +201,7 @@ def compiled_on(
     if target is None:
         target = target_on(cluster, plan, kernel)
         made = PassCompiler(plan, pass_, target)
-        costs = ClusterCosts(plan, pass_.direction, target, made.clock, made.transfers)
+        costs = ClusterCosts(plan, made.clock, made.transfers)
         common = made.transfers, made.flows, made.waits, made.tables
         return Compiled(plan, made.all_programs(), costs, target, *common)
     if kernel is not None:
@@ -216,8 +209,7 @@ def compiled_on(
             f"kernel={kernel}: the plan is compiled for {target.name}; give it as it was"
         )
     transfers = TransferCosts(cluster.links, plan, pass_)
-    clock = CallSeconds(plan, pass_.direction, target)
-    costs = ClusterCosts(plan, pass_.direction, target, clock, transfers)
+    costs = ClusterCosts(plan, CallSeconds(plan, pass_.direction, target), transfers)
     return Compiled(plan, pass_, costs, target, transfers, SharedFlows(plan.problem), {}, {})
 
 

@@ -28,7 +28,6 @@ from functools import lru_cache
 from itertools import pairwise
 from math import ceil, prod
 
-from mesh_attention.machine.kernel_facts import PassRates
 from mesh_attention.machine.seconds import (
     CallSize,
     late_pairs,
