@@ -16,7 +16,6 @@ from mesh_attention.cost.operation_costs import (
     Compiled,
     Overlap,
     TimedCall,
-    Waits,
     transfers_at_once,
     waits_of_rank,
 )
@@ -34,6 +33,7 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.traffic import Flows, far_bytes, traffic_of
 from mesh_attention.plan.language.workspace import Alike
+from mesh_attention.plan.passes.compile import Waits
 
 
 def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overlap) -> Sequence[int]:

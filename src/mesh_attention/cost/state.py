@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 
-from mesh_attention.cost.operation_costs import TimedCall, Waits
+from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.timeline import RankTimes
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.program import Communication, Operation
+from mesh_attention.plan.passes.compile import Waits
 
 
 @dataclass(slots=True, eq=False)
