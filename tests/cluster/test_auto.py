@@ -11,7 +11,7 @@ from simulated_cases import problem_of
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best, find_default
-from mesh_attention.choose.ranking import TIE
+from mesh_attention.choose.explain import TIE
 from mesh_attention.cost import Cluster, load_cluster, simulate
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.errors import PlanError
