@@ -8,26 +8,24 @@ checks each call of the model, `attention.py` is what layers call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from warnings import warn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 from mesh_attention.api.context_parallel import ContextParallel
-from mesh_attention.diagnose.doctor import diagnose
 from mesh_attention.diagnose.runs import Step
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.masks import LayerMask
 from mesh_attention.huggingface.model_checks import (
+    INPUTS,
     SHOWN,
+    compare_with_one_process,
     refuse_model,
     shifts_labels,
     transformers_model,
@@ -36,10 +34,8 @@ from mesh_attention.huggingface.model_hooks import ModelHook, pools
 from mesh_attention.request.attend import attend
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
-from mesh_attention.train.means import Reduce, TokenMean
+from mesh_attention.train.means import Reduce
 from mesh_attention.train.sharded_batch import ShardedBatch
-
-_COMPARED = 2048  # tokens of the first batch of a model that is untested
 
 
 class LayerKind(NamedTuple):
@@ -125,7 +121,7 @@ class ModelContextParallel(ContextParallel):
         whole["shift_labels"] = self._shifts_labels if shift_labels is None else shift_labels
         model, self._uncompared = self._uncompared, None
         if model is not None:
-            _compare(self, model, whole)
+            compare_with_one_process(self, model, whole)
         return replace(super().shard_batch(**whole), of_model=self._names)
 
     def plain_step(self) -> Step:
@@ -140,7 +136,7 @@ class ModelContextParallel(ContextParallel):
         """The loss of a whole batch by the model's own attention. `part` is the shard of one rank
         of one, so all of it; rows that became one pack are made rows again. `router`: the weight of
         `aux_loss`; `loss`: options of torch's `cross_entropy`."""
-        size = next(x for n in _INPUTS if (x := whole.get(n)) is not None).shape[:2]
+        size = next(x for n in INPUTS if (x := whole.get(n)) is not None).shape[:2]
         inputs = {n: x for n, x in part.model_inputs().items() if n != "documents"}
         inputs = {name: x.reshape(*size, *x.shape[2:]) for name, x in inputs.items()}
         if whole.get("attention_mask") is not None:
@@ -253,55 +249,4 @@ def _field(config: Any, name: str) -> Any:
         return None
 
 
-_INPUTS = ("input_ids", "inputs_embeds")
 _OF_FLASH_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-def _compare(cp: ModelContextParallel, model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raises if an untested model differs on ranks from one process, in either pass, on the first
-    row of this batch: its first tokens, as one document."""
-    name = next((n for n in _INPUTS if isinstance(batch.get(n), Tensor)), None)
-    is_fsdp = isinstance(model, FSDPModule)
-    below = any(isinstance(x, FSDPModule) for x in model.modules())
-    if name is None or cp._pools or (below and not is_fsdp):
-        warn(
-            f"untested=True: {type(model).__name__} is not compared with one process by itself, "
-            "since its batches have no input_ids, its outputs are those of rows, or FSDP2 has "
-            "parts of it alone; call mesh_attention.doctor",
-            stacklevel=3,
-        )
-        return
-    takes = inspect.signature(model.forward).parameters
-    how = {"use_cache": False} if {"use_cache", "kwargs"} & {*takes} else {}
-
-    def output(inputs: dict[str, Any]) -> Tensor:
-        outputs = model(**inputs, **how)
-        out: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
-        wide = torch.promote_types(out.dtype, torch.float32)
-        return out.to(wide).square().mean(-1)
-
-    def step(model: Any, whole: dict[str, Any]) -> TokenMean:
-        part = cp.shard_batch(**whole)
-        reduce: Any = "fsdp" if is_fsdp else "sum"
-        return cp.token_mean(
-            output(part.model_inputs()), ~part.padding, reduce=reduce, documents=part.documents
-        )
-
-    def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
-        with cp.own_attention():
-            return output(whole).mean()
-
-    group = cp._calls.session.groups.parent
-
-    def add_up(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=group)
-
-    first = batch[name][:1, :_COMPARED].to(next(model.parameters()).device)
-    report = diagnose(step, {name: first}, model, [cp], group, plain, None if is_fsdp else add_up)
-    if not report.is_right:
-        raise MeshAttentionError(
-            f"{type(model).__name__} is untested, and on ranks it is not the model that it is on "
-            f"one process, by the first {first.shape[1]} tokens of this batch: {report}"
-        )

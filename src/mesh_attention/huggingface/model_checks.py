@@ -1,5 +1,5 @@
-"""`refuse_model` refuses models that would silently give wrong numbers when ranks share a sequence.
-`ModelContextParallel` calls it before it changes a model.
+"""Checks that keep `ModelContextParallel` from silently giving wrong numbers: `refuse_model`,
+before it changes a model, and `compare_with_one_process`, on the first batch of an untested one.
 
 `models.toml` lists the types of transformers models whose losses, logits and gradients were shown
 to be those of one process, and the types that differ. `tests/huggingface/model_sweep.py` makes it,
@@ -8,21 +8,29 @@ and the table of `docs/models.md`.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from mesh_attention.diagnose.doctor import diagnose
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.huggingface.model_hooks import fault_of_router, pools
-from mesh_attention.train.means import refuse_reduce
+from mesh_attention.train.means import TokenMean, refuse_reduce
 
+INPUTS = ("input_ids", "inputs_embeds")
+_COMPARED = 2048  # tokens of the first batch of a model that is untested
 _TABLE = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 
 
@@ -172,3 +180,54 @@ def _mixers(module: nn.Module, parent: str, handled: Collection[str]) -> Iterato
         yield name, "by its name"
     for child in module.children():
         yield from _mixers(child, name, handled)
+
+
+def compare_with_one_process(cp: Any, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Raises if an untested model differs on ranks from one process, in either pass, on the first
+    row of this batch: its first tokens, as one document."""
+    name = next((n for n in INPUTS if isinstance(batch.get(n), Tensor)), None)
+    is_fsdp = isinstance(model, FSDPModule)
+    below = any(isinstance(x, FSDPModule) for x in model.modules())
+    if name is None or cp._pools or (below and not is_fsdp):
+        warn(
+            f"untested=True: {type(model).__name__} is not compared with one process by itself, "
+            "since its batches have no input_ids, its outputs are those of rows, or FSDP2 has "
+            "parts of it alone; call mesh_attention.doctor",
+            stacklevel=3,
+        )
+        return
+    takes = inspect.signature(model.forward).parameters
+    how = {"use_cache": False} if {"use_cache", "kwargs"} & {*takes} else {}
+
+    def output(inputs: dict[str, Any]) -> Tensor:
+        outputs = model(**inputs, **how)
+        out: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return out.to(wide).square().mean(-1)
+
+    def step(model: Any, whole: dict[str, Any]) -> TokenMean:
+        part = cp.shard_batch(**whole)
+        reduce: Any = "fsdp" if is_fsdp else "sum"
+        mean: TokenMean = cp.token_mean(
+            output(part.model_inputs()), ~part.padding, reduce=reduce, documents=part.documents
+        )
+        return mean
+
+    def plain(model: Any, whole: dict[str, Tensor]) -> Tensor:
+        with cp.own_attention():
+            return output(whole).mean()
+
+    group = cp._calls.session.groups.parent
+
+    def add_up(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
+
+    first = batch[name][:1, :_COMPARED].to(next(model.parameters()).device)
+    report = diagnose(step, {name: first}, model, [cp], group, plain, None if is_fsdp else add_up)
+    if not report.is_right:
+        raise MeshAttentionError(
+            f"{type(model).__name__} is untested, and on ranks it is not the model that it is on "
+            f"one process, by the first {first.shape[1]} tokens of this batch: {report}"
+        )
