@@ -236,13 +236,24 @@ def after_a_difference(rank: int, cp: ContextParallel) -> float:
     return true_error(cp, out, 1)
 
 
+def after_a_refused_batch(rank: int, cp: ContextParallel) -> float:
+    """By one rank, for a mistake of its own: all go on with the next."""
+    check: Any = "yes" if rank == ODD else None
+    message = outcome(cp.shard_batch, input_ids=ids_of(0), check=check)
+    assert bool(message) == (rank == ODD), message
+    return true_error(cp, attended(cp, cp.shard_batch(input_ids=ids_of(1))), 1)
+
+
 def in_modules(rank: int, cp: ContextParallel) -> float:
     layers = [ContextParallelAttention(cp) for _ in range(2)]
     x = vectors_of(cp.shard(ids_of(0), 1))
     return max(true_error(cp, layer(x, x, x), 0) for layer in layers)
 
 
-RIGHT = (loader_ahead, prefetched, recomputed_after_the_next_batch, after_a_difference, in_modules)
+RIGHT = (
+    *(loader_ahead, prefetched, recomputed_after_the_next_batch, after_a_difference),
+    *(after_a_refused_batch, in_modules),
+)
 
 
 def go_right(rank: int, world_size: int) -> dict[str, float]:

@@ -111,10 +111,10 @@ def shard_batch(
     check: bool | None,
 ) -> ShardedBatch:
     """As `ContextParallel.shard_batch` describes it."""
+    batches = calls.session.batches
+    place = batches.begin()  # first: a batch that turns out to be wrong counts too
     if check is not None:
         flag("check", check)
-    batches = calls.session.batches
-    place = batches.begin()
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
     if documents is not None:
         calls.shards(documents)  # refuses what is none
@@ -132,11 +132,12 @@ def shard_batch(
     ignore_index = number("ignore_index", ignore_index, least=None)
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
+    # What ranks share out, and compare.
     handle, shards, rows = _sharing(calls, whole, also)
     contents = whole.contents(shift_labels=shift_labels, ahead=ahead, ignore_index=ignore_index)
     batch = batches.holds(place, contents)
-    tensors = {**whole.tensors}
-    num_targets = None
+    # Labels become targets in whole rows, then all is cut.
+    tensors, num_targets = {**whole.tensors}, None
     if "labels" in tensors:
         tensors["labels"] = _targets(whole, rows, shift_labels, ahead, ignore_index)
         num_targets = (tensors["labels"] != ignore_index).sum((0, 1))
@@ -144,6 +145,7 @@ def shard_batch(
     local = {
         name: shards.shard(x, 1, "q").to(device, non_blocking=True) for name, x in tensors.items()
     }
+    # Slots without a token, and what was not given.
     empty = shards.padding("q", device)
     size = next(iter(local.values())).shape[:2]
     if "labels" in local:
