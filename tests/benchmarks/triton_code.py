@@ -66,7 +66,7 @@ def compiled(name: str, tile: KernelTile, block: int, args: argparse.Namespace) 
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "DESCRIBED": tile.described,
-        "AHEAD": tile.ahead,
+        "AHEAD": args.ahead,
     }
     inner = tile.rows if name == "backward_keys" else tile.keys
     widths = {"v_described": padded(E), "grad_described": padded(E)}
@@ -188,7 +188,7 @@ def main() -> None:
         "--tile", type=int, nargs=4, metavar=("ROWS", "KEYS", "WARPS", "STAGES"), help="for all"
     )
     parser.add_argument("--described", action="store_true", help="that tile, loaded by descriptors")
-    parser.add_argument("--ahead", action="store_true", help="with the next product begun early")
+    parser.add_argument("--ahead", action="store_true", help="dK, dV: a product begun early")
     args = parser.parse_args()
     args.v_head_dim = args.v_head_dim or args.head_dim
     sizes = (args.head_dim, args.v_head_dim)
@@ -204,7 +204,9 @@ def main() -> None:
         tile = getattr(tiles, name)
         if args.tile is not None:
             rows, keys, warps, stages = args.tile
-            tile = KernelTile(rows, keys, warps, stages, args.described, args.ahead)
+            tile = KernelTile(rows, keys, warps, stages, args.described)
+        else:
+            args.ahead = tiles.ahead
         tile = tile._replace(described=tile.described and whole)
         passes.append(report(name, tile, tiles.block, args))
     print(json.dumps({"triton": triton.__version__, "passes": passes}, indent=1))

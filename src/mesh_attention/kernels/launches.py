@@ -28,9 +28,6 @@ class KernelTile(NamedTuple):
     # Whether tiles of whole blocks are loaded by the hardware's own unit for that (TMA, from Hopper
     # on), which takes descriptors of the tensors; layouts that it cannot take never are.
     described: bool = False
-    # Whether the next matrix product, in forward that of the next block, is begun before the
-    # exponentials of this one.
-    ahead: bool = False
 
 
 class InnerTensor(NamedTuple):
@@ -64,7 +61,7 @@ class KernelLaunch:
         self._kernel = kernel
         self._grid = grid
         self.described = tile.described and all(_can_be_described(x.tensor) for x in inner)
-        self._numbers = (*numbers, block, tile.rows, tile.keys, self.described, tile.ahead)
+        self._numbers = (*numbers, block, tile.rows, tile.keys, self.described)
         self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
         layouts = [(x.at, x.descriptor_at, *_layout(x.tensor)) for x in inner]
         self._layouts = layouts if self.described else []

@@ -38,6 +38,7 @@ class KernelTiles(NamedTuple):
     forward: KernelTile
     backward_queries: KernelTile  # dQ
     backward_keys: KernelTile  # dK and dV
+    ahead: bool = False  # whether the kernel of dK and dV begins a product before exponentials
 
 
 def tiles_for(
@@ -58,7 +59,8 @@ def tiles_for(
             tiles = _tiles(128, (128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2))
             return tiles._replace(
                 forward=tiles.forward._replace(described=True),
-                backward_keys=tiles.backward_keys._replace(described=True, ahead=True),
+                backward_keys=tiles.backward_keys._replace(described=True),
+                ahead=True,
             )
         if smaller <= 128:
             return _tiles(128, (128, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2))
@@ -197,7 +199,7 @@ def _forward(
     q, k, v, _ = tensors
     B, S, H, _ = q.shape
     scales, constants = _constants(block)
-    numbers = (*_strides(*tensors), S, k.shape[1], H, *scales, *constants)
+    numbers = (*_strides(*tensors), S, H, *scales, *constants)
     grid = (_programs(S, tiles.block, tiles.forward.rows), B * H, 1)
     tile, inner = tiles.forward, (InnerTensor(1, 3, k), InnerTensor(2, 4, v))
     launch = KernelLaunch(
@@ -232,7 +234,7 @@ def _backward(
         KernelLaunch(
             kernels.attention_backward_keys_kernel,
             (_programs(T, tiles.block, of_keys.keys), B * G, 1),
-            (*strides, *_strides(dk, dv), S, T, G, *scales, *constants),
+            (*strides, *_strides(dk, dv), S, T, G, *scales, *constants, tiles.ahead),
             tiles.block,
             of_keys,
             (InnerTensor(0, 4, q), InnerTensor(3, 5, grad_out)),

@@ -3,8 +3,7 @@
 Neither uses atomics: sums are made in one order, so results are the same every time. The first
 takes the log-sum-exp and delta of the *whole* softmax, of which the block is a part, and leaves
 them for the second in the form and order that its inner loop wants: (2, B, H, whole blocks of
-rows), the log-sum-exp to the base of two. With `AHEAD` the product of dO and values is begun before
-the exponentials, so that both run at once.
+rows), the log-sum-exp to the base of two.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def attention_backward_queries_kernel(
     num_queries, num_heads, scale, inner_scale, softmax_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """If `DESCRIBED` there are descriptors of `k` and `v` too, in tiles of `KEYS` rows."""
     entry, start, batch, head = own_block(table, num_heads, BLOCK, ROWS)
@@ -100,8 +99,6 @@ def attention_backward_queries_kernel(
             )  # fmt: skip
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             scores = scores_of(scores, inner_scale, SCORES)
-            if AHEAD:
-                dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
             p = tl.exp2(scores * scale - base[:, None])
             if MASKED:
                 seen = visible(
@@ -109,8 +106,7 @@ def attention_backward_queries_kernel(
                     INTERVALS, BLOCK, ROWS, KEY_DIM=1,
                 )  # fmt: skip
                 p = tl.where(seen, p, 0.0)
-            if not AHEAD:
-                dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+            dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
             ds = p * (dp - row_delta[:, None])
             if SCORES == CAPPED:
                 ds = ds * (1.0 - scores * scores)
@@ -129,12 +125,13 @@ def attention_backward_keys_kernel(
     grad_batch, grad_row, grad_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     num_queries, num_keys, num_groups, scale, inner_scale, softmax_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
-    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+    E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """A program takes `KEYS` keys, and of the queries `ROWS` at once, for one head of the group
     after another. If `DESCRIBED` there are descriptors of `q` and `grad_out` too, in tiles of
-    `ROWS` rows."""
+    `ROWS` rows. With `AHEAD` the product of dO and values is begun before the exponentials, so that
+    both run at once."""
     entry, start, batch, group = own_block(table, num_groups, BLOCK, KEYS)
     start_key = start.to(tl.int64)
     keys_left = num_keys - start

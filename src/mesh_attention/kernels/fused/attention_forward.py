@@ -30,14 +30,13 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 def attention_forward_kernel(
     q, k, v, k_described, v_described, out, lse, lo, hi, key_position, runs, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    out_batch, out_row, out_head, num_queries, num_keys, num_heads, scale, inner_scale,
+    out_batch, out_row, out_head, num_queries, num_heads, scale, inner_scale,
     REPEATS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PADDED: tl.constexpr,
     E_PADDED: tl.constexpr, SCORES: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """`lse` is (B, H, S), contiguous. If `DESCRIBED` there are descriptors of `k` and `v` too, in
-    tiles of `KEYS` rows. With `AHEAD` the product of the next whole block is begun before the
-    softmax of this one, so that both run at once; one product is made for nothing."""
+    tiles of `KEYS` rows."""
     entry, start, batch, head = own_block(table, num_heads, BLOCK, ROWS)
     group = head // REPEATS
     start_row = start.to(tl.int64)
@@ -64,31 +63,20 @@ def attention_forward_kernel(
         run = tl.load(entry + (1 + 2 * MASKED))
         num_pieces = tl.load(entry + (2 + 2 * MASKED)) * PIECES
         at, end = first_piece(runs, run, PIECES)
-        if AHEAD and not MASKED:  # of an empty list there is no first block, so check bounds
-            k_tile = load_rows(
-                k, k_described, batch, at * KEYS, group, k_row, key < num_keys - at * KEYS,
-                KEYS, D_PADDED, D, True, DESCRIBED,
-            )  # fmt: skip
-            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        for piece in tl.range(num_pieces):
+        for _ in tl.range(num_pieces):
             first_key = at * KEYS
             real = key >= 0
             if MASKED:
                 # Positions begin at zero, so nobody sees padding or what is past the last key.
                 position = tl.load(key_position + first_key + key)
                 real = position >= 0
-            run, next_at, end = next_piece(runs, run, at, end, PIECES)
-            if AHEAD and not MASKED:
-                next_at = tl.where(piece + 1 < num_pieces, next_at, at)
-            k_at = next_at if AHEAD and not MASKED else at
+            run, at, end = next_piece(runs, run, at, end, PIECES)
             k_tile = load_rows(
-                k, k_described, batch, k_at * KEYS, group, k_row, real,
+                k, k_described, batch, first_key, group, k_row, real,
                 KEYS, D_PADDED, D, MASKED, DESCRIBED,
             )  # fmt: skip
-            new_product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            if not AHEAD or MASKED:
-                product = new_product
-            scores = scores_of(product, inner_scale, SCORES)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            scores = scores_of(scores, inner_scale, SCORES)
             if MASKED:
                 seen = visible(
                     row_lo, row_hi, position[None, :], lo, hi, start, num_queries,
@@ -110,9 +98,6 @@ def attention_forward_kernel(
             )  # fmt: skip
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
             best = new_best
-            at = next_at
-            if AHEAD and not MASKED:
-                product = new_product
 
     unseen = total == 0.0
     total = tl.where(unseen, 1.0, total)
