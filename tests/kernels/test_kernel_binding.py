@@ -192,16 +192,21 @@ def test_flash_attention_packages_are_called_by_name(
             assert_close(run(kernel, block, delta_only=delta_only), truth(block), 1e-10, mask)
 
 
-def test_a_function_that_wants_something_unknown_is_refused() -> None:
-    def function(q: int, novelty: int) -> None: ...
+def test_a_function_that_wants_something_unknown_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("package_with_a_novelty")
+    module.function = lambda q, novelty: (q, novelty)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    def arguments(values: dict[str, Any], *may_be_none: str) -> dict[str, Any] | str:
-        package = ready_made.PackageFunction("", "", (), frozenset(may_be_none))
-        return package._arguments_for(function, values)
+    def package(argument: str, *may_be_none: str) -> ready_made.PackageFunction:
+        names = (module.__name__, "function")
+        return ready_made.PackageFunction(*names, (argument,), frozenset(may_be_none))
 
-    assert "wants novelty" in str(arguments({"q": 1}))
-    assert "without k|key" in str(arguments({"k|key": 1}))
-    assert arguments({"q": 1}, "novelty") == {"q": 1, "novelty": None}
+    assert "wants novelty" in str(package("q").why_unusable())
+    assert "without k|key" in str(package("k|key").why_unusable())
+    assert package("k|q", "novelty").why_unusable() is None
+    assert package("k|q", "novelty")(1) == (1, None)
 
 
 def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

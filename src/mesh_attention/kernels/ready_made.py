@@ -16,8 +16,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,28 +108,24 @@ class PackageFunction(NamedTuple):
     may_be_none: frozenset[str] = frozenset()
 
     def why_unusable(self) -> str | None:
+        call = self._call_on((None,) * len(self.arguments))
+        return call if isinstance(call, str) else None
+
+    def __call__(self, *values: Any) -> Any:
+        call = self._call_on(values)
+        assert not isinstance(call, str), call
+        with torch.no_grad():
+            return call()
+
+    def _call_on(self, values: Sequence[Any]) -> Callable[[], Any] | str:
+        """The call on values of `arguments`, or one line that says why it cannot be made."""
         function = load(self.module, self.name)
         if isinstance(function, str):
             return function
-        arguments = self._arguments_for(function, dict.fromkeys(self.arguments))
-        return arguments if isinstance(arguments, str) else None
-
-    def __call__(self, *values: Any) -> Any:
-        function = load(self.module, self.name)
-        assert not isinstance(function, str), function
-        arguments = self._arguments_for(function, dict(zip(self.arguments, values, strict=True)))
-        assert not isinstance(arguments, str), arguments
-        with torch.no_grad():
-            return function(**arguments)
-
-    def _arguments_for(
-        self, function: Callable[..., Any], values: Mapping[str, Any]
-    ) -> dict[str, Any] | str:
-        """Keyword arguments for `function`, or one line that says what does not fit."""
         # Functions registered as torch custom operators hide their signature behind a wrapper.
         parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
         arguments: dict[str, Any] = {}
-        for names, value in values.items():
+        for names, value in zip(self.arguments, values, strict=True):
             name = next((n for n in names.split("|") if n in parameters), None)
             if name is None:
                 return f"{function} takes {list(parameters)}, without {names}"
@@ -142,7 +138,7 @@ class PackageFunction(NamedTuple):
             if name not in self.may_be_none:
                 return f"{function} wants {name}, which this adapter does not know"
             arguments[name] = None
-        return arguments
+        return partial(function, **arguments)
 
 
 class DenseKernel(ABC):
