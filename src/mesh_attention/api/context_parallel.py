@@ -201,7 +201,7 @@ class ContextParallel(Batches, Training, Reports):
         DTensors are taken if q, k and v are sharded evenly over heads on a mesh beside the group's,
         as tensor parallelism has them; the result is one too.
         """
-        fault = None
+        fault = None  # not raised here: `attend` tells the other ranks, and all of them raise it
         if return_lse is not True and return_lse is not False:
             fault = fault_of_flag("return_lse", return_lse)
         if type(dropout_p) is not float or dropout_p or alibi_slopes is not None:

@@ -125,33 +125,22 @@ class _Prepared:
         self._launches: dict[Any, WrittenLaunch] = {}
 
     def forward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
-        scale = block.softmax_scale
-        key = (block.leave_sms, scale, *(x.stride() for x in tensors))
+        key = (block.leave_sms, block.softmax_scale, *(x.stride() for x in tensors))
         launch = self._launches.get(key)
         if launch is None:
-            q, k, v, out, lse = tensors
-            compiled = _ready(_flex("FlexAttentionFwd")(q, k, v, out, self._plan, lse))
-
-            def execute(
-                q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **own: Any
-            ) -> None:
-                compiled.execute(q, k, v, out, self._plan, lse, softmax_scale=scale, **own)
-
-            launch = self._launches[key] = WrittenLaunch(compiled, execute, tensors)
+            launch = self._written("FlexAttentionFwd", tensors, 4, block.softmax_scale)
             launch.leave(block.leave_sms)
+            self._launches[key] = launch
         launch(*tensors)
 
     def backward(self, block: Block, tensors: tuple[Tensor, ...]) -> None:
-        deterministic, scale = block.deterministic, block.softmax_scale
-        key = (deterministic, scale, *(x.stride() for x in tensors))
+        key = (block.deterministic, block.softmax_scale, *(x.stride() for x in tensors))
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._written(tensors, deterministic, scale)
+            launch = self._launches[key] = self._written_backward(block, tensors)
         launch(*tensors)
 
-    def _written(
-        self, tensors: tuple[Tensor, ...], deterministic: bool, scale: float
-    ) -> WrittenLaunch:
+    def _written_backward(self, block: Block, tensors: tuple[Tensor, ...]) -> WrittenLaunch:
         """It makes row sums of `out`, less the gradient of the log-sum-exp, in a first kernel that
         reads as much as ours for delta did. Where delta is there, a kernel of our own hands it on,
         and `out` is there for that first kernel's sake alone, once."""
@@ -161,18 +150,30 @@ class _Prepared:
             out = grad_out.new_zeros(grad_out.shape[3]).expand(grad_out.shape)
             lse, grads[3] = _in_order(lse), _in_order(grads[3])
         tensors = (q, k, v, out, grad_out, lse, *grads)
-        others, delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
-        backward = _flex("FlexAttentionBwd")
-        compiled = _ready(backward(*others, self._plan, *delta, deterministic=deterministic))
-
-        def execute(*tensors: Tensor, **own: Any) -> None:
-            others, delta = tensors[:_NUM_WITHOUT_DELTA], tensors[_NUM_WITHOUT_DELTA:]
-            compiled.execute(*others, self._plan, *delta, softmax_scale=scale, **own)
-
-        launch = WrittenLaunch(compiled, execute, tensors)
+        options = {"deterministic": block.deterministic}
+        launch = self._written(
+            "FlexAttentionBwd", tensors, _NUM_WITHOUT_DELTA, block.softmax_scale, **options
+        )
         if has_delta:
             launch.begin_with(_hand_on)
         return launch
+
+    def _written(
+        self, name: str, tensors: tuple[Tensor, ...], plan_at: int, scale: float, **options: bool
+    ) -> WrittenLaunch:
+        """The kernels of a pass, which takes the plan of the mask behind `plan_at` tensors."""
+
+        def with_plan(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            return (*tensors[:plan_at], self._plan, *tensors[plan_at:])
+
+        compiled = _flex(name)(*with_plan(tensors), **options)
+        compiled.check_support()
+        compiled.compile()
+
+        def execute(*tensors: Tensor, **own: Any) -> None:
+            compiled.execute(*with_plan(tensors), softmax_scale=scale, **own)
+
+        return WrittenLaunch(compiled, execute, tensors)
 
 
 def _hand_on(
@@ -191,12 +192,6 @@ def _hand_on(
     from mesh_attention.kernels.fused.row_kernels import tile_statistics
 
     tile_statistics(delta, lse, tiled_delta, tiled_lse, grad_q)
-
-
-def _ready(compiled: Any) -> Any:
-    compiled.check_support()
-    compiled.compile()
-    return compiled
 
 
 @cache

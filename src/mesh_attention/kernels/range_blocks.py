@@ -86,6 +86,7 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
         lo, hi = (pad(x, (0, 0, 0, empty)) for x in (lo, hi))
     all_QK, some_QK = block_states(lo, hi, key_position, query_block, key_block)
     listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
+    # Of a row of blocks: where runs begin and end, by turns. `runs` holds those of all rows.
     edges = [_edges(seen) for seen in listed]
     ends = torch.cat([x.sum(dim=1) for x in edges]).cumsum(dim=0)
     firsts = (pad(ends, (1, 0))[:-1]).split_with_sizes([len(x) for x in edges])

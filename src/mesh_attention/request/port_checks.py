@@ -43,6 +43,7 @@ def refuse_heads_first(session: Session, arguments: Mapping[str, Any], call: Att
         return
     q, k, cuts = call.q, call.k, session.shardings.of
     (rows, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
+    # Taken as (batch, heads, tokens, head_dim): more query heads than KV heads, and more tokens.
     is_grouped = heads == kv_heads and 0 < keys < rows < heads and rows % keys == 0
     is_cut = heads in cuts and rows not in cuts
     if is_grouped or is_cut or heads > max(rows, _MOST_HEADS):
