@@ -37,7 +37,7 @@ def test_tables_of_a_mask_are_counted_once() -> None:
 def test_what_kernels_keep_is_counted_as_it_is_made() -> None:
     range_mask = mask(64)
     before = mask_bytes([range_mask], CPU)
-    blocks = range_blocks(range_mask, 64, 64, 16, 16, CPU)
+    blocks = range_blocks(range_mask, 64, 64, 16, CPU)
     own = {x.untyped_storage().data_ptr() for x in blocks if isinstance(x, Tensor)}
     assert mask_bytes([range_mask], CPU) == before + 512 * len(own)
 

@@ -47,22 +47,18 @@ def listed_intervals(mask: BlockMask) -> int:
 
 
 def range_blocks(
-    mask: BlockMask,
-    num_queries: int,
-    num_keys: int,
-    query_block: int,
-    key_block: int,
-    device: torch.device,
+    mask: BlockMask, num_queries: int, num_keys: int, block: int, device: torch.device
 ) -> RangeBlocks:
-    """Made at the first call for a mask, whatever stream that is on, and kept with the mask."""
+    """Lists of blocks of `block` queries or keys. Made at the first call for a mask, whatever
+    stream that is on, and kept with the mask."""
     if not isinstance(mask, RowRange):
         check_mask(mask, num_queries, num_keys)
         mask = _as_range(isinstance(mask, Causal), num_queries, num_keys, device)
-    key = ("range_blocks", query_block, key_block, device)
+    key = ("range_blocks", block, device)
     blocks: RangeBlocks | None = mask.kept.get(key)
     if blocks is None:
         check_mask(mask, num_queries, num_keys)
-        blocks = mask.kept[key] = _make(mask, query_block, key_block, device)
+        blocks = mask.kept[key] = _make(mask, block, device)
         if device.type == "cuda":  # later calls may be on other streams
             torch.cuda.current_stream(device).synchronize()
     return blocks
@@ -75,7 +71,7 @@ def _as_range(causal: bool, num_queries: int, num_keys: int, device: torch.devic
     return RowRange(torch.zeros_like(row), hi, key)
 
 
-def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device) -> RangeBlocks:
+def _make(mask: RowRange, block: int, device: torch.device) -> RangeBlocks:
     # Clamped also for a copy of our own: a view may begin anywhere, and kernels read it aligned.
     lo, hi, key_position = (
         x.to(device, non_blocking=True).clamp(max=_NEVER).to(torch.int32)
@@ -84,7 +80,7 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
     if lo.dim() == 2:
         empty = listed_intervals(mask) - len(lo)
         lo, hi = (pad(x, (0, 0, 0, empty)) for x in (lo, hi))
-    all_QK, some_QK = block_states(lo, hi, key_position, query_block, key_block)
+    all_QK, some_QK = block_states(lo, hi, key_position, block, block)
     listed = (all_QK, some_QK, all_QK.mT, some_QK.mT)
     # Of a row of blocks: where runs begin and end, by turns. `runs` holds those of all rows.
     edges = [_edges(seen) for seen in listed]
@@ -97,11 +93,11 @@ def _make(mask: RowRange, query_block: int, key_block: int, device: torch.device
     runs = torch.where(
         at < of_queries, at % edges[0].shape[1], (at - of_queries) % edges[2].shape[1]
     )
-    lo, hi = (pad(x, (0, -lo.shape[-1] % query_block)) for x in (lo, hi))
+    lo, hi = (pad(x, (0, -lo.shape[-1] % block)) for x in (lo, hi))
     return RangeBlocks(
         lo,
         hi,
-        pad(key_position, (0, -len(key_position) % key_block), value=-1),
+        pad(key_position, (0, -len(key_position) % block), value=-1),
         pad(runs, (0, _RUNS_PAST_THE_END)).to(torch.int32),
         _table(firsts[0], counts[0], firsts[1], counts[1]),
         _table(firsts[2], counts[2], firsts[3], counts[3]),

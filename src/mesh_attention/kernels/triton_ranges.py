@@ -154,7 +154,7 @@ class TritonRanges:
 
     def _blocks(self, block: Block, size: int) -> RangeBlocks:
         S, T, device = block.q.shape[1], block.k.shape[1], block.q.device
-        return range_blocks(block.mask, S, T, size, size, device)
+        return range_blocks(block.mask, S, T, size, device)
 
     def _launches_for(self, block: Block, tensors: tuple[Tensor, ...]) -> tuple[KernelLaunch, ...]:
         key = (len(tensors), *_kind(*tensors), *block[4:6], listed_intervals(block.mask))
