@@ -22,7 +22,6 @@ from mesh_attention.kernels.fused.attention_tiles import (
     own_block,
     scores_of,
     store_tile,
-    tile_offsets,
     visible,
     whole_blocks,
 )
@@ -71,11 +70,8 @@ def attention_backward_queries_kernel(
     row_lo = tl.load(lo + start + row)
     row_hi = tl.load(hi + start + row)
     sees = row_lo < row_hi
-    q_tile = load_tile(
-        q + tile_offsets(q_row, ROWS, D_PADDED), sees, ROWS, D_PADDED, D, CHECK_ROWS=True
-    )
-    grad_pointers = grad_out + tile_offsets(grad_row, ROWS, E_PADDED)
-    grad_tile = load_tile(grad_pointers, sees, ROWS, E_PADDED, E, CHECK_ROWS=True)
+    q_tile = load_tile(q, q_row, sees, ROWS, D_PADDED, D, CHECK_ROWS=True)
+    grad_tile = load_tile(grad_out, grad_row, sees, ROWS, E_PADDED, E, CHECK_ROWS=True)
     acc = tl.zeros([ROWS, D_PADDED], dtype=tl.float32)
     PIECES: tl.constexpr = BLOCK // KEYS
     key = tl.arange(0, KEYS)
@@ -113,8 +109,7 @@ def attention_backward_queries_kernel(
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
             run, at, end = next_piece(runs, run, at, end, PIECES)
     dq += batch * dq_batch + head * dq_head + start_row * dq_row
-    dq_pointers = dq + tile_offsets(dq_row, ROWS, D_PADDED)
-    store_tile(dq_pointers, acc * softmax_scale, rows_left, ROWS, D_PADDED, D)
+    store_tile(dq, dq_row, acc * softmax_scale, rows_left, ROWS, D_PADDED, D)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -142,12 +137,8 @@ def attention_backward_keys_kernel(
     # Positions begin at zero, so nobody sees padding or what is past the last key.
     position = tl.load(key_position + start + key)
     real = position >= 0
-    k_tile = load_tile(
-        k + tile_offsets(k_row, KEYS, D_PADDED), real, KEYS, D_PADDED, D, CHECK_ROWS=True
-    )
-    v_tile = load_tile(
-        v + tile_offsets(v_row, KEYS, E_PADDED), real, KEYS, E_PADDED, E, CHECK_ROWS=True
-    )
+    k_tile = load_tile(k, k_row, real, KEYS, D_PADDED, D, CHECK_ROWS=True)
+    v_tile = load_tile(v, v_row, real, KEYS, E_PADDED, E, CHECK_ROWS=True)
     dk_acc = tl.zeros([KEYS, D_PADDED], dtype=tl.float32)
     dv_acc = tl.zeros([KEYS, E_PADDED], dtype=tl.float32)
     num_rows = whole_blocks(num_queries, BLOCK)
@@ -204,7 +195,5 @@ def attention_backward_keys_kernel(
                 run, at, end = next_piece(runs, run, at, end, PIECES)
     dk += batch * dk_batch + group * dk_head + start_key * dk_row
     dv += batch * dv_batch + group * dv_head + start_key * dv_row
-    dk_pointers = dk + tile_offsets(dk_row, KEYS, D_PADDED)
-    dv_pointers = dv + tile_offsets(dv_row, KEYS, E_PADDED)
-    store_tile(dk_pointers, dk_acc * softmax_scale, keys_left, KEYS, D_PADDED, D)
-    store_tile(dv_pointers, dv_acc, keys_left, KEYS, E_PADDED, E)
+    store_tile(dk, dk_row, dk_acc * softmax_scale, keys_left, KEYS, D_PADDED, D)
+    store_tile(dv, dv_row, dv_acc, keys_left, KEYS, E_PADDED, E)

@@ -19,7 +19,6 @@ from mesh_attention.kernels.fused.attention_tiles import (
     own_block,
     scores_of,
     store_tile,
-    tile_offsets,
     visible,
 )
 
@@ -47,9 +46,7 @@ def attention_forward_kernel(
     v += batch * v_batch + group * v_head
     row = tl.arange(0, ROWS)
     inside = row < rows_left
-    q_tile = load_tile(
-        q + tile_offsets(q_row, ROWS, D_PADDED), inside, ROWS, D_PADDED, D, CHECK_ROWS=True
-    )
+    q_tile = load_tile(q, q_row, inside, ROWS, D_PADDED, D, CHECK_ROWS=True)
     row_lo = tl.load(lo + start + row)
     row_hi = tl.load(hi + start + row)
     acc = tl.zeros([ROWS, E_PADDED], dtype=tl.float32)
@@ -104,5 +101,4 @@ def attention_forward_kernel(
     row_lse = tl.where(unseen, -float("inf"), (best + tl.log2(total)) * _LN_2)
     tl.store(lse + tl.program_id(1).to(tl.int64) * num_queries + start + row, row_lse, mask=inside)
     out += batch * out_batch + head * out_head + start_row * out_row
-    out_pointers = out + tile_offsets(out_row, ROWS, E_PADDED)
-    store_tile(out_pointers, acc / total[:, None], rows_left, ROWS, E_PADDED, E)
+    store_tile(out, out_row, acc / total[:, None], rows_left, ROWS, E_PADDED, E)

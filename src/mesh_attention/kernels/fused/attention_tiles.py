@@ -44,11 +44,12 @@ def tile_offsets(row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    pointers, rows,
+    x, row_stride, rows,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros past the width, and, if they are checked, in place of other rows than these: those
-    past the end, and padding, which may hold anything."""
+    """The tile that begins at `x`. Zeros past the width, and, if they are checked, in place of
+    other rows than `rows`: those past the end, and padding, which may hold anything."""
+    pointers = x + tile_offsets(row_stride, ROWS, COLUMNS)
     row = rows[:, None]
     column = tl.arange(0, COLUMNS)[None, :] < WIDTH
     if CHECK_ROWS and WIDTH < COLUMNS:
@@ -74,17 +75,17 @@ def load_rows(
         place = [batch.to(tl.int32), start, head.to(tl.int32), 0]
         tile = tl.reshape(described.load(place), [ROWS, COLUMNS])
     else:
-        pointers = source + start.to(tl.int64) * row_stride
-        offsets = tile_offsets(row_stride, ROWS, COLUMNS)
-        tile = load_tile(pointers + offsets, rows, ROWS, COLUMNS, WIDTH, CHECK_ROWS)
+        first = source + start.to(tl.int64) * row_stride
+        tile = load_tile(first, row_stride, rows, ROWS, COLUMNS, WIDTH, CHECK_ROWS)
     return tile
 
 
 @triton.jit
 def store_tile(
-    pointers, value, rows_left,
+    x, row_stride, value, rows_left,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    pointers = x + tile_offsets(row_stride, ROWS, COLUMNS)
     row = tl.arange(0, ROWS)[:, None] < rows_left
     value = value.to(pointers.dtype.element_ty)
     if WIDTH < COLUMNS:
