@@ -134,8 +134,8 @@ def test_padding_may_hold_anything() -> None:
 
 
 def test_tiles_that_the_hardware_loads_by_descriptors_are_the_same() -> None:
-    tiles = KernelTiles(16, *(3 * [KernelTile(16, 16, 4, 1, described=True)]))
-    kernel = TritonRanges(tiles=tiles)
+    tile = KernelTile(16, 16, 4, 1, described=True)
+    kernel = TritonRanges(tiles=KernelTiles(16, tile, tile, tile))
     for maker, shape in ((causal, TINY), (full, Shape(S=17, T=40, H=2, G=2, D=24, E=8, B=2))):
         check(make_block(shape, torch.float16, maker, device=DEVICE, strided=True), kernel=kernel)
     assert all(launch.described for launches in kernel._launches.values() for launch in launches)

@@ -74,7 +74,8 @@ def tiles_for(
 
 def _tiles(block: int, *tiles: tuple[int, int, int, int]) -> KernelTiles:
     """Of the tiles (rows, keys, warps, stages): forward, dQ, and dK and dV."""
-    return KernelTiles(block, *(KernelTile(*tile) for tile in tiles))
+    forward, of_queries, of_keys = (KernelTile(*tile) for tile in tiles)
+    return KernelTiles(block, forward, of_queries, of_keys)
 
 
 class TritonRanges:
