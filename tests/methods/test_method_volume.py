@@ -227,6 +227,4 @@ def test_the_table_of_the_paper_has_the_cells_and_figures_of_the_specification()
     ],
 )
 def test_256_ranks_move_the_gib_of_the_paper_to_the_digits_shown(key: tuple[str, str]) -> None:
-    counted = count_cell(cell_of(key))
-    assert (f"{counted.total_gib:.1f}", f"{counted.inter_node_gib:.1f}") == REPORTED[key]
-    assert counted.agrees
+    assert count_cell(cell_of(key)) == REPORTED[key]
