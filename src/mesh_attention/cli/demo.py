@@ -8,7 +8,7 @@ the transport. The parent runs the ranks in a pool of processes, draws pictures 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,48 +56,40 @@ CASES = (
 )
 
 
-class Outcome(NamedTuple):
-    case: Case
-    checked: CheckedCase
-
-    @property
-    def ok(self) -> bool:
-        counted, planned, *errors = self.checked
-        return max(errors) <= TOLERANCE and counted == planned == self.case.paper_units
-
-    def to_json(self) -> dict[str, Any]:
-        what = {"paper_units": self.case.paper_units, "ok": self.ok, "case": self.case.title}
-        return what | self.checked._asdict()
-
-
 def run(args: argparse.Namespace) -> int:
     with local_ranks(NUM_RANKS, len(CASES)) as check:
         pictures = _draw(args.output)
-        outcomes = [
-            Outcome(case, check(case.title, Mask(), case.options, **_SIZES)) for case in CASES
-        ]
-    ok = all(outcome.ok for outcome in outcomes)
+        checked = {case: check(case.title, Mask(), case.options, **_SIZES) for case in CASES}
+    ok = all(_is_right(*each) for each in checked.items())
     page, line = write_report(args.output)
     return show(
         args,
         lambda: {
             "ok": ok,
-            "cases": [outcome.to_json() for outcome in outcomes],
+            "cases": [
+                {"paper_units": case.paper_units, "ok": _is_right(case, x), "case": case.title}
+                | x._asdict()
+                for case, x in checked.items()
+            ],
             "pictures": pictures,
             "page": page,
         },
-        lambda: [*_to_lines(outcomes), *(f"picture: {path}" for path in pictures), line],
+        lambda: [*_to_lines(checked), *(f"picture: {path}" for path in pictures), line],
         ok=ok,
     )
 
 
-def _to_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def _is_right(case: Case, checked: CheckedCase) -> bool:
+    counted, planned, *errors = checked
+    return max(errors) <= TOLERANCE and counted == planned == case.paper_units
+
+
+def _to_lines(checked: Mapping[Case, CheckedCase]) -> list[str]:
     rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
-    for outcome in outcomes:
-        case, checked = outcome.case, outcome.checked
-        errors = (f"{checked.output_error:.1e}", f"{checked.gradient_error:.1e}")
-        units = (f"{checked.counted_units:g} units", f"{case.paper_units} units")
-        rows.append((case.title, *units, *errors, "ok" if outcome.ok else "WRONG"))
+    for case, x in checked.items():
+        errors = (f"{x.output_error:.1e}", f"{x.gradient_error:.1e}")
+        units = (f"{x.counted_units:g} units", f"{case.paper_units} units")
+        rows.append((case.title, *units, *errors, "ok" if _is_right(case, x) else "WRONG"))
     return [
         f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
         table(rows),
