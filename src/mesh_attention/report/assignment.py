@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mesh_attention.plan.language.computed_pairs import heads_of
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.read.draw import computed_cells
@@ -67,7 +66,7 @@ def _first_heads(plan: Plan, pass_: Pass) -> tuple[int, ...]:
         buffers = program.buffer_table()
         for operation in program.operations:
             if isinstance(operation, Attention):
-                for head in heads_of(operation, buffers[operation.q.buffer]):
+                for head in range(*operation.q.heads_of(buffers[operation.q.buffer])):
                     ranks_of[head].add(program.rank)
     first: dict[frozenset[int], int] = {}
     for head, ranks in enumerate(ranks_of):

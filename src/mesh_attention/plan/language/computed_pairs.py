@@ -75,7 +75,7 @@ def work_of(
             if not isinstance(op, Attention):
                 continue
             q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
-            if head is not None and head not in heads_of(op, q_buffer):
+            if head is not None and head not in range(*op.q.heads_of(q_buffer)):
                 continue
             for call in (whole_call(op, CallKind.FULL),) if whole_tasks else op.calls:
                 q_first, k_first = op.q.start, op.k.start
@@ -86,11 +86,6 @@ def work_of(
                 else:
                     computes = q.see(k, plan.problem.rows)
                 yield Work(program.rank, q.partitions, k.partitions, computes)
-
-
-def heads_of(op: Attention, queries: Buffer) -> range:
-    """Query heads of an attention."""
-    return range(*op.q.heads_of(queries))
 
 
 def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
 from mesh_attention.plan.language.program import (
@@ -36,6 +37,8 @@ from mesh_attention.plan.language.program import (
     writes,
 )
 from mesh_attention.plan.problem.problem import Problem
+
+T = TypeVar("T")
 
 ALIGNMENT_BYTES = 256  # what CUDA allocations guarantee, and enough for any vector load
 
@@ -265,13 +268,10 @@ class Alike:
     def __init__(self) -> None:
         # By identity: ranks share most objects, and the hash of others would be used only once.
         # The objects are kept too, so that no other object gets the same identity.
-        self._by_buffer: dict[int, tuple[Buffer, int]] = {}
-        self._by_op: dict[int, tuple[Operation, int]] = {}
-        self._shapes: dict[tuple[object, ...], int] = {}
+        self._numbers: dict[int, tuple[object, int]] = {}
+        self._equal: dict[object, int] = {}
         self._tables: dict[tuple[int, ...], int] = {}
         self._alone: Program | None = None  # the first, while nobody has asked for a second
-        self._by_pieces: dict[int, tuple[tuple[object, ...], int]] = {}
-        self._uses: dict[object, int] = {}
 
     def table(self, program: Program) -> int:
         """By the buffers: their names and sizes. A program alone is not looked at: most searches
@@ -280,44 +280,35 @@ class Alike:
             if self._alone is None or self._alone is program:
                 self._alone = program
                 return 0
-            self._tables[self._shape_of(self._alone)] = 0
-        return self._tables.setdefault(self._shape_of(program), len(self._tables))
+            self._tables[self._buffers(self._alone)] = 0
+        return self._tables.setdefault(self._buffers(program), len(self._tables))
 
-    def _shape_of(self, program: Program) -> tuple[int, ...]:
-        numbers = []
-        for b in program.buffers:
-            known = self._by_buffer.get(id(b))
-            if known is None:
-                key = (b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset)
-                known = b, self._shapes.setdefault(key, len(self._shapes))
-                self._by_buffer[id(b)] = known
-            numbers.append(known[1])
-        return tuple(numbers)
+    def _buffers(self, program: Program) -> tuple[int, ...]:
+        return tuple([self._number(buffer, _size_of) for buffer in program.buffers])
 
     def uses(self, program: Program) -> tuple[int, ...]:
         """By the tasks and pieces of each operation. Where also the tables are alike, programs
         are."""
-        return tuple([self._use(op) for op in program.operations])
+        return tuple([self._number(op, self._use_of) for op in program.operations])
 
-    def _use(self, op: Operation) -> int:
-        known = self._by_op.get(id(op))
+    def _use_of(self, op: Operation) -> object:
+        if isinstance(op, AllToAll):  # among many ranks it has many pieces, which plans share
+            sides = (op.sends, op.receives)
+            pieces: tuple[object, ...] = tuple(self._number(side, lambda x: x) for side in sides)
+        else:
+            pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
+        return op.task, type(op), isinstance(op, Attention) and is_one_call(op), *pieces
+
+    def _number(self, item: T, key_of: Callable[[T], object]) -> int:
+        known = self._numbers.get(id(item))
         if known is None:
-            if isinstance(op, AllToAll):
-                pieces: tuple[object, ...] = self._number(op.sends), self._number(op.receives)
-            else:
-                pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
-            whole = isinstance(op, Attention) and is_one_call(op)
-            key = (op.task, type(op), whole, *pieces)
-            known = self._by_op[id(op)] = op, self._uses.setdefault(key, len(self._uses))
+            number = self._equal.setdefault(key_of(item), len(self._equal))
+            known = self._numbers[id(item)] = item, number
         return known[1]
 
-    def _number(self, pieces: tuple[object, ...]) -> int:
-        """Equal for equal pieces; exchanges among many ranks have many, and share them."""
-        known = self._by_pieces.get(id(pieces))
-        if known is None:
-            number = self._uses.setdefault(pieces, len(self._uses))
-            known = self._by_pieces[id(pieces)] = pieces, number
-        return known[1]
+
+def _size_of(b: Buffer) -> object:
+    return b.name, b.kind, b.precision, b.role, b.num_heads, b.num_rows, b.offset
 
 
 def is_one_call(op: Attention) -> bool:

@@ -8,12 +8,10 @@ which need no look at single queries. `runs.py` counts pairs of any runs, and as
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mesh_attention.plan.problem.intervals import cut
 from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.spans import Array, cut
 
-Array = NDArray[np.int64]
 _MOST_AT_ONCE = 1 << 16  # pairs of a part and an edge, so that arrays stay in the caches
 
 

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.problem.arguments import number
-from mesh_attention.plan.problem.intervals import cut
 from mesh_attention.plan.problem.runs import Run, clip_run
-from mesh_attention.plan.problem.spans import Spans, joined
+from mesh_attention.plan.problem.spans import Spans, cut, joined
 
 _MANY_SPANS = 16  # fewer are looked at faster one by one
 MAX_STRIPE = 1 << 30  # more tokens than any sequence has; places of longer ones overflow

@@ -15,11 +15,8 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mesh_attention.plan.problem.intervals import cut
-
-Array = NDArray[np.int64]
+from mesh_attention.plan.problem.spans import Array, cut
 
 
 class Interval(NamedTuple):

@@ -1,12 +1,18 @@
 """Intervals of rows, one after the other: how buffers, tiles and ranks name what they hold.
 
-Plain tuples of (start, stop), so that they can be compared and be keys of caches."""
+Plain tuples of (start, stop), so that they can be compared and be keys of caches. Where there are
+many, arrays of their starts and of their stops are cut and joined faster: layouts, counts of pairs
+and `needed_rows.py` of the methods do so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
 Spans = tuple[tuple[int, int], ...]  # (start, stop), in order
 
 
@@ -60,3 +66,30 @@ def clip_spans(spans: Spans, start: int, stop: int) -> Spans:
         return ((a, b),) if a < b else ()
     clipped = [(start if a < start else a, stop if b > stop else b) for a, b in spans]
     return tuple([span for span in clipped if span[0] < span[1]])
+
+
+def expanded(first: Array, last: Array) -> tuple[Array, Array]:
+    """All pairs (i, j) with `first[i] <= j < last[i]`."""
+    counts = np.maximum(last - first, 0)
+    index = np.repeat(np.arange(len(counts)), counts)
+    begun = np.cumsum(counts) - counts
+    return index, np.arange(len(index)) - begun[index] + first[index]
+
+
+def union(lo: Array, hi: Array) -> tuple[Array, Array]:
+    """The union of intervals, in order."""
+    order = np.argsort(lo, kind="stable")
+    lo, reach = lo[order], np.maximum.accumulate(hi[order])
+    new = np.ones(len(lo), dtype=np.bool_)
+    new[1:] = lo[1:] > reach[:-1]
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(lo)) - 1
+    return lo[first], reach[last] if len(first) else reach
+
+
+def cut(lo: Array, hi: Array, starts: Array, stops: Array) -> tuple[Array, Array, Array, Array]:
+    """The parts of intervals inside ranges, which are disjoint and in order: the index of the
+    interval and of the range, and the ends of the part."""
+    first = np.searchsorted(stops, lo, side="right")
+    index, at = expanded(first, np.searchsorted(starts, hi, side="left"))
+    return index, at, np.maximum(lo[index], starts[at]), np.minimum(hi[index], stops[at])

@@ -90,7 +90,8 @@ def compare(
             except PlanError as error:
                 reason = reason or str(error)
             else:
-                score = _score(counts, several)
+                sizes = counts.inter_node_bytes, float(counts.total_bytes)
+                score = sizes if several else sizes[::-1]
                 if best is None or score < best[0]:
                     best = (score, setting, counts)
             done += 1
@@ -104,8 +105,3 @@ def compare(
             both = {Direction.FORWARD: counts, Direction.BACKWARD: back}
             rows.append(Compared(name, setting, both))
     return rows
-
-
-def _score(counts: Counts, several_nodes: bool) -> tuple[float, float]:
-    crossing, moved = counts.inter_node_bytes, float(counts.total_bytes)
-    return (crossing, moved) if several_nodes else (moved, crossing)

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.problem.intervals import cut, expanded, joined
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.spans import cut, expanded, union
 
 Array = NDArray[np.int64]
 # Each range that a rank needs is a message of its own; two for each rank are always allowed.
@@ -193,7 +193,7 @@ class NeededRows:
         line, lo, hi = intervals
         some = lo < hi
         base = line[some] * self._stride
-        self._lo, self._hi = joined(base + lo[some], base + hi[some])
+        self._lo, self._hi = union(base + lo[some], base + hi[some])
         owned = ranges_of(layout)
         self._owned = owned[np.argsort(owned.starts, kind="stable")]
         self._owners = self._owned.places // layout.slots

@@ -63,25 +63,32 @@ class SymbolicCompute:
         self._same_rows(rank, (op.k, op.v, op.grad_k, op.grad_v))
         keys = self._keys(rank, op.k, op.v)
         self._check_calls(rank, op.q, op.k, op.calls)
-        labels = self._memory.labels(rank, op.q)
-        old = self._accumulated(rank, op.grad_q, op.fresh_q, Kind.GRAD_Q)
-        queries: dict[int, int] = {}
-        new: list[Content] = []
-        for (atom, head), before in zip(labels, old, strict=True):
-            kv_head = atoms.kv_head_of[head]
+        queries: dict[int, int] = {}  # of each KV head, as bits
+        for atom, head in self._memory.labels(rank, op.q):
             bit = 1 << (atom * atoms.num_heads + head)
+            kv_head = atoms.kv_head_of[head]
             queries[kv_head] = queries.get(kv_head, 0) | bit
-            added = keys.get(kv_head, 0) & atoms.required[atom]
-            new.append(_with(rank, op.grad_q.buffer, before, added))
-        self._memory.write(rank, op.grad_q, new, accumulates=not op.fresh_q)
+        by_query_head = {h: keys.get(kv_head, 0) for h, kv_head in enumerate(atoms.kv_head_of)}
+        self._add(rank, op.grad_q, Kind.GRAD_Q, op.fresh_q, by_query_head, atoms.required)
         for piece, kind in ((op.grad_k, Kind.GRAD_K), (op.grad_v, Kind.GRAD_V)):
-            sums: list[Content] = []
-            before_all = self._accumulated(rank, piece, op.fresh_kv, kind)
-            key_labels = self._memory.labels(rank, piece)
-            for (atom, head), before in zip(key_labels, before_all, strict=True):
-                added = queries.get(head, 0) & atoms.required_by_key[atom]
-                sums.append(_with(rank, piece.buffer, before, added))
-            self._memory.write(rank, piece, sums, accumulates=not op.fresh_kv)
+            self._add(rank, piece, kind, op.fresh_kv, queries, atoms.required_by_key)
+
+    def _add(
+        self,
+        rank: int,
+        piece: Piece,
+        kind: Kind,
+        fresh: bool,
+        computed: dict[int, int],
+        required: list[int],
+    ) -> None:
+        """Add pairs to a gradient: those of `computed`, by head, that are required of each atom."""
+        before = self._accumulated(rank, piece, fresh, kind)
+        sums: list[Content] = [
+            _with(rank, piece.buffer, old, computed.get(head, 0) & required[atom])
+            for (atom, head), old in zip(self._memory.labels(rank, piece), before, strict=True)
+        ]
+        self._memory.write(rank, piece, sums, accumulates=not fresh)
 
     def merge(self, rank: int, op: Merge) -> None:
         kind = self._check_operands(rank, op)

@@ -129,9 +129,6 @@ class _Machine:
     def _report(self, rank: int, at: list[int], message: str) -> None:
         operations = self.pass_.programs[rank].operations
         name = operations[at[rank]].name if at[rank] < len(operations) else "end"
-        self._add(rank, name, message)
-
-    def _add(self, rank: int, name: str, message: str) -> None:
         if len(self.findings) < _MOST_FINDINGS:
             self.findings.append(Finding(str(self.pass_.direction), rank, name, message))
 
@@ -158,7 +155,7 @@ class _Machine:
                 same = there is not None and (type(there), there.task) == (type(op), op.task)
                 if not same:
                     absent.append(f"rank {member} is at {there.name if there else 'its end'}")
-            self._add(rank, op.name, "deadlocks: " + ", ".join(absent[:4]))
+            self._report(rank, at, "deadlocks: " + ", ".join(absent[:4]))
         return bool(waiting)
 
     def _check_ends(self, at: list[int]) -> None:

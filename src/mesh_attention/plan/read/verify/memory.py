@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
@@ -47,16 +48,14 @@ Where = slice | tuple[int, ...]
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """One buffer of one rank. `values` is None before the first write and after the free."""
 
-    __slots__ = ("buffer", "cells", "freed", "values")
-
-    def __init__(self, buffer: Buffer, cells: BufferCells) -> None:
-        self.buffer = buffer
-        self.cells = cells
-        self.freed = False
-        self.values: list[Content | None] | None = None
+    buffer: Buffer
+    cells: BufferCells
+    values: list[Content | None] | None = None
+    freed: bool = False
 
 
 class Memory:
@@ -68,10 +67,10 @@ class Memory:
         self._entries: list[dict[str, Entry]] = []
         for program in pass_.programs:
             entries = {b.name: Entry(b, atoms.cells(b)) for b in program.buffers}
+            self._entries.append(entries)
             for entry in entries.values():
                 if entry.buffer.role.is_filled:
                     entry.values = [DATA] * len(entry.cells)
-            self._entries.append(entries)
 
     def buffer(self, rank: int, piece: Piece) -> Buffer:
         return self._entries[rank][piece.buffer].buffer
