@@ -161,7 +161,7 @@ def _reductions(kind: str, inputs: list[list[TaskNode]], cost: Cost) -> list[Tas
 def strict_makespan(graph: TaskGraph, schedule: Schedule) -> float:
     """Sum over steps of the longer of the communication and the compute in it."""
     check_schedule(graph, schedule, strict=True)
-    costs = graph.costs()
+    costs = {node.task: node.cost for node in (*graph.communication, *graph.compute)}
     total = 0.0
     for step in schedule.steps:
         communication = 0.0 if step.communication is None else costs[step.communication]

@@ -1,21 +1,21 @@
 """Who computes how many (query, key) pairs: read from the kernel calls of a plan's programs.
 
-The assignment matrix (`work_of`), the balance of work and the seconds of calls (`CallPairs`) come
-from these. `pairs_of_tiles` answers the same for the tiles of a mesh, without a plan.
+The balance of work and the seconds of calls come from these. `pairs_of_tiles` answers the same for
+the tiles of a mesh, without a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import Attention, Call, CallKind, Task, whole_call
+from mesh_attention.plan.language.program import Attention, Call, Task
 from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
@@ -24,68 +24,6 @@ from mesh_attention.plan.problem.spans import Spans, slice_spans
 
 Array = NDArray[np.int64]
 _FEW_BLOCKS = 4  # are counted faster as runs
-
-
-class OwnedRows:
-    """Rows at some places, by the partition that owns them; `partitions` names each owner once."""
-
-    def __init__(self, layout: Layout, places: Spans) -> None:
-        slots = layout.slots
-        owned = [
-            (owner, max(start, owner * slots), min(stop, (owner + 1) * slots))
-            for start, stop in places
-            for owner in range(start // slots, -(-stop // slots))
-        ]
-        owners = np.array([owner for owner, _, _ in owned], dtype=np.int64)
-        self.partitions, self._index = np.unique(owners, return_inverse=True)
-        self._runs = [layout.runs(start, stop) for _, start, stop in owned]
-
-    def see(self, keys: OwnedRows, mask: RowRanges) -> NDArray[np.bool_]:
-        """Whether any row of each partition sees any key of each of the keys' partitions."""
-        q, k = np.nonzero(pairs_of_parts(self._runs, keys._runs, mask))
-        seen = np.zeros((len(self.partitions), len(keys.partitions)), dtype=np.bool_)
-        seen[self._index[q], keys._index[k]] = True
-        return seen
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """`computes[i, j]`: if the rank computes pairs of Q partition q[i] and KV partition kv[j]."""
-
-    rank: int
-    q: Array
-    kv: Array
-    computes: NDArray[np.bool_]
-
-
-def work_of(
-    plan: Plan, pass_: Pass, *, whole_tasks: bool = False, head: int | None = None
-) -> Iterator[Work]:
-    """One item for each kernel call. With `whole_tasks` one for each task instead, with every cell
-    that the task spans, whatever the mask shows of it. `head` leaves out the work of other query
-    heads."""
-
-    @cache
-    def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
-        return OwnedRows(layout, slice_spans(buffer.rows, start, stop))
-
-    for program in pass_.programs:
-        table = program.buffer_table()
-        for op in program.operations:
-            if not isinstance(op, Attention):
-                continue
-            q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
-            if head is not None and head not in range(*op.q.heads_of(q_buffer)):
-                continue
-            for call in (whole_call(op, CallKind.FULL),) if whole_tasks else op.calls:
-                q_first, k_first = op.q.start, op.k.start
-                q = rows(plan.q_layout, q_buffer, q_first + call.q_start, q_first + call.q_stop)
-                k = rows(plan.kv_layout, k_buffer, k_first + call.k_start, k_first + call.k_stop)
-                if call.kind is CallKind.FULL:
-                    computes = np.ones((len(q.partitions), len(k.partitions)), dtype=np.bool_)
-                else:
-                    computes = q.see(k, plan.problem.rows)
-                yield Work(program.rank, q.partitions, k.partitions, computes)
 
 
 def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:

@@ -43,18 +43,13 @@ class TaskGraph:
     communication: tuple[TaskNode, ...]
     compute: tuple[TaskNode, ...]
 
-    def tasks(self) -> tuple[TaskNode, ...]:
-        return (*self.communication, *self.compute)
-
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication in order of first appearance, which is their priority."""
         return tuple(dict.fromkeys(task.kind for task in self.communication))
 
-    def costs(self) -> dict[Task, float]:
-        return {node.task: node.cost for node in self.tasks()}
-
     def needs(self) -> dict[Task, tuple[Task, ...]]:
-        return {node.task: node.needs for node in self.tasks()}
+        """What each task needs."""
+        return {node.task: node.needs for node in (*self.communication, *self.compute)}
 
 
 @dataclass(frozen=True, slots=True)

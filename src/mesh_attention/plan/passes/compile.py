@@ -100,7 +100,6 @@ class PassCompiler:
         self._choose = CallChooser(plan, self.clock)
         self.transfers = TransferCosts(target.links, plan, pass_)
         self.flows = SharedFlows(plan.problem)
-        self._two_streams = target.takes_turns
         # Of programs compiled so far: before calls leave SMs, waits, and numbers that are equal
         # where buffers are alike.
         self._whole: dict[int, Program] = {}
@@ -122,17 +121,17 @@ class PassCompiler:
         program, summary = self._with_calls(self._pass.programs[at])
         table = self.tables[at] = self._alike.table(program)
         self._whole[at], self.waits[at] = self._placed(program, table)
-        return self._leaving_sms(at, self.clock), summary
+        return self.leaving_sms(at), summary
 
-    def leaving_sms(self, at: int, plan: Plan) -> Program:
-        """The program at this place, compiled before, for a plan that differs in its mask alone,
-        where that changes no call but by the SMs that it leaves."""
-        return self._leaving_sms(at, CallSeconds(plan, self._pass.direction, self._target))
-
-    def _leaving_sms(self, at: int, clock: CallSeconds) -> Program:
+    def leaving_sms(self, at: int, plan: Plan | None = None) -> Program:
+        """The program at this place, which `compiled` has made, with calls that leave SMs. `plan`:
+        for a plan that differs in its mask alone, where that changes no more than the SMs left."""
         program = self._whole[at]
-        if not (self._two_streams and runs_beside(program)):
+        if not (self._target.takes_turns and runs_beside(program)):
             return program
+        clock = (
+            self.clock if plan is None else CallSeconds(plan, self._pass.direction, self._target)
+        )
         seconds = self._seconds_of(program, self.tables[at])
         return leave_sms(program, self.waits[at], seconds, clock)
 
@@ -180,7 +179,7 @@ class PassCompiler:
     def _with_calls(self, program: Program) -> tuple[Program, CallSummary]:
         """The program with the chosen calls, which need not leave SMs yet."""
         table = program.buffer_table()
-        splits = splits_wanted(program) if self._two_streams else 1
+        splits = splits_wanted(program) if self._target.takes_turns else 1
         operations: list[Operation] = []
         summary = CallSummary()
         for op in program.operations:

@@ -7,17 +7,25 @@ shows what will run and not what was meant. Nothing is coloured and nothing is p
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_attention.plan.language.computed_pairs import OwnedRows, balance, work_of
+from mesh_attention.plan.language.buffers import Buffer
+from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.program import Attention, CallKind, whole_call
 from mesh_attention.plan.language.tasks import Schedule
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.problem.arguments import bytes_text
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.problem import problem_text
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import pairs_of_parts
+from mesh_attention.plan.problem.spans import Spans, slice_spans
 from mesh_attention.plan.read.count import PassCount, count
 
 
@@ -131,18 +139,67 @@ def computed_cells(
     size = plan.num_ranks if first is None else min(first, plan.num_ranks)
     ranks = np.full((size, size), NOBODY, dtype=np.int64)
     several: dict[tuple[int, int], set[int]] = {}
-    for work in work_of(plan, pass_, whole_tasks=whole_tasks, head=head):
-        rows, columns = work.q < size, work.kv < size
-        q, kv = work.q[rows], work.kv[columns]
+    for rank, queries, keys, computes in _work_of(plan, pass_, whole_tasks, head):
+        rows, columns = queries.partitions < size, keys.partitions < size
+        q, kv = queries.partitions[rows], keys.partitions[columns]
         index = np.ix_(q, kv)
-        there = ranks[index]
-        computes = work.computes[np.ix_(rows, columns)]
-        shared = computes & (there != NOBODY) & (there != work.rank)
+        there, computes = ranks[index], computes[np.ix_(rows, columns)]
+        shared = computes & (there != NOBODY) & (there != rank)
         for x, y in np.argwhere(shared).tolist():
             cell = (int(q[x]), int(kv[y]))
-            several.setdefault(cell, {int(there[x, y])}).add(work.rank)
-        ranks[index] = np.where(shared, SEVERAL, np.where(computes, work.rank, there))
+            several.setdefault(cell, {int(there[x, y])}).add(rank)
+        ranks[index] = np.where(shared, SEVERAL, np.where(computes, rank, there))
     return Cells(ranks, {cell: tuple(sorted(ranks_there)) for cell, ranks_there in several.items()})
+
+
+class OwnedRows:
+    """Rows at some places, by the partition that owns them; `partitions` names each owner once."""
+
+    def __init__(self, layout: Layout, places: Spans) -> None:
+        slots = layout.slots
+        owned = [
+            (owner, max(start, owner * slots), min(stop, (owner + 1) * slots))
+            for start, stop in places
+            for owner in range(start // slots, -(-stop // slots))
+        ]
+        owners = np.array([owner for owner, _, _ in owned], dtype=np.int64)
+        self.partitions, self._index = np.unique(owners, return_inverse=True)
+        self._runs = [layout.runs(start, stop) for _, start, stop in owned]
+
+    def see(self, keys: OwnedRows, mask: RowRanges) -> NDArray[np.bool_]:
+        """Whether any row of each partition sees any key of each of the keys' partitions."""
+        q, k = np.nonzero(pairs_of_parts(self._runs, keys._runs, mask))
+        seen = np.zeros((len(self.partitions), len(keys.partitions)), dtype=np.bool_)
+        seen[self._index[q], keys._index[k]] = True
+        return seen
+
+
+def _work_of(
+    plan: Plan, pass_: Pass, whole_tasks: bool, head: int | None
+) -> Iterator[tuple[int, OwnedRows, OwnedRows, NDArray[np.bool_]]]:
+    """For each kernel call, or task: its rank and rows, and in which cells it computes anything."""
+
+    @cache
+    def rows(layout: Layout, buffer: Buffer, start: int, stop: int) -> OwnedRows:
+        return OwnedRows(layout, slice_spans(buffer.rows, start, stop))
+
+    for program in pass_.programs:
+        table = program.buffer_table()
+        for op in program.operations:
+            if not isinstance(op, Attention):
+                continue
+            q_buffer, k_buffer = table[op.q.buffer], table[op.k.buffer]
+            if head is not None and head not in range(*op.q.heads_of(q_buffer)):
+                continue
+            for call in (whole_call(op, CallKind.FULL),) if whole_tasks else op.calls:
+                q_first, k_first = op.q.start, op.k.start
+                q = rows(plan.q_layout, q_buffer, q_first + call.q_start, q_first + call.q_stop)
+                k = rows(plan.kv_layout, k_buffer, k_first + call.k_start, k_first + call.k_stop)
+                if call.kind is CallKind.FULL:
+                    computes = np.ones((len(q.partitions), len(k.partitions)), dtype=np.bool_)
+                else:
+                    computes = q.see(k, plan.problem.rows)
+                yield program.rank, q, k, computes
 
 
 def visible_cells(plan: Plan, first: int) -> NDArray[np.bool_]:
