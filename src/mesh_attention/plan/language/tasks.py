@@ -144,24 +144,17 @@ def reduced_early(graph: TaskGraph, schedule: Schedule) -> Schedule:
     then. In the paper's steps a computation stands beside one reduction only, and the other
     reductions come when all is computed."""
     needs = graph.needs()
-    gathers = [
-        at
-        for at, step in enumerate(schedule.steps)
-        if step.communication is not None and not needs[step.communication]
-    ]
-    first = gathers[-1] if gathers else 0
-    waiting = [
-        task
-        for step in schedule.steps[first:]
-        if (task := step.communication) is not None and needs[task]
-    ]
+    communications = [step.communication for step in schedule.steps]
+    gathers = [at for at, task in enumerate(communications) if task and not needs[task]]
+    last = gathers[-1] if gathers else 0
+    waiting = [task for task in communications[last:] if task and needs[task]]
     steps: list[tuple[Task | None, list[Task]]] = [
-        (step.communication, list(step.compute)) for step in schedule.steps[:first]
+        (step.communication, list(step.compute)) for step in schedule.steps[:last]
     ]
-    done = {task for step in schedule.steps[:first] for task in step.tasks()}
+    done = {task for step in schedule.steps[:last] for task in step.tasks()}
     if gathers:
-        steps.append((schedule.steps[first].communication, []))
-    for step in schedule.steps[first:]:
+        steps.append((communications[last], []))
+    for step in schedule.steps[last:]:
         for compute in step.compute:
             ready = [task for task in waiting if done.issuperset(needs[task])]
             waiting = [task for task in waiting if task not in ready]

@@ -32,7 +32,7 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.language.traffic import Traffic, TrafficMeter, entering_bytes, traffic_of
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.runs import Run, visible_pairs
+from mesh_attention.plan.problem.runs import Run, num_visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,7 @@ def least_bytes(
     queries, keys = _sides(problem, num_ranks, once=keeps or direction is Direction.FORWARD)
     size = problem.element_bytes
     own_work = queries.own_rows * keys.own_rows  # of one KV head
-    everything = [Run(0, tokens, tokens) for tokens in (problem.q_tokens, problem.keys)]
-    pairs = int(visible_pairs(everything[:1], everything[1:], problem.rows)[0, 0])
+    pairs = num_visible([Run(0, problem.q_tokens)], [Run(0, problem.keys)], problem.rows)
     all_work = float(pairs * problem.heads_per_kv_head)  # of one KV head
     share = all_work * problem.kv_heads / num_ranks
     beyond_own = share - problem.kv_heads * own_work

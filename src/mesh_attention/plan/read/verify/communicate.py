@@ -13,8 +13,8 @@ from mesh_attention.plan.language.buffers import Kind, Piece
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
-    Communication,
     Move,
+    Operation,
     ReduceScatter,
     SendRecv,
 )
@@ -22,7 +22,8 @@ from mesh_attention.plan.read.verify.compute import check_scaled, check_summable
 from mesh_attention.plan.read.verify.memory import Broken, Content, Memory, Partial
 
 
-def communicate(memory: Memory, members: Sequence[int], operations: list[Communication]) -> None:
+def communicate(memory: Memory, members: Sequence[int], operations: list[Operation]) -> None:
+    """Run the communication that members meet in; `operations` has that of each."""
     match operations[0]:
         case AllGather():
             _all_gather(memory, members, cast(list[AllGather], operations))

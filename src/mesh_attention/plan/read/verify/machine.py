@@ -87,7 +87,8 @@ class _Machine:
                         members = self.pass_.groups[op.group]
                         if len(here) < len(members):
                             break
-                        self._communicate(members, at)
+                        meeting = [programs[m].operations[at[m]] for m in members]
+                        communicate(self.memory, members, meeting)
                         here.clear()
                         for member in members:
                             at[member] += 1
@@ -103,14 +104,6 @@ class _Machine:
             return
         if not self._report_waiting(at):
             self._check_ends(at)
-
-    def _communicate(self, members: tuple[int, ...], at: list[int]) -> None:
-        operations: list[Communication] = []
-        for member in members:
-            op = self.pass_.programs[member].operations[at[member]]
-            assert isinstance(op, Communication)
-            operations.append(op)
-        communicate(self.memory, members, operations)
 
     def _compute(self, rank: int, op: Operation) -> None:
         match op:
