@@ -49,8 +49,8 @@ def is_dtensor(x: Any) -> bool:
 def own_heads(
     ranks: Collection[int], dim: int, sinks: Any = None, **tensors: Any
 ) -> tuple[list[Any], Any, Spread]:
-    """q, k and v, by their names, and sinks, as this rank holds them; heads are along `dim`.
-    `ranks` are those of the context-parallel group."""
+    """(q, k and v, which come by their names, and sinks, as this rank holds them; how DTensors
+    among them lie). Heads are along `dim`. `ranks` are those of the context-parallel group."""
     if not any(map(is_dtensor, tensors.values())):
         return [*map(_held, tensors.values())], sinks, Spread()
     first = next(x for x in tensors.values() if is_dtensor(x))
@@ -77,17 +77,15 @@ def own_heads(
 
 
 def own_tokens(ranks: Collection[int], x: Any, dim: Any) -> tuple[Any, Spread]:
-    """Of a tensor that has tokens along `dim`."""
+    """What this rank holds of a tensor that has tokens along `dim`, and how it lies."""
     if not is_dtensor(x) or not isinstance(dim, Integral) or not -x.ndim <= dim < x.ndim:
         return _held(x), Spread()
-    others = [at for at in range(x.ndim) if at != dim % x.ndim]
-    if not _fits(ranks, x, others, replicated=True):
-        raise _refusal(
-            "x",
-            x,
-            "x.full_tensor(), or a DTensor that is replicated or sharded evenly over another "
-            f"dimension than {dim}",
-        )
+    way_out = (
+        "x.full_tensor(), or a DTensor that is replicated or sharded evenly over another "
+        f"dimension than {dim}"
+    )
+    if not _fits(ranks, x, {*range(x.ndim)} - {dim % x.ndim}, replicated=True):
+        raise _refusal("x", x, way_out)
     return _held(x), Spread(x.device_mesh, x.placements)
 
 
@@ -97,7 +95,7 @@ def own_copies(
     /,
     **tensors: Any,
 ) -> list[Any]:
-    """Of tensors that must be whole on each rank."""
+    """What this rank holds of tensors that must be whole on each rank."""
     for name, x in tensors.items():
         if is_dtensor(x) and not _fits(ranks, x, (), replicated=True):
             raise _refusal(name, x, way_out)

@@ -110,7 +110,8 @@ class CallTransport:
         """The transport of this rank's program."""
         plan, rank = self._plan, self._rank
         pass_ = plan.direction(direction)
-        far = DistributedTransport(plan, pass_, rank, self._groups, self._timeout, self.stream)
+        ranks = self._groups.global_ranks(plan, pass_, rank)
+        far = DistributedTransport(self._groups, ranks, self._timeout, self.stream)
         # What others read has places that they know, at the cost of copies and memory.
         memory, device = self._memory, self._call_shape.device
         if memory is None or self.stream is None or not memory.may_be_shared(device):
@@ -120,9 +121,7 @@ class CallTransport:
             Precision.ACCUMULATE: self._call_shape.accumulate_dtype,
         }
         batch = self._call_shape.batch
-        return SymmetricTransport(
-            plan, pass_, rank, batch, dtypes, self._groups, memory, self.stream, far
-        )
+        return SymmetricTransport(plan, pass_, rank, batch, dtypes, memory, self.stream, far)
 
     def check(self) -> None:
         """Raises what this rank knows by itself against such calls."""

@@ -11,7 +11,7 @@ the library cannot read or write a tensor as it lies. The measurements of links 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import AllGather, AllToAll, Communication, ReduceScatter
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.exchange import (
@@ -179,18 +178,17 @@ class _Known(NamedTuple):
 
 
 class DistributedTransport:
+    """`ranks`: the global ranks of each group of the pass that this rank is in (`global_ranks` of
+    `Groups`). `stream`: for communications, where tensors are on CUDA."""
+
     def __init__(
         self,
-        plan: Plan,
-        pass_: Pass,
-        rank: int,
         groups: Groups,
-        timeout: timedelta | None = None,
-        stream: torch.cuda.Stream | None = None,
+        ranks: Mapping[str, list[int]],
+        timeout: timedelta | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._groups = groups
-        self._stream = stream
-        self._global = groups.global_ranks(plan, pass_, rank)
+        self._groups, self.ranks, self._stream = groups, ranks, stream
         # gloo needs the host to make progress and to copy back; NCCL works on streams alone.
         self._host_driven = groups.backend != dist.Backend.NCCL
         self._limit = (groups.timeout(timeout),) if self._host_driven else ()
@@ -202,7 +200,7 @@ class DistributedTransport:
     def prepare(self, op: Communication, view: View) -> Start:
         known = self._known.get(id(op))
         if known is None:
-            what = f"{op.name} among ranks {self._global[op.group]}"
+            what = f"{op.name} among ranks {self.ranks[op.group]}"
             event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
         return partial(self._start, known, known.bind(view))
@@ -231,7 +229,7 @@ class DistributedTransport:
         return _InFlight(what, self._limit, works, copies)
 
     def _bind(self, op: Communication) -> Callable[[View], Ready]:
-        ranks = self._global[op.group]
+        ranks = self.ranks[op.group]
         moved = transfers(op, len(ranks))
         collective = isinstance(op, AllGather | ReduceScatter)
         group = self._groups.of(ranks) if collective else self._groups.everybody()

@@ -23,7 +23,6 @@ from mesh_attention.plan.language.program import Communication, SendRecv
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.copies import Copies, Dtypes, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.distributed import DistributedTransport, OnStream
-from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 from mesh_attention.runtime.transport.shared_memory import SharedMemory
 from mesh_attention.runtime.transport.symmetric_memory import DONE, READY, SymmetricBlock
@@ -42,7 +41,6 @@ class SymmetricTransport:
         rank: int,
         batch: int,
         dtypes: Dtypes,
-        groups: Groups,
         memory: SharedMemory,
         stream: torch.cuda.Stream,
         far: DistributedTransport,
@@ -55,7 +53,7 @@ class SymmetricTransport:
         self._far = far
         self.in_order, self.own_stream = far.in_order, far.own_stream
         self.shows_workspace = True
-        self._ranks = groups.global_ranks(plan, pass_, rank)
+        self._ranks = far.ranks
         self._owner = cache(lambda rank: Owner(plan, pass_, rank, batch))
         self._halves: dict[int, tuple[SendRecv, SendRecv, SendRecv]] = {}  # by id, which they hold
         # By group and name of an operation; a half of one has the same.
