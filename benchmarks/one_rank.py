@@ -10,7 +10,6 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication, Program, writes
 from mesh_attention.runtime.device import Marks, Workspace
+from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import CallShape, Executor
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 
@@ -96,14 +97,20 @@ def executor_alone(
     shape: CallShape,
     *,
     rank: int = 0,
-    **options: Any,
+    known_ranges: KnownRanges | None = None,
 ) -> Executor:
     """The executor of a rank."""
     pass_ = plan.direction(direction)
     transport = AloneTransport(pass_.programs[rank])
-    scale = plan.problem.head_dim**-0.5
     return make_executor(
-        plan, pass_, rank, transport, Workspace(), shape, softmax_scale=scale, **options
+        plan,
+        pass_,
+        rank,
+        transport,
+        Workspace(),
+        shape,
+        CallOptions(),
+        known_ranges=known_ranges,
     )
 
 

@@ -27,6 +27,7 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Communication, Program, writes
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Start, View
 from replay.rank import RankToReplay, Replayed
@@ -98,9 +99,7 @@ def executor_of(
         ReplayTransport(part.program, part.seconds, holder),
         workspace,
         CallShape(1, _DTYPES[part.plan.problem.element_bytes], device),
-        softmax_scale=float(part.plan.problem.head_dim) ** -0.5,
-        kernel=kernel,
-        links=links,
+        CallOptions(kernel=kernel, links=links),
     )
 
 

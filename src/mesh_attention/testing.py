@@ -7,7 +7,7 @@ result.out, result.lse, result.grad_q, result.traffic["forward"][3].total.receiv
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from mesh_attention.plan.read.count import recalled
 from mesh_attention.request.operators import rows_first
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_sinks
 from mesh_attention.runtime.device import Workspace
-from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.execute.sinks import (
@@ -28,6 +27,7 @@ from mesh_attention.runtime.execute.sinks import (
     add_sinks_to_kept,
     gradient_of_sinks,
 )
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.sharding import join_shards, take_shard
@@ -81,8 +81,9 @@ def run_local(
         grad_out is None or grad_lse.shape != (q.shape[0], q.shape[2], q.shape[1])
     ):
         raise MeshAttentionError("grad_lse needs grad_out, and has shape (batch, heads, tokens)")
-    scores = Scores(scale, 0.0 if softcap is None else real("softcap", softcap))
-    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), scores, kernel, poison)
+    cap = 0.0 if softcap is None else real("softcap", softcap)
+    options = CallOptions(softmax_scale=scale, softcap=cap, kernel=kernel)
+    run = _Run(plan, CallShape(q.shape[0], q.dtype, q.device), options, poison)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)
@@ -103,7 +104,7 @@ def run_local(
         if grad_lse is not None:
             rows = grad_lse.to(lse.dtype).transpose(1, 2).unsqueeze(-1)
             local[GRAD_LSE] = run.shard(GRAD_LSE, rows, rank)
-    run.lse_gradient = grad_lse is not None
+    run.options = replace(options, differentiable_lse=grad_lse is not None)
     backward = run.all_ranks(Direction.BACKWARD, inputs)
     traffic["backward"] = run.counters
     dq, dk, dv = (run.join(name, backward) for name in ("grad_q", "grad_k", "grad_v"))
@@ -134,11 +135,9 @@ class _Run:
 
     plan: Plan
     call_shape: CallShape
-    scores: Scores
-    kernel: str | None
+    options: CallOptions
     poison: bool
     counters: list[Counters] = field(default_factory=list)
-    lse_gradient: bool = False
 
     def __post_init__(self) -> None:
         self.workspaces = [Workspace(poison=self.poison) for _ in range(self.plan.num_ranks)]
@@ -168,10 +167,7 @@ class _Run:
                 LocalTransport(pass_, rank, meetings),
                 self.workspaces[rank],
                 self.call_shape,
-                softmax_scale=self.scores.softmax_scale,
-                softcap=self.scores.softcap,
-                lse_gradient=self.lse_gradient,
-                kernel=self.kernel,
+                self.options,
             )
             for rank in range(self.plan.num_ranks)
         ]

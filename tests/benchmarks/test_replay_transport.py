@@ -22,6 +22,7 @@ from mesh_attention.plan.language.program import Communication
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start
 from support.sample import sample
@@ -64,7 +65,7 @@ def test_every_communication_is_held_once_and_nothing_unwritten_is_read(
         ReplayTransport(part.program, part.seconds, holder),
         Workspace(poison=True),
         call_shape,
-        softmax_scale=0.25,
+        CallOptions(softmax_scale=0.25),
     )
     for _ in range(2):
         holder.held.clear()

@@ -18,6 +18,7 @@ from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Communication, Program, reads, writes
 from mesh_attention.runtime.device import Marks, Workspace
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.interface import Handle, Start, View
 
@@ -78,7 +79,7 @@ def sent(plan: Plan, direction: Direction, rank: int, *, two_streams: bool) -> l
     transport = Noted(program, own_stream=two_streams)
     executor = make_executor(
         *(plan, pass_, rank, transport, Workspace(poison=True), CALL_SHAPE),
-        softmax_scale=DIM**-0.5,
+        CallOptions(),
     )
     arguments = {}
     for at, buffer in enumerate(program.buffers):

@@ -17,6 +17,7 @@ from mesh_attention import ContextParallel, Mask, MeshAttentionError, Problem, m
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.runtime.device import Workspace, WorkspaceBlock
 from mesh_attention.runtime.execute.executor import CallShape, run_to_end
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.session.prepared_call import CapturedCall
 from mesh_attention.runtime.transport.local import LocalTransport, Meetings
@@ -155,7 +156,7 @@ def all_ranks(
             LocalTransport(pass_, rank, meetings),
             Workspace(),
             call_shape,
-            softmax_scale=0.1,
+            CallOptions(softmax_scale=0.1),
         )
         for rank in range(plan.num_ranks)
     ]
@@ -212,7 +213,13 @@ def test_a_workspace_that_grows_is_bound_again() -> None:
     pass_ = plan.forward
     workspace = Workspace()
     executor = make_executor(
-        plan, pass_, 0, AloneTransport(pass_.programs[0]), workspace, CALL_SHAPE, softmax_scale=0.1
+        plan,
+        pass_,
+        0,
+        AloneTransport(pass_.programs[0]),
+        workspace,
+        CALL_SHAPE,
+        CallOptions(softmax_scale=0.1),
     )
     inputs = local_inputs(plan, Direction.FORWARD, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))
@@ -238,7 +245,7 @@ def test_peak_memory_is_what_the_plan_says(direction: Direction, causal: bool) -
         AloneTransport(pass_.programs[0]),
         Workspace(),
         CALL_SHAPE,
-        softmax_scale=0.1,
+        CallOptions(softmax_scale=0.1),
     )
     inputs = local_inputs(plan, direction, CALL_SHAPE)[0]
     run_to_end(executor.run(inputs))

@@ -27,10 +27,12 @@ from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import Views
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.execute.frame import Work, merge_work
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 from mesh_attention.runtime.session.prepared_call import PassReport
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
+OPTIONS = CallOptions(softmax_scale=0.3)
 
 
 def receive(buffer: Buffer, tensor: Tensor) -> None:
@@ -45,7 +47,7 @@ def make(direction: Direction, workspace: Workspace) -> tuple[Executor, Plan, Pa
     plan = make_plan(problem, 4, method="mesh", tile=(2, 2), chunks=(2, 2))
     pass_ = plan.direction(direction)
     transport = AloneTransport(pass_.programs[0], receive)
-    executor = make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
+    executor = make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, OPTIONS)
     return executor, plan, pass_
 
 
@@ -104,7 +106,7 @@ def test_batches_share_what_is_made_ready_and_keep_their_masks(direction: Direct
     def executor_for(plan: Plan, workspace: Workspace) -> Executor:
         pass_ = plan.direction(direction)
         transport = AloneTransport(pass_.programs[0], receive)
-        return make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, softmax_scale=0.3)
+        return make_executor(plan, pass_, 0, transport, workspace, CALL_SHAPE, OPTIONS)
 
     base = executor_for(plan_for(), Workspace(poison=True))
     results = []
@@ -157,9 +159,7 @@ def test_a_report_tells_the_memory_of_an_executor_that_is_gone_but_for_its_masks
     problem = Problem(64, 2, 8, element_bytes=4, mask=Mask(causal=True))
     plan = make_plan(problem, 2, method="ulysses")
     transport: Any = AloneTransport(plan.forward.programs[0], receive)
-    executor = make_executor(
-        plan, plan.forward, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3
-    )
+    executor = make_executor(plan, plan.forward, 0, transport, Workspace(), CALL_SHAPE, OPTIONS)
     report = PassReport(executor, transport)
     memory = report.memory
     assert memory == executor.memory
@@ -179,9 +179,7 @@ def test_every_operation_is_traced_under_its_name(direction: Direction) -> None:
         yield
 
     transport = AloneTransport(pass_.programs[0], receive)
-    traced = make_executor(
-        plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3, trace=span
-    )
+    traced = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, OPTIONS, trace=span)
     run_to_end(traced.run(inputs(plan, pass_)))
     operations = pass_.programs[0].operations
     assert seen == [op.name for op in operations if not isinstance(op, Free)]
@@ -197,7 +195,7 @@ def test_kernels_are_asked_once_for_the_mask_of_calls_that_are_alike() -> None:
             asked.append((block.mask, block.q.shape[1:3], block.k.shape[1:3]))
 
     transport = AloneTransport(pass_.programs[0], receive)
-    executor = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, softmax_scale=0.3)
+    executor = make_executor(plan, pass_, 0, transport, Workspace(), CALL_SHAPE, OPTIONS)
     executor.attentions.kernels = dict.fromkeys(executor.attentions.kernels, Asked())  # type: ignore[arg-type]
     executor.attentions.prepare_kernels()
     assert len(executor.attentions.masks) == 2  # slices of heads

@@ -7,8 +7,8 @@ import torch
 
 from mesh_attention import Mask
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.testing import _Run, run_local
 from support.cases import Case
 
@@ -58,7 +58,7 @@ def test_nan_in_padding_reaches_nothing(options: dict[str, object], kernel: str 
     )
     plan, tensors = case.plan(), case.tensors()
     shape = CallShape(tensors[0].shape[0], torch.float32, torch.device("cpu"))
-    run = NanInPadding(plan, shape, Scores(tensors[0].shape[-1] ** -0.5), kernel, True)
+    run = NanInPadding(plan, shape, CallOptions(kernel=kernel), True)
     result = results(run, tensors, plan)
     truth = run_local(plan, *tensors, kernel="reference")
     for name in NAMES:

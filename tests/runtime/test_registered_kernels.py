@@ -33,6 +33,7 @@ from mesh_attention.plan.language.program import AttendBackward
 from mesh_attention.runtime.device import Workspace
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
 from mesh_attention.runtime.session import prepare
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.testing import run_local
 from support.cases import Case
@@ -117,7 +118,7 @@ def executor(plan: Plan, direction: Direction, kernel: str) -> Executor:
     transport = AloneTransport(pass_.programs[0])
     shape = CallShape(1, torch.float64, CPU)
     return make_executor(
-        plan, pass_, 0, transport, Workspace(), shape, softmax_scale=1.0, kernel=kernel
+        plan, pass_, 0, transport, Workspace(), shape, CallOptions(softmax_scale=1.0, kernel=kernel)
     )
 
 

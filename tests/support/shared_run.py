@@ -15,8 +15,8 @@ from mesh_attention import testing
 from mesh_attention.plan.language.buffers import Precision
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Communication
-from mesh_attention.runtime.execute.attentions import Scores
 from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor
 from mesh_attention.runtime.transport.copies import Copies, Owner, Steps, steps_of
 from mesh_attention.runtime.transport.interface import Start, View
@@ -104,7 +104,7 @@ class _SharedRun(testing._Run):
                 _Transport(world, rank),
                 self.workspaces[rank],
                 self.call_shape,
-                softmax_scale=self.scores.softmax_scale,
+                self.options,
             ).run(inputs[rank])
             for rank in range(self.plan.num_ranks)
         }
@@ -114,7 +114,7 @@ class _SharedRun(testing._Run):
 def run_shared(plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
     """Forward and backward; every byte that nobody wrote reads as NaN."""
     call_shape = CallShape(q.shape[0], q.dtype, q.device)
-    run = _SharedRun(plan, call_shape, Scores(q.shape[-1] ** -0.5), None, True)
+    run = _SharedRun(plan, call_shape, CallOptions(), True)
     inputs = [
         {name: run.shard(name, x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
         for rank in range(plan.num_ranks)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cache, partial
 from math import inf
-from typing import NamedTuple
 
 import torch
 
@@ -47,17 +46,11 @@ from mesh_attention.runtime.execute.memory import call_size, stand_in_block
 Work = Callable[[], object]
 
 
-class Scores(NamedTuple):
-    """How scores come from the products of queries and keys: the last numbers of a `Block`."""
-
-    softmax_scale: float
-    softcap: float = 0.0
-
-
 class Attentions:
     """
     plan              whose masks the calls have
     kernels           by name
+    scores            softmax scale and softcap
     mask_device       where kernels want row ranges to lie
     known_ranges      masks that are made already; new masks are added
     program_for_mask  makes the program whose calls leave SMs to transfers as the mask of a plan
@@ -69,7 +62,7 @@ class Attentions:
         frame: Frame,
         plan: Plan,
         kernels: Mapping[str, Kernel],
-        scores: Scores,
+        scores: tuple[float, float],
         *,
         deterministic: bool,
         mask_device: torch.device,

@@ -25,10 +25,10 @@ from mesh_attention.kernels import (
     choose_rows,
     table_version,
 )
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
+from mesh_attention.kernels.determinism import Determinism
 from mesh_attention.machine.cluster import Gpu, Links
 from mesh_attention.machine.kernel_facts import facts_of
-from mesh_attention.machine.rates import usual_cluster, usual_links
+from mesh_attention.machine.rates import usual_cluster
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AttendBackward, Attention, Program
@@ -36,11 +36,12 @@ from mesh_attention.plan.passes.choose_calls import CallSummary
 from mesh_attention.plan.passes.compile import PassCompiler, runs_beside
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.runtime.device import Workspace
-from mesh_attention.runtime.execute.attentions import Attentions, Scores
+from mesh_attention.runtime.execute.attentions import Attentions
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.execute.frame import Frame
+from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.transport.interface import Transport
 
 _LOG = logging.getLogger("mesh_attention")
@@ -116,28 +117,19 @@ def make_executor(
     transport: Transport,
     workspace: Workspace,
     call_shape: CallShape,
+    options: CallOptions,
     *,
-    softmax_scale: float,
-    softcap: float = 0.0,
-    lse_gradient: bool = False,
-    kernel: str | None = None,
-    deterministic: Determinism | None = None,
     trace: Trace | None = None,
     known_ranges: KnownRanges | None = None,
-    links: Links | None = None,
 ) -> Executor:
     """The executor of the program at this place of the pass, for calls of this shape.
 
-    at             the logical rank
-    kernel         the name of the kernel to take; None: the first that can do it
-    deterministic  None: what PyTorch is asked for
-    trace          entered around each operation
-    known_ranges   masks that the executor of the other pass has made; new masks are added
-    links          of the cluster, by which calls make room for transfers; None: usual ones
+    at            the logical rank
+    trace         entered around each operation
+    known_ranges  masks that the executor of the other pass has made; new masks are added
     """
-    _check(plan, pass_, at, call_shape, lse_gradient=lse_gradient)
-    deterministic = asked_of_torch() if deterministic is None else deterministic
-    problem, device = plan.problem, call_shape.device
+    _check(plan, pass_, at, call_shape, lse_gradient=options.differentiable_lse)
+    deterministic, problem, device = options.deterministic, plan.problem, call_shape.device
     request = Request(
         direction=pass_.direction,
         device_type=device.type,
@@ -148,18 +140,18 @@ def make_executor(
         num_heads=problem.num_heads,
         num_kv_heads=problem.kv_heads,
         mask=MaskKind.FULL,
-        softcap=bool(softcap),
+        softcap=bool(options.softcap),
         padded=any(x.padded_tokens > x.num_tokens for x in (plan.q_layout, plan.kv_layout)),
         scattered=plan.kv_layout.kind is LayoutKind.STRIPED,
         intervals=problem.rows.most_intervals,
         deterministic=deterministic is not Determinism.ANY,
         any_heads=deterministic is Determinism.ANY_RANKS,
-        lse_gradient=lse_gradient,
+        lse_gradient=options.differentiable_lse,
     )
-    offered = _offered(request, kernel, deterministic, table_version())
+    offered = _offered(request, options.kernel, deterministic, table_version())
     # Also for kinds of mask that no call of the program has.
     kernels = {k: c.kernel for k, c in offered.items() if isinstance(c, Choice)}
-    target = target_here(request, kernels, call_shape, transport, links or usual_links())
+    target = target_here(request, kernels, call_shape, transport, options.links)
     program_for_mask: Callable[[Plan], Program] | None = None
     if plan.target is None:
         compiler = PassCompiler(plan, pass_, target)
@@ -198,11 +190,12 @@ def make_executor(
     # Kernels in plain PyTorch skip what is hidden without asking the device.
     by_range = target.kernel(pass_.direction, MaskKind.RANGE)
     on_device = by_range is not None and by_range[1].ranges
+    scale = options.softmax_scale
     attentions = Attentions(
         frame,
         plan,
         by_name,
-        Scores(softmax_scale, softcap),
+        (problem.head_dim**-0.5 if scale is None else scale, options.softcap),
         deterministic=deterministic is not Determinism.ANY,
         mask_device=device if on_device else torch.device("cpu"),
         known_ranges={} if known_ranges is None else known_ranges,

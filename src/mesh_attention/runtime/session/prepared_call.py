@@ -138,7 +138,6 @@ class PreparedCall:
             self._base.make_ready((direction,))
             executor = self._base.executors[direction]
             return executor.for_mask(plan, self._known_ranges, by_mask=self.rank_plan.by_mask)
-        scale = self.options.softmax_scale
         return make_executor(
             plan,
             plan.direction(direction),
@@ -146,14 +145,9 @@ class PreparedCall:
             self.transport.make(direction),
             self.transport.workspace,
             self._call_shape,
-            softmax_scale=float(plan.problem.head_dim) ** -0.5 if scale is None else scale,
-            softcap=self.options.softcap,
-            lse_gradient=self.options.differentiable_lse,
-            kernel=self.options.kernel,
-            deterministic=self.options.deterministic,
+            self.options,
             trace=nvtx_span if self.options.nvtx and self._on_cuda else None,
             known_ranges=self._known_ranges,
-            links=self.options.links,
         )
 
     def reserve(self) -> None:
