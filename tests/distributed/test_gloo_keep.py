@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from mesh_attention import ContextParallel, Mask
-from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.read.count import kept_bytes
 from support.cases import Case
 from support.gloo_case import Part, attend, context, expected_bytes, whole

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mesh_attention import Mask
-from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.read.count import kept_bytes
 from support.cases import Case
 from support.gloo_case import context

@@ -16,7 +16,7 @@ from method_settings import Setting, deal, every_setting, manners, shapes
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import parse_plan, plan_text
-from mesh_attention.plan.methods.parts.placement import PLACES
+from mesh_attention.plan.methods.parts.assignment import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify

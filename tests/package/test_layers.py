@@ -53,7 +53,6 @@ LAYERS = (
     ("plan.passes",),
     ("plan.methods",),
     ("plan.methods.parts",),
-    ("plan.schedule",),
     ("plan.language",),
     ("plan.problem", "plan.__init__"),
     ("machine",),

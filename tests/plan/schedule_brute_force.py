@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import TaskGraph
-from mesh_attention.plan.schedule.greedy import MemoryModel
+from mesh_attention.plan.methods.parts.greedy import MemoryModel
 
 
 def least_peak_bytes(graph: TaskGraph, model: MemoryModel) -> int:

@@ -11,7 +11,7 @@ from random import Random
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph, TaskNode
-from mesh_attention.plan.schedule.greedy import MemoryModel
+from mesh_attention.plan.methods.parts.greedy import MemoryModel
 
 Cost = Callable[[str], float]
 ComputeCost = Callable[[int, int], float | None]

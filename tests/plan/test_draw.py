@@ -21,6 +21,7 @@ from mesh_attention.plan.language.program import Attend, Operation, Program
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph
 from mesh_attention.plan.methods.parts import tile_tasks
 from mesh_attention.plan.methods.parts.assignment import Tile, factorisations
+from mesh_attention.plan.methods.parts.greedy import greedy
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem import arguments
 from mesh_attention.plan.problem.arguments import bytes_text
@@ -30,7 +31,6 @@ from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.problem.runs import Run
 from mesh_attention.plan.read import draw
 from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
-from mesh_attention.plan.schedule.greedy import greedy
 from support.listed import stretches_for
 
 CAUSAL = Mask(causal=True)

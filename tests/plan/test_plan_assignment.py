@@ -17,8 +17,8 @@ from mesh_attention.plan.methods.parts.assignment import (
     Tile,
     best_tile,
     factorisations,
+    patch_devices,
 )
-from mesh_attention.plan.methods.parts.placement import patch_devices
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import PassCount, count

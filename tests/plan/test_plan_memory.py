@@ -21,14 +21,14 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
-from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.methods.parts.greedy import MemoryCapError
 from mesh_attention.plan.methods.parts.reduce import Combine
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.count import count
 from mesh_attention.plan.read.verify import verify
-from mesh_attention.plan.schedule.greedy import MemoryCapError
 from support.sample import sample
 
 

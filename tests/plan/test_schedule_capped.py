@@ -20,7 +20,7 @@ from schedule_graphs import (
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import TaskGraph
-from mesh_attention.plan.schedule.greedy import (
+from mesh_attention.plan.methods.parts.greedy import (
     MemoryCapError,
     MemoryModel,
     greedy,

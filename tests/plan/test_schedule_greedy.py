@@ -19,7 +19,7 @@ from schedule_graphs import (
 )
 
 from mesh_attention.plan.language.tasks import Schedule, TaskGraph
-from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.methods.parts.greedy import greedy
 
 GOLDEN = Path(__file__).parent / "golden" / "schedule_3x3.txt"
 

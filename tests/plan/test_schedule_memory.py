@@ -21,7 +21,7 @@ from schedule_graphs import (
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import TaskGraph
-from mesh_attention.plan.schedule.greedy import MemoryModel, greedy, peak_bytes, smallest_cap
+from mesh_attention.plan.methods.parts.greedy import MemoryModel, greedy, peak_bytes, smallest_cap
 
 
 def test_a_buffer_lives_from_its_first_operation_to_its_last_and_no_longer() -> None:

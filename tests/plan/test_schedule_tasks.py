@@ -16,7 +16,7 @@ from schedule_graphs import (
 
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Schedule, Step, TaskGraph
-from mesh_attention.plan.schedule.greedy import greedy
+from mesh_attention.plan.methods.parts.greedy import greedy
 
 
 def test_a_name_that_text_could_not_carry_is_refused() -> None:

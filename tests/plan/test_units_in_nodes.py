@@ -16,7 +16,7 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.computed_pairs import pairs_of_tasks, pairs_of_tiles
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.text import parse_plan, plan_text
-from mesh_attention.plan.methods.parts.placement import PLACES
+from mesh_attention.plan.methods.parts.assignment import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem

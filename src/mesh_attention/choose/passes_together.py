@@ -15,7 +15,7 @@ from mesh_attention.choose.scored import Place, Score, Scored, SearchQuestion
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.problem.layout import LayoutKind
 
 _PLACES = 3  # in which both passes are simulated, where the best of each want others

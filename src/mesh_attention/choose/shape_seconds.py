@@ -26,14 +26,14 @@ from mesh_attention.errors import PlanError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.parts.assignment import Tile
-from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
-from mesh_attention.plan.methods.parts.placement import (
+from mesh_attention.plan.methods.parts.assignment import (
     PLACES,
+    Tile,
     devices_of,
     patch_widths,
     squarest_width,
 )
+from mesh_attention.plan.methods.parts.setting import Keep, kept_kinds
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem

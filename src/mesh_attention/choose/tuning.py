@@ -31,7 +31,7 @@ from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Program
-from mesh_attention.plan.methods.parts.keep import Keep
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.table import methods_with
 from mesh_attention.plan.problem.problem import Problem
 

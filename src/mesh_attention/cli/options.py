@@ -37,7 +37,7 @@ from mesh_attention.cost import detect_cluster
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.parts.placement import PLACES
+from mesh_attention.plan.methods.parts.assignment import PLACES
 from mesh_attention.plan.methods.parts.setting import Option
 from mesh_attention.plan.methods.table import AUTO, METHODS, all_options
 from mesh_attention.plan.problem.mask import Mask

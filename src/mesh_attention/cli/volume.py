@@ -13,7 +13,7 @@ from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.parts.placement import PLACES
+from mesh_attention.plan.methods.parts.assignment import PLACES
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.read.compare import Compared, compare

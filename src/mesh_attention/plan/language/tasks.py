@@ -1,11 +1,11 @@
 """The task graph that every scheduler reads, the schedule that it writes, and schedules of slices.
 
-Methods make the graph, `plan/schedule/` orders it, and plans carry the schedule. A rank's work is a
-set of communication tasks (gathers, and reductions that need computed results) and compute tasks (a
-Q chunk against a KV chunk). Each has its own cost: under a causal mask no two chunks need cost the
-same (algorithm, section 5, "unequal costs"). A schedule prints one step a line and parses back.
-Slices of the heads need the same tasks, so their schedules follow each other (`chunks.py` in
-`plan/methods/parts/` says why).
+Methods make the graph, `plan/methods/parts/greedy.py` orders it, and plans carry the schedule. A
+rank's work is a set of communication tasks (gathers, and reductions that need computed results) and
+compute tasks (a Q chunk against a KV chunk). Each has its own cost: under a causal mask no two
+chunks need cost the same (algorithm, section 5, "unequal costs"). A schedule prints one step a line
+and parses back. Slices of the heads need the same tasks, so their schedules follow each other
+(`plan/methods/parts/chunks.py` says why).
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from mesh_attention.plan.language.workspace import peak_buffer_bytes
 from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
-from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.query_ring import QueryOrder
 from mesh_attention.plan.methods.parts.ring_order import RingOrder
+from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_plan import (
@@ -57,7 +57,8 @@ _CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
 
 def plan_box(problem: Problem, num_ranks: int, box: Box, directions: Directions) -> Plan:
     """A plan for `num_ranks` ranks. Same arguments, same plan, on every rank."""
-    _check_cap(box)
+    if box.ulysses > 1:
+        _check_cap(box, "'ulysses'", "leave one out")
     if box.max_memory_bytes is not None and box.keep in (Keep.AUTO, Keep.GATHERED):
         return _plan_within_cap(problem, num_ranks, box, directions, box.max_memory_bytes)
     return _plan(problem, num_ranks, box, directions)
@@ -182,11 +183,11 @@ def _plan_within_cap(
     return _plan(problem, num_ranks, replace(box, keep=Keep.SHARDS), directions)
 
 
-def _check_cap(box: Box) -> None:
-    if box.max_memory_bytes is not None and box.ulysses > 1:
+def _check_cap(box: Box, other: str, way_out: str) -> None:
+    if box.max_memory_bytes is not None:
         raise PlanError(
-            "max_memory_bytes is not supported together with 'ulysses': the tensors exchanged live "
-            "through the whole pass, and the cap does not count them; leave one out"
+            f"max_memory_bytes is not supported together with {other}: the tensors exchanged live "
+            f"through the whole pass, and the cap does not count them; {way_out}"
         )
 
 
@@ -204,12 +205,8 @@ def _check_exchange(box: Box, planner: TilePlanner) -> None:
             "short_start=True is for what ranks exchange for heads: it needs 'ulysses' of 2 or "
             "more, without relayout=True"
         )
-    if box.max_memory_bytes is not None and planner.shards is not None:
-        raise PlanError(
-            "max_memory_bytes is not supported together with relayout=True: the tensors exchanged "
-            "live through the whole pass, and the cap does not count them; leave one out, or say "
-            "layout=contiguous"
-        )
+    if planner.shards is not None:
+        _check_cap(box, "relayout=True", "leave one out, or say layout=contiguous")
 
 
 def _cut_by_size(problem: Problem, num_ranks: int, box: Box) -> Box:

@@ -26,7 +26,6 @@ from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exc
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
 from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import (
@@ -35,7 +34,7 @@ from mesh_attention.plan.methods.parts.needed_side import (
     RankRows,
     rows_of_rank,
 )
-from mesh_attention.plan.methods.parts.setting import ShapeSetting, SliceSetting
+from mesh_attention.plan.methods.parts.setting import Keep, ShapeSetting, SliceSetting, kept_kinds
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
 from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides

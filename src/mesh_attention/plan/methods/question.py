@@ -13,8 +13,7 @@ from typing import Any
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction, Plan, a_direction
-from mesh_attention.plan.methods.parts.keep import Keep
-from mesh_attention.plan.methods.parts.setting import Setting
+from mesh_attention.plan.methods.parts.setting import Keep, Setting
 from mesh_attention.plan.methods.table import AUTO, METHODS, taken_elsewhere
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.plan.problem.layout import LayoutKind, Stretches

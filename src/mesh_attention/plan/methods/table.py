@@ -16,9 +16,8 @@ from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods import box_methods as box
 from mesh_attention.plan.methods import needed_rows, startrail
-from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations
+from mesh_attention.plan.methods.parts.assignment import best_tile, factorisations, patch_widths
 from mesh_attention.plan.methods.parts.head_group import ulysses_degrees
-from mesh_attention.plan.methods.parts.placement import patch_widths
 from mesh_attention.plan.methods.parts.setting import Option, Setting, options_of
 from mesh_attention.plan.problem.problem import Problem
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_groups, unit_rows
-from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
+from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges, cut
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -144,20 +144,23 @@ def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
     """A layout pads at least as much as contiguous shards do: it has a place for all their rows."""
     what = f"relayout=True with layout={layout.kind}: it cuts the sequence into"
     check_ranges(layout, what, "zigzag")
-    shard_table, layout_table = (_by_start(*blocks_of(x)) for x in (shards, layout))
-    edges = np.unique(np.concatenate([shard_table[0], layout_table[0]]))
-    edges = edges[edges < shards.padded_tokens]
-    sizes = np.diff(edges, append=shards.padded_tokens)
-    sources, source_rows = np.divmod(_follow(shard_table, edges), shards.slots)
-    places = _follow(layout_table, edges)
+    (shard_starts, shard_stops, shard_places), (starts, stops, own_places) = map(
+        _blocks_by_start, (shards, layout)
+    )
+    index, at, low, high = cut(shard_starts, shard_stops, starts, stops)
+    places, sizes = own_places[at] + low - starts[at], high - low
+    at_source = shard_places[index] + low - shard_starts[index]
+    sources, source_rows = np.divmod(at_source, shards.slots)
     size = layout.slots * degree
     spans = [unit_rows(layout, degree, unit)[0] for unit in range(layout.num_ranks // degree)]
     table = np.array([span for rows in spans for span in rows], dtype=np.int64)
     lengths = table[:, 1] - table[:, 0]
-    within = (np.cumsum(lengths) - lengths) % size  # of each span among the rows of its unit
-    units, rows = places // size, _follow(_by_start(table[:, 0], lengths, within), places)
+    first_rows = (np.cumsum(lengths) - lengths) % size  # of each span among the rows of its unit
+    order = np.argsort(table[:, 0])
+    at = order[np.searchsorted(table[order, 0], places, side="right") - 1]
+    units, rows = places // size, first_rows[at] + places - table[at, 0]
     # A range that follows the range before it on both sides is one with it.
-    new = np.ones(len(edges), dtype=np.bool_)
+    new = np.ones(len(places), dtype=np.bool_)
     columns = (sources, source_rows, units, rows)
     steps = (0, sizes[:-1], 0, sizes[:-1])
     new[1:] = np.any([x[1:] != x[:-1] + step for x, step in zip(columns, steps, strict=True)], 0)
@@ -176,19 +179,11 @@ def _moves(shards: Layout, layout: Layout, degree: int) -> _Moves:
     )
 
 
-_Table = tuple[Array, Array]  # where ranges begin, in order, and their places
-
-
-def _by_start(starts: Array, sizes: Array, places: Array) -> _Table:
+def _blocks_by_start(layout: Layout) -> tuple[Array, Array, Array]:
+    """Starts and stops of blocks of consecutive positions, in order, and their places."""
+    starts, sizes, places = blocks_of(layout)
     order = np.argsort(starts)
-    return starts[order], places[order]
-
-
-def _follow(table: _Table, what: Array) -> Array:
-    starts, places = table
-    at = np.searchsorted(starts, what, side="right") - 1
-    result: Array = places[at] + what - starts[at]
-    return result
+    return starts[order], (starts + sizes)[order], places[order]
 
 
 class Part(NamedTuple):

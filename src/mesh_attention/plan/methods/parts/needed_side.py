@@ -22,9 +22,8 @@ import numpy as np
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision, Role
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.keep import GATHERED
 from mesh_attention.plan.methods.parts.needed_rows import NeededRows, Rows
-from mesh_attention.plan.methods.parts.tile_side import SideKinds
+from mesh_attention.plan.methods.parts.tile_side import GATHERED, SideKinds
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.spans import Spans, joined
 

@@ -16,7 +16,7 @@ Used by tiles and by StarTrail (algorithm.md, section 4). These functions only m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -70,9 +70,7 @@ class PartialBuffers(NamedTuple):
     result: str
 
 
-Together = tuple[
-    PartialBuffers, ...
-]  # what one merge combines: an output with its LSE, or one gradient
+Together = tuple[PartialBuffers, ...]  # for one merge: an output with its LSE, or one gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class Reduction:
             operations.append(self._exchange(task, [name for group in names for name in group]))
         last = task.at("merge" if softmax else "sum")
         for group, end in zip(names, ends, strict=True):
-            parts = self._copies([f"{name}.{ending}" for name in group], copies)
+            parts = _copies([f"{name}.{ending}" for name in group], copies, self.chunk.size)
             operations.append(Merge(last, rule, parts, end))
         return operations
 
@@ -154,7 +152,7 @@ class Reduction:
         end_out, end_lse = self.chunk.local(out.result), self.chunk.local(lse.result)
         everywhere, sent = self._whole(f"{lse.total}.all"), self._whole(out.sent)
         parts = (self._whole(out.total), self._whole(lse.total), everywhere)
-        copies = self._copies([f"{lse.total}.in"], len(self.users))
+        copies = _copies([f"{lse.total}.in"], len(self.users), self.chunk.size)
         return [
             self._exchange(task.at("lse"), [lse.total]),
             Merge(task.at("lse-merge"), MergeRule.LSE, copies, (end_lse,)),
@@ -167,30 +165,41 @@ class Reduction:
 
     def _exchange(self, task: Task, names: Sequence[str]) -> AllToAll:
         """Each owner's rows of the partials, to the owner's stacks."""
-        sends = {
-            slot: tuple([p for name in names for p in self._owned(name, index)])
-            for index, slot in enumerate(self.owners)
-        }
-        receives = {
-            slot: tuple([p for name in names for p in in_stack(f"{name}.in", index, self.chunk)])
-            for index, slot in enumerate(self.users)
-        }
-        size = self.group_size
-        return AllToAll(task, self.group, by_member(size, sends), by_member(size, receives))
+        stacks = [f"{name}.in" for name in names]
+        sides = (
+            self._of_members(self.owners, names, self._owned),
+            self._of_members(self.users, stacks, self._stacked),
+        )
+        return AllToAll(task, self.group, *sides)
+
+    def _of_members(
+        self, members: Iterable[int], names: Sequence[str], pieces: Callable[[str, int], Pieces]
+    ) -> ByMember:
+        """For the i-th of these members the i-th pieces of each name."""
+        by_index = {member: _each(names, [i], pieces) for i, member in enumerate(members)}
+        return by_member(self.group_size, by_index)
 
     def _owned(self, name: str, owner: int) -> Pieces:
         """The rows of an owner in a whole."""
         return in_whole(name, owner, len(self.owners), self.chunk)
 
-    def _copies(self, stacks: Sequence[str], count: int) -> Pieces:
-        """All copies in stacks, which hold equally many: the first of each, the second, ..."""
-        size = self.chunk.size
-        return tuple(
-            [Piece(stack, i * size, (i + 1) * size) for i in range(count) for stack in stacks]
-        )
+    def _stacked(self, stack: str, copy: int) -> Pieces:
+        return in_stack(stack, copy, self.chunk)
 
     def _whole(self, buffer: str) -> Piece:
         return Piece(buffer, 0, len(self.owners) * self.chunk.size)
+
+
+def _each(
+    names: Sequence[str], indices: Iterable[int], pieces: Callable[[str, int], Pieces]
+) -> Pieces:
+    """The pieces of each index of each name."""
+    return tuple([p for name in names for index in indices for p in pieces(name, index)])
+
+
+def _copies(stacks: Sequence[str], count: int, size: int) -> Pieces:
+    """`count` copies of `size` rows in stacks: the first of each, the second of each, ..."""
+    return tuple([Piece(stack, i * size, (i + 1) * size) for i in range(count) for stack in stacks])
 
 
 @lru_cache(maxsize=1024)  # members with equal places in groups of equal size do the same
@@ -199,50 +208,27 @@ def _by_nodes(
 ) -> tuple[tuple[ByMember, ByMember], list[tuple[Pieces, Pieces]], tuple[ByMember, ByMember]]:
     """The pieces of the exchange inside a node, of each merge there (inputs, outputs), and of the
     exchange between nodes."""
-    chunk, per_node, others = reduction.chunk, reduction.per_node, reduction.counterparts()
-    names, num_nodes = [name for group in tensors for name in group], len(others)
+    per_node, others, size = reduction.per_node, reduction.counterparts(), reduction.group_size
+    num_nodes, rows = len(others), len(others) * reduction.chunk.size
+    names = [name for group in tensors for name in group]
+    stacks, sums, arriving = ([f"{n}.{end}" for n in names] for end in ("in", "node", "nodes"))
+    first = reduction.member - reduction.member % per_node
     sends: dict[int, Pieces] = {}
     receives: dict[int, Pieces] = {}
-    first = reduction.member - reduction.member % per_node
     for place in range(per_node):
-        sends[first + place] = tuple(
-            [
-                piece
-                for name in names
-                for owner in range(place, len(reduction.owners), per_node)
-                for piece in reduction._owned(name, owner)
-            ]
-        )
-        receives[first + place] = tuple(
-            [
-                piece
-                for name in names
-                for node in range(num_nodes)
-                for piece in in_stack(f"{name}.in", place * num_nodes + node, chunk)
-            ]
-        )
-    rows = num_nodes * chunk.size
+        of_place = range(place, len(reduction.owners), per_node)
+        copies = range(place * num_nodes, (place + 1) * num_nodes)
+        sends[first + place] = _each(names, of_place, reduction._owned)
+        receives[first + place] = _each(stacks, copies, reduction._stacked)
     merged = [
         (
-            tuple(
-                [
-                    Piece(f"{name}.in", place * rows, (place + 1) * rows)
-                    for place in range(per_node)
-                    for name in group
-                ]
-            ),
-            tuple([Piece(f"{name}.node", 0, rows) for name in group]),
+            _copies([f"{name}.in" for name in group], per_node, rows),
+            _copies([f"{name}.node" for name in group], 1, rows),
         )
         for group in tensors
     ]
-    # Of each counterpart, in stacks of as many chunks as there are nodes.
+    # Stacks hold a chunk of each counterpart.
     sent, received = (
-        {
-            slot: tuple([p for name in names for p in in_stack(f"{name}.{end}", node, chunk)])
-            for node, slot in enumerate(others)
-        }
-        for end in ("node", "nodes")
+        reduction._of_members(others, names, reduction._stacked) for names in (sums, arriving)
     )
-    size = reduction.group_size
-    inside = (by_member(size, sends), by_member(size, receives))
-    return inside, merged, (by_member(size, sent), by_member(size, received))
+    return (by_member(size, sends), by_member(size, receives)), merged, (sent, received)

@@ -3,6 +3,12 @@
 A setting is a frozen dataclass; its fields are the options. Flags of the command line, their help,
 `docs/methods.md` and validation are all made from the fields, so a new option touches nothing but
 its setting. Options of a single method are declared beside its builder.
+
+`Keep` is the option that needs most words: which rows of other ranks a forward pass keeps for the
+backward pass. Without them the backward pass fetches queries, keys and values again, as they were
+shared out at the beginning. Rows that were exchanged for heads take the place of the caller's
+shards, so they need no memory where every rank has as many heads of all tokens as it had tokens of
+all heads. Rows that were gathered are held besides.
 """
 
 from __future__ import annotations
@@ -14,12 +20,13 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mesh_attention.errors import PlanError
+from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.methods.parts.chunks import HeadSlices
-from mesh_attention.plan.methods.parts.keep import Keep
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.rotate import GradientRoute
 from mesh_attention.plan.problem.arguments import choice, flag, number, pair, real
 from mesh_attention.plan.problem.layout import LayoutKind, Stretches, read_stretches
+from mesh_attention.plan.problem.problem import Problem
 
 
 def option(default: Any, help: str, metavar: str = "N") -> Any:
@@ -74,6 +81,31 @@ def options_of(setting: type[Setting]) -> Iterator[Option]:
         members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         declared = next(member for member in members if member is not NoneType)
         yield Option(f.name, declared, f.default, f.metadata["help"], f.metadata["metavar"])
+
+
+class Keep(StrEnum):
+    """The most that is kept; rows that go round in a ring are not."""
+
+    AUTO = "auto"  # what was exchanged, where that needs no memory
+    SHARDS = "shards"
+    EXCHANGED = "exchanged"
+    GATHERED = "gathered"
+
+
+def kept_kinds(keep: Keep, problem: Problem, degree: int) -> tuple[Kind, ...]:
+    """The tensors of which a rank keeps the rows that `degree` ranks exchanged for heads.
+
+    >>> from mesh_attention.plan.problem.mask import Mask
+    >>> few = Problem(64, num_heads=8, num_kv_heads=2, head_dim=8, mask=Mask())
+    >>> [" ".join(kept_kinds(Keep.AUTO, few, degree)) for degree in (2, 4)]
+    ['q lse k v', 'q lse']
+    """
+    if keep is Keep.SHARDS:
+        return ()
+    all_kinds = keep is not Keep.AUTO
+    queries = (Kind.Q, Kind.LSE) if all_kinds or problem.num_heads % degree == 0 else ()
+    keys = (Kind.K, Kind.V) if all_kinds or problem.kv_heads % degree == 0 else ()
+    return (*queries, *keys)
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,19 @@ from typing import Any, Self
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
-from mesh_attention.plan.methods.parts.assignment import Tile, tile_for
+from mesh_attention.plan.methods.parts.assignment import PLACES, Tile, devices_of, tile_for
 from mesh_attention.plan.methods.parts.chunks import sizes_for
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.keep import Keep, kept_kinds
 from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
-from mesh_attention.plan.methods.parts.placement import PLACES, devices_of
 from mesh_attention.plan.methods.parts.reduce import Combine, ReduceBy
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, members_per_node
 from mesh_attention.plan.methods.parts.setting import (
     CutSetting,
     DegreeSetting,
+    Keep,
     Setting,
     TileSetting,
+    kept_kinds,
 )
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
 from mesh_attention.plan.methods.parts.tile_side import Tiling

@@ -32,13 +32,13 @@ from mesh_attention.plan.language.program import (
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import in_whole, whole_rows
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, PassCut
-from mesh_attention.plan.methods.parts.keep import GATHERED
 from mesh_attention.plan.methods.parts.reduce import PartialBuffers, ReduceBy, Reduction, by_member
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
 
 ALL_UNITS = "all"
 GATHER_Q, GATHER_KV = "AG-Q", "AG-KV"  # kinds of tasks
+GATHERED = (Kind.Q, Kind.K, Kind.V)  # what may stay for the backward pass
 Kinds = tuple[Kind, ...]
 
 

@@ -2,7 +2,7 @@
 
 The order is found once, from costs averaged over all ranks, so every rank derives the same one.
 Slices of the heads have the same tasks: they are ordered once, and follow each other. Used by
-`box.py`, which turns the order into programs (`task_orders.py`).
+`box.py`; `tile_order.py` turns the order into programs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from mesh_attention.plan.language.tasks import (
     reduced_early,
 )
 from mesh_attention.plan.language.traffic import TrafficMeter
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
-from mesh_attention.plan.methods.parts.tile_side import TileSide
-from mesh_attention.plan.problem.row_ranges import RowRanges
-from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
-from mesh_attention.plan.problem.spans import slice_spans
-from mesh_attention.plan.schedule.greedy import (
+from mesh_attention.plan.methods.parts.greedy import (
     MemoryCapError,
     MemoryModel,
     greedy,
@@ -38,6 +33,11 @@ from mesh_attention.plan.schedule.greedy import (
     peak_bytes,
     smallest_cap,
 )
+from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.tile_side import TileSide
+from mesh_attention.plan.problem.row_ranges import RowRanges
+from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
+from mesh_attention.plan.problem.spans import slice_spans
 
 GREEDY, CAPPED = "greedy", "capped"  # names of orders: the second is one under a memory cap
 
@@ -51,9 +51,9 @@ def order_tasks(
     max_memory_bytes: int | None,
 ) -> Schedule:
     """`rows`: the keys that queries see; tasks that see nothing are left out."""
-    tasks = _present_tasks(mesh, rows)
+    pairs_of = _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
     largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
-    graph = _task_graph(mesh, tasks, costs, [largest])
+    graph = _task_graph(mesh, pairs_of, costs, [largest])
 
     def everywhere(schedule: Schedule) -> list[Schedule]:
         return [_of_slice(mesh, schedule, part - largest) for part in range(len(mesh.slices))]
@@ -63,7 +63,7 @@ def order_tasks(
         free = reduced_early(graph, free)
     if max_memory_bytes is None:
         return follow_each_other(everywhere(free))
-    whole = _task_graph(mesh, tasks, costs, range(len(mesh.slices)))
+    whole = _task_graph(mesh, pairs_of, costs, range(len(mesh.slices)))
     model, cap = _memory_model(mesh, whole), max_memory_bytes
     if len(mesh.slices) == 1:
         return greedy_capped(whole, model, cap, gamma=gamma)
@@ -103,17 +103,12 @@ def _of_slice(mesh: TilePass, schedule: Schedule, part: int) -> Schedule:
 Pairs = dict[tuple[int, int], int]  # (i, j) -> visible pairs of C-i-j over all ranks
 
 
-def _present_tasks(mesh: TilePass, rows: RowRanges) -> Pairs:
-    """Tasks of a slice of heads with something to do on some rank. Every (Q, KV) partition pair is
-    on one rank, so the ranks' work together is all Q chunks i against all KV chunks j."""
-    return _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
-
-
 @lru_cache(maxsize=256)  # settings of a search, and both passes, have the same chunks
 def _num_visible(
     queries: tuple[tuple[Run, ...], ...], keys: tuple[tuple[Run, ...], ...], rows: RowRanges
 ) -> Pairs:
-    """Visible pairs of each pair of chunks that has some."""
+    """Visible pairs of each pair of chunks that has some. Every (Q, KV) partition pair is on one
+    rank, so the work of all ranks together is all chunks of queries against all of keys."""
     pairs = {
         (i, j): num_visible(q, k, rows) for i, q in enumerate(queries) for j, k in enumerate(keys)
     }
@@ -186,39 +181,34 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
 
 @lru_cache(maxsize=16)  # of both passes, for all masks
 def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
-    return cache(_Seconds(mesh, costs).of)
+    """Seconds of communication tasks, with the exchange that precedes a gather or that follows a
+    reduction: means over all units, which with rotation are all alike."""
+    units, group = range(1 if mesh.tile.rotation else mesh.tile.num_ranks), mesh.head_group
+    tables = [_buffers(mesh, unit) for unit in units]
+    meters = [TrafficMeter(mesh.problem, table) for table in tables]
+    groups = {group.group_name(name): members for name, members in mesh.groups.items()}
 
-
-class _Seconds:
-    """Seconds of communication tasks, means over all units; with rotation they are all alike."""
-
-    def __init__(self, mesh: TilePass, costs: Costs) -> None:
-        self._mesh, self._costs = mesh, costs
-        units = range(1 if mesh.tile.rotation else mesh.tile.num_ranks)
-        tables = [_buffers(mesh, unit) for unit in units]
-        self._meters = [TrafficMeter(mesh.problem, table) for table in tables]
-        self._table = tables[0]
-        self._groups = {mesh.head_group.group_name(name): of for name, of in mesh.groups.items()}
-
-    def of(self, task: Task) -> float:
-        total = 0.0
-        for unit, meter in enumerate(self._meters):
-            for op in _operations(self._mesh, unit, task):
-                if isinstance(op, Collective):
-                    members = self._groups[op.group]
-                    traffic = meter.traffic(op, members.index(unit), len(members))
-                    total += self._costs.communication_seconds(traffic.received_bytes)
-        return total / len(self._meters) + self._of_exchange(task)
-
-    def _of_exchange(self, task: Task) -> float:
-        """Of the exchange that precedes a gather, or that follows a reduction."""
-        group, side, (index,) = self._mesh.head_group, self._mesh.side_of[task.kind], task.index
+    def of_exchange(task: Task) -> float:
         if group.cut is None:
             return 0.0
+        side, (index,) = mesh.side_of[task.kind], task.index
         kinds = side.exchanged if task.kind == side.gather_kind else side.partials
         names = [side.chunks[index].name(group.local(kind)) for kind in kinds]
-        held = sum(self._table[name].num_bytes(group.problem) for name in names)
-        return self._costs.communication_seconds(held * (group.degree - 1) / group.degree)
+        held = sum(tables[0][name].num_bytes(group.problem) for name in names)
+        return costs.communication_seconds(held * (group.degree - 1) / group.degree)
+
+    @cache
+    def seconds(task: Task) -> float:
+        total = 0.0
+        for unit, meter in zip(units, meters, strict=True):
+            for op in _operations(mesh, unit, task):
+                if isinstance(op, Collective):
+                    members = groups[op.group]
+                    traffic = meter.traffic(op, members.index(unit), len(members))
+                    total += costs.communication_seconds(traffic.received_bytes)
+        return total / len(units) + of_exchange(task)
+
+    return seconds
 
 
 def _operations(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
