@@ -178,8 +178,8 @@ class _StarTrail:
             f"S{u}.{j}",
             rotation,
             [self._block(star.team(u + j, member + star.shift)) for member in rotation.blocks],
-            own=first if places else near,
-            results=first_sums if places else near_sums,
+            own=[first if places else near],
+            results=[first_sums if places else near_sums],
         )
         reduction = replace(mesh.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
         operations: list[Operation] = []
@@ -190,7 +190,7 @@ class _StarTrail:
             operations += [*mesh.q.gather(unit, 0), gather_kv]
         if places:
             operations.append(SendRecv(Task("P", (0,)), f"P{j}", taker, near, giver, first))
-        operations += [*keys.operations(), *mesh.q.reduce(unit, 0)]
+        operations += [*keys.all_operations(), *mesh.q.reduce(unit, 0)]
         if self.backward:  # the placement backwards, then the sum over the team's members
             if places:
                 back = (giver, first_sums, taker, near_sums)

@@ -1,11 +1,13 @@
 """Keys that rotate: the steps of one member of Ring-Attention (algorithm.md, section 9).
 
 Queries stay; KV blocks go round along a `Rotation`. The backward pass sends dK and dV to the owners
-of their block, direct or with the block (`rotate.py`). `ring_order.py` and StarTrail use it.
+of their block, direct or with the block (`rotate.py`). `ring_order.py` makes a `KeyRing` for each
+unit and asks it for the operations of task after task; StarTrail asks for all at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,7 +26,6 @@ from mesh_attention.plan.methods.parts.tile_pass import Pair, Pieces, TilePass, 
 from mesh_attention.plan.problem.spans import Spans
 
 _KEYS, _GRADS = (Kind.K, Kind.V), (Kind.GRAD_K, Kind.GRAD_V)
-_EMPTY = Task("C", stage="empty")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -47,12 +48,10 @@ class KeyRoute:
 class KeyRing:
     """The steps of one member, which has the queries of a tile row.
 
-    `rows` are the rows of the block of each step, `own` the pieces of the member's own block, which
-    is that of step 0, and `results` the pieces for its gradients.
-
-    Where heads or keys are cut, each KV chunk (`part`) goes round in a ring of its own. Steps and
-    names of buffers are numbered through all rings. `begun`, which all rings of a member share: the
-    Q chunks with results in their accumulators.
+    Each KV chunk goes round in a ring of its own, one ring after the other. Steps are numbered
+    through all rings: step s of ring r has number `r * size + s`. By number `rows` are the rows of
+    the block of each step. By ring `own` are the pieces of the member's own block, which is that of
+    step 0, and `results` the pieces for its gradients.
     """
 
     def __init__(
@@ -63,137 +62,141 @@ class KeyRing:
         row: int,
         group: str,
         rotation: Rotation,
-        rows: list[Spans],
-        own: Pair,
-        results: Pair,
-        *,
-        part: int = 0,
-        begun: set[int] | None = None,
+        rows: Sequence[Spans],
+        own: Sequence[Pair],
+        results: Sequence[Pair],
     ) -> None:
-        self._mesh, self._group, self._rotation, self._rows = mesh, group, rotation, rows
+        self._mesh, self._group, self._rotation = mesh, group, rotation
         self._own, self._results, self._shared = own, results, route.shared
-        self._heads = mesh.kv.own.heads_of(mesh.kv.chunks[part])
-        self.size = rotation.size
-        self._first = part * self.size  # the number of the first step
+        self._size = rotation.size
         self._travels = route.gradients is GradientRoute.TRAVEL
         self._deliveries = deliveries(rotation, route.gradients, route.per_node)
-        self._arrived: dict[int, list[Pair]] = {}  # by step: sums that came with its block
-        self._begun = set[int]()  # steps with gradients in their accumulators
-        self._begun_q = set[int]() if begun is None else begun
-        self._block_rows = sum(stop - start for start, stop in rows[0])
-        first = part // mesh.kv.chunks_of_slice * mesh.q.chunks_of_slice
-        self.queries = range(first, first + mesh.q.chunks_of_slice)  # the Q chunks that it meets
-        keys = [lowerings.keys(spans) for spans in rows]
-        queries = {i: lowerings.queries(mesh.q.spans(row, i)) for i in self.queries}
-        self._calls = {
-            i: [lowerings.calls(queries[i], block) for block in keys] for i in self.queries
-        }
-        self._backward = mesh.direction is Direction.BACKWARD
+        self._arrived: dict[int, list[Pair]] = {}  # by number: sums that came with its block
+        self._begun = set[int]()  # numbers of steps with gradients in their accumulators
+        self._begun_q = set[int]()  # Q chunks with results in theirs
+        self._keys = [lowerings.keys(spans) for spans in rows]
+        self._queries = [lowerings.queries(mesh.q.spans(row, i)) for i in range(len(mesh.q.chunks))]
+        self._lowerings, self._backward = lowerings, mesh.direction is Direction.BACKWARD
+        self._heads = [mesh.kv.own.heads_of(chunk) for chunk in mesh.kv.chunks]
         self.buffers: dict[str, Buffer] = {}
 
-    def operations(self) -> list[Operation]:
-        """All operations of a ring that is not part of a larger order."""
+    def operations(self, task: Task) -> list[Operation]:
+        """Of the transfer of a block or of its gradients, of the end of a ring, or of an attention
+        (`ring_order.py`)."""
+        number = task.index[-1]
+        match task.kind:
+            case "KV":
+                return self._hop(number)
+            case "sent":
+                return self._send_on(number)
+            case "end":
+                return self._end(number // self._size)
+            case _:
+                return self._attend(task.index[0], number)
+
+    def all_operations(self) -> list[Operation]:
+        """Of one ring with one Q chunk, step by step."""
         operations: list[Operation] = []
-        for step in range(self.size):
-            operations += self.hop(step + 1)
-            for index in self.queries:
-                operations += self.attend(index, step)
-            operations += self.send_on(step)
-        for index in self.queries:
-            operations += self.empty(index)
-        return operations + self.end()
+        for step in range(self._size):
+            if step + 1 < self._size:
+                operations += self._hop(step + 1)
+            operations += self._attend(0, step)
+            operations += self._send_on(step)
+        return operations + self.empty(Task("C", (0,))) + self._end(0)
 
-    def hop(self, step: int) -> list[Operation]:
-        """The transfer of the block of a step, if there is such a step."""
-        if step == self.size:
-            return []
-        self._declare(self._keys(step), _KEYS, step)
-        task = Task("KV", (self._first + step,))
-        return [hop(task, self._group, self._rotation, step, self._keys)]
+    def empty(self, task: Task) -> list[Operation]:
+        """Neutral results of a Q chunk that no attention has computed."""
+        (index,) = task.index
+        return [] if index in self._begun_q else [self._nothing(self._mesh.q.sums(index))]
 
-    def attend(self, index: int, step: int) -> list[Operation]:
+    def _hop(self, number: int) -> list[Operation]:
+        """The transfer that brings the block of a step."""
+        step = number % self._size
+        self._declare(self._block(number), _KEYS, number)
+        task = Task("KV", (number,))
+        first = number - step
+        return [hop(task, self._group, self._rotation, step, lambda s: self._block(first + s))]
+
+    def _attend(self, index: int, number: int) -> list[Operation]:
         """The attention of a Q chunk and the block of a step."""
-        mesh, calls, begun = self._mesh, self._calls[index][step], index in self._begun_q
-        number = self._first + step
-        sums: Pieces = ()
+        mesh, begun, sums = self._mesh, index in self._begun_q, Pieces()
         if self._backward:
-            sums = self._sums(step)
-            self._declare(sums, _GRADS, step, Precision.ACCUMULATE)
+            sums = self._grads(number)
+            self._declare(sums, _GRADS, number, Precision.ACCUMULATE)
+        calls = self._lowerings.calls(self._queries[index], self._keys[number])
         if not calls:
             return []
-        first = step not in self._begun
-        key: object = (index, number, self._own, calls, begun, first)
+        first, keys = number not in self._begun, self._block(number)
+        key: object = (index, number, keys, calls, begun, first)
         if key not in self._shared:
             task, totals = Task("C", (index, number)), mesh.q.sums(index) + sums
-            operands = (mesh.q.pieces(index), self._keys(step), totals)
+            operands = (mesh.q.pieces(index), keys, totals)
             self._shared[key] = [attention(task, *operands, calls, (not begun, first))]
         self._begun_q.add(index)
-        self._begun.add(step)
+        self._begun.add(number)
         return self._shared[key]
 
-    def send_on(self, step: int) -> list[Operation]:
+    def _send_on(self, number: int) -> list[Operation]:
         """The transfers of gradients that are due once all queries have met the keys of a step."""
         if not self._backward:
             return []
         operations: list[Operation] = []
-        if step == 0 and 0 not in self._begun:
-            self._begun.add(0)
-            operations += [Merge(_EMPTY, MergeRule.SUM, (), (sums,)) for sums in self._sums(0)]
+        step = number % self._size
+        if step == 0 and number not in self._begun:
+            self._begun.add(number)
+            operations += [self._nothing((sums,)) for sums in self._grads(number)]
         for delivery in self._deliveries[step]:
-            operations += self._deliver(delivery)
+            operations += self._deliver(number - step, delivery)
         return operations
 
-    def empty(self, index: int) -> list[Operation]:
-        """Neutral results of a Q chunk that no attention has computed."""
-        if index in self._begun_q:
-            return []
-        self._begun_q.add(index)
-        return [Merge(_EMPTY, self._mesh.q.merge_rule, (), self._mesh.q.sums(index))]
-
-    def end(self) -> list[Operation]:
+    def _end(self, part: int) -> list[Operation]:
         """The total gradients of the member's own block, with the sums that came with it."""
         if not self._backward:
             return []
-        parts = [self._sums(0), *self._arrived.get(0, ())]
+        first = part * self._size
+        parts = [self._grads(first), *self._arrived.get(first, ())]
         task = Task("dKV", stage="end")
         return [
             Merge(task, MergeRule.SUM, tuple(pair[side] for pair in parts), (result,))
-            for side, result in enumerate(self._results)
+            for side, result in enumerate(self._results[part])
         ]
 
-    def _grads(self, suffix: str) -> Pair:
+    def _nothing(self, outputs: Pieces) -> Operation:
+        return Merge(Task("C", stage="empty"), self._mesh.q.merge_rule, (), outputs)
+
+    def _grads(self, number: int, before: str = "", after: str = "") -> Pair:
         """Gradients: `3` of step 3, `3.wire` as they are sent, `back3` as they arrive, ..."""
-        return _pair(f"grad_k.{suffix}", f"grad_v.{suffix}", self._block_rows)
+        name = f"{before}{number}{after}"
+        return _pair(f"grad_k.{name}", f"grad_v.{name}", self._keys[number].num_rows)
 
-    def _sums(self, step: int) -> Pair:
-        return self._grads(f"{self._first + step}")
-
-    def _keys(self, step: int) -> Pair:
-        number = self._first + step
-        return _pair(f"k.{number}", f"v.{number}", self._block_rows) if step else self._own
+    def _block(self, number: int) -> Pair:
+        part, step = divmod(number, self._size)
+        if not step:
+            return self._own[part]
+        return _pair(f"k.{number}", f"v.{number}", self._keys[number].num_rows)
 
     def _declare(
         self,
         pieces: Pieces,
         kinds: tuple[Kind, ...],
-        step: int,
+        number: int,
         precision: Precision = Precision.ELEMENT,
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        rows, heads = self._rows[step], self._heads
+        rows, heads = self._keys[number].spans, self._heads[number // self._size]
         for piece, kind in zip(pieces, kinds, strict=True):
             self.buffers[piece.buffer] = Buffer(piece.buffer, kind, rows, heads, precision)
 
-    def _deliver(self, delivery: Delivery) -> list[Operation]:
+    def _deliver(self, first: int, delivery: Delivery) -> list[Operation]:
         """Sends this member's gradients of a step's block, with the sum that came with the block.
-        Arriving gradients go on with their block, or are added to its gradients here."""
-        step, to, source, block = delivery
-        number = self._first + step
-        parts = [self._sums(step)] * (step in self._begun) + self._arrived.pop(step, [])
-        goes_on = self._travels and block
-        outgoing = self._grads(f"{number}.wire")
-        incoming = self._grads(f"{self._first + block}.sofar" if goes_on else f"back{number}")
-        self._declare(outgoing, _GRADS, step)
+        Arriving gradients go on with their block, or are added to its gradients here. `first`: the
+        number of the first step of the ring."""
+        number, block = first + delivery.step, first + delivery.arrives
+        parts = [self._grads(number)] * (number in self._begun) + self._arrived.pop(number, [])
+        goes_on = self._travels and block != first
+        outgoing = self._grads(number, after=".wire")
+        incoming = self._grads(block, after=".sofar") if goes_on else self._grads(number, "back")
+        self._declare(outgoing, _GRADS, number)
         self._declare(incoming, _GRADS, block)
         task, key = Task("dKV", (number,)), ("sum", number, len(parts))
         if key not in self._shared:
@@ -201,12 +204,13 @@ class KeyRing:
                 Merge(task.at("sum"), MergeRule.SUM, tuple(pair[side] for pair in parts), (wire,))
                 for side, wire in enumerate(outgoing)
             ]
+        to, source = delivery.to_member, delivery.from_member
         transfer = SendRecv(task, self._group, to, outgoing, source, incoming)
         operations = [*self._shared[key], transfer]
         if self._travels:
             self._arrived[block] = [incoming]
             return operations
-        totals, begun = self._sums(block), block in self._begun
+        totals, begun = self._grads(block), block in self._begun
         self._declare(totals, _GRADS, block, Precision.ACCUMULATE)
         self._begun.add(block)
         for total, part in zip(totals, incoming, strict=True):

@@ -1,9 +1,10 @@
-"""Keys rotate in a box, and queries stay: the order of its tasks, and what a unit does of them.
+"""Keys rotate in a box, and queries stay: the order of its tasks.
 
 Each slice of heads, or chunk of keys of it, goes round in a ring of its own, one ring after the
 other. The queries of a slice are chunks that meet every block in turn. Steps are numbered through
 all rings: `KV-9` brings the block of a step, `C-0-9` is the attention of Q chunk 0 on it, `sent-9`
-sends its gradients on, and `end-9` ends the ring that has that step.
+sends its gradients on, and `end-9` ends the ring that has that step. `key_ring.py` has what a unit
+does in each task.
 
 The exchange that the next ring needs stands beside the last attention of a ring, when nothing else
 travels; that of the next chunk of queries beside the first step of the chunk before; and results
@@ -12,9 +13,9 @@ leave beside the attentions that follow.
 
 from __future__ import annotations
 
-from mesh_attention.plan.language.buffers import Buffer, Kind
+from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Operation, Task
+from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
 from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
@@ -55,12 +56,26 @@ class RingOrder:
             words["gradients"] = self.route.gradients.value
         return {"tile": str(mesh.tile)} | words
 
-    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> KeyRings:
-        return KeyRings(self, mesh, lowerings, unit)
-
-    def last_part(self, index: int) -> int:
-        """The last ring that a Q chunk meets."""
-        return (index // self._num_q + 1) * self._num_kv - 1
+    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> KeyRing:
+        tile, chunks, line = mesh.tile, mesh.kv.chunks, mesh.tile.column(unit)
+        members = tile.kv_group(line)
+        rotation = ring(members.index(unit), len(members), self.inner)
+        owners = [(members[member],) for member in rotation.blocks]
+        rows = [mesh.kv.rows_of(owner, chunk.index) for chunk in chunks for owner in owners]
+        k, v, grad_k, grad_v = map(
+            mesh.head_group.local, (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
+        )
+        return KeyRing(
+            mesh,
+            lowerings,
+            self.route,
+            tile.row(unit),
+            mesh.kv.group(line),
+            rotation,
+            rows,
+            own=[(chunk.local(k), chunk.local(v)) for chunk in chunks],
+            results=[(chunk.local(grad_k), chunk.local(grad_v)) for chunk in chunks],
+        )
 
     def _make(self) -> None:
         if self._mesh.tile.a > 1:
@@ -124,54 +139,3 @@ class RingOrder:
         self.tasks += [*beside, task, *sums]
         self.steps += tuple(Step(transfer, ()) for transfer in beside[:-1])
         self.steps += (Step(beside[-1] if beside else None, (task,)),)
-
-
-class KeyRings:
-    """What one unit does: its part in the ring of each KV chunk."""
-
-    def __init__(self, order: RingOrder, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
-        self._order = order
-        tile, local = mesh.tile, mesh.head_group.local
-        line = tile.column(unit)
-        members, begun = tile.kv_group(line), set[int]()
-        rotation = ring(members.index(unit), len(members), order.inner)
-        self._rings: list[KeyRing] = []
-        self.buffers: dict[str, Buffer] = {}
-        for part, chunk in enumerate(mesh.kv.chunks):
-            k, v, grad_k, grad_v = (
-                chunk.local(local(kind)) for kind in (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
-            )
-            key_ring = KeyRing(
-                mesh,
-                lowerings,
-                order.route,
-                tile.row(unit),
-                mesh.kv.group(line),
-                rotation,
-                [mesh.kv.rows_of((members[member],), part) for member in rotation.blocks],
-                own=(k, v),
-                results=(grad_k, grad_v),
-                part=part,
-                begun=begun,
-            )
-            key_ring.buffers = self.buffers
-            self._rings.append(key_ring)
-
-    def operations(self, task: Task) -> list[Operation]:
-        """Of an attention, of the transfer of a block or of its gradients, or of the end."""
-        part, step = divmod(task.index[-1], self._order.size)
-        keys = self._rings[part]
-        match task.kind:
-            case "KV":
-                return keys.hop(step)
-            case "sent":
-                return keys.send_on(step)
-            case "end":
-                return keys.end()
-            case _:
-                return keys.attend(task.index[0], step)
-
-    def empty(self, task: Task) -> list[Operation]:
-        """Neutral results of queries that have seen nothing."""
-        (index,) = task.index
-        return self._rings[self._order.last_part(index)].empty(index)
