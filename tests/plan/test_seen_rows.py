@@ -19,7 +19,7 @@ from mesh_attention.plan.methods.parts.needed_rows import (
     ranges_of,
     visible_keys,
 )
-from mesh_attention.plan.methods.parts.needed_side import rows_of_rank
+from mesh_attention.plan.methods.parts.needed_side import RankRows
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from support.listed import stretches_for
@@ -104,7 +104,7 @@ def test_each_rank_receives_every_row_that_it_needs_once_and_no_other(seed: int)
 def test_the_rows_of_a_share_fit_together(seed: int) -> None:
     """What is gathered lies where it is said to, and each partial result is merged once."""
     for layout, seen, needs in zip(*sides(seed), strict=True):
-        shares = [rows_of_rank(seen, layout, rank) for rank in range(layout.num_ranks)]
+        shares = [RankRows(seen, layout, rank) for rank in range(layout.num_ranks)]
         for share in shares:
             own = layout.positions(share.rank)
             positions = layout.positions_of(share.rows)

@@ -32,7 +32,6 @@ from mesh_attention.plan.methods.parts.needed_side import (
     ByMember,
     NeededSide,
     RankRows,
-    rows_of_rank,
 )
 from mesh_attention.plan.methods.parts.setting import Keep, ShapeSetting, SliceSetting, kept_kinds
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
@@ -66,7 +65,7 @@ def plan_needed_rows(
     needed = [find(*layouts, problem.rows, tile.a) for find in (needed_queries, needed_keys)]
     travels = any(side.travels for side in needed)
     # Both passes exchange the same rows.
-    rows_of = [cache(partial(rows_of_rank, *side)) for side in zip(needed, layouts, strict=True)]
+    rows_of = [cache(partial(RankRows, *side)) for side in zip(needed, layouts, strict=True)]
     gathers: dict[object, AllToAll] = {}
     slices_of = {
         direction: _slices(problem, ranks, box, direction, travels=travels)

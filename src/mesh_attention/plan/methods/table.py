@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 from mesh_attention.errors import PlanError
@@ -45,13 +44,8 @@ class Method:
         """The Ulysses degree of a setting; 1 where the method has none."""
         return num_ranks if self.all_exchange else setting.get("ulysses") or 1
 
-    def options(self) -> dict[str, Option]:
-        return dict(_options(self.setting))  # type: ignore[arg-type]  # classes can be hashed
-
-
-@cache  # every question of a batch asks for them
-def _options(setting: type[Setting]) -> Mapping[str, Option]:
-    return {option.name: option for option in options_of(setting)}
+    def options(self) -> Mapping[str, Option]:
+        return options_of(self.setting)  # type: ignore[arg-type]  # classes can be hashed
 
 
 def _no_choice(problem: Problem, ranks: int, ranks_per_node: int | None) -> Settings:

@@ -1,7 +1,7 @@
 """The exchanges around a method: tokens for heads, and shards for the layout of the method.
 
 All rows are exchanged at once, before the first operation of a method and after its last; or, where
-the head group is cut, chunk by chunk, so that attention hides most of it (`slices.md`). A chunk is
+the head group is cut, chunk by chunk, so that attention hides most of it (`chunks.py`). A chunk is
 what one exchange carries: a slice of heads, or of it a chunk of queries or of keys. A method says,
 by the tasks named here, where each chunk must have come and where its results can go; the rows and
 heads of an exchange follow from the head group alone. Chunks have buffers of their own.
@@ -16,7 +16,7 @@ the attention that hides the exchange. Used by `assemble.py`; the orders of task
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -42,7 +42,8 @@ SUM = "sum"  # the stage of the sums of replicas
 _IN_CHUNKS = ("EX-Q", "EX-KV")
 _OUT_CHUNKS = {Direction.FORWARD: ("EX-O", "EX-dKV"), Direction.BACKWARD: ("EX-dQ", "EX-dKV")}
 _INCOMING = (TO_HEADS.kind, *_IN_CHUNKS)
-# Operations that are kept for the next mask: in training those of one rank.
+# Operations that are kept for the next mask: in training those of one rank. All exchanges share
+# the last: other cuts, tiles and passes of a search have many that are equal.
 _KEPT, _KEPT_CHUNKS, _SHARED = 48, 1024, 256
 _INPUTS = (Kind.Q, Kind.K, Kind.V)
 _OUTPUTS = {
@@ -115,9 +116,6 @@ class HeadExchange:
         # Ranks whose own rows are cut alike share these.
         self._sent = cached(partial(HeadExchange._find_sent, own))
         self._held_rows = cached(partial(HeadExchange._find_held, own))
-        self._make: Callable[..., AllToAll] = _shared_exchange
-        if first.cut is None:
-            self._make = partial(_make_exchange, cached(caller_pieces), cached(unit_pieces))
 
     def buffers(self, unit: int, index: int) -> dict[str, Buffer]:
         head_group = self._head_groups[index]
@@ -177,7 +175,7 @@ class HeadExchange:
         # Head groups with equally many heads name their rows alike.
         index = 0 if self._first.cut is not None else index
         held = self._held_rows(task, self._rows.like(unit), index)
-        return [self._make(task, self._rows.group(unit), self._replicas, sent, held)]
+        return [_exchange(task, self._rows.group(unit), self._replicas, sent, held)]
 
     def _chunk(self, task: Task, key_side: bool) -> Chunk | None:
         """The chunk that an exchange carries; None: all rows and heads."""
@@ -249,7 +247,8 @@ class _Held(NamedTuple):
     heads: tuple[tuple[int, int] | None, ...]
 
 
-def caller_pieces(replicas: KvReplicas, sent: tuple[_Sent, ...], *, incoming: bool) -> Pieces:
+@lru_cache(maxsize=_SHARED)
+def _caller_pieces(replicas: KvReplicas, sent: tuple[_Sent, ...], *, incoming: bool) -> Pieces:
     """For each member of a group, unit by unit, with the heads that it holds."""
 
     def names(source: _Sent, of_group: HeadParts) -> list[tuple[str, tuple[int, int]]]:
@@ -280,7 +279,8 @@ def caller_pieces(replicas: KvReplicas, sent: tuple[_Sent, ...], *, incoming: bo
     )
 
 
-def unit_pieces(held: tuple[_Held, ...]) -> Pieces:
+@lru_cache(maxsize=_SHARED)
+def _unit_pieces(held: tuple[_Held, ...]) -> Pieces:
     """For each member of a group."""
     return tuple(
         [
@@ -297,9 +297,8 @@ def unit_pieces(held: tuple[_Held, ...]) -> Pieces:
     )
 
 
-def _make_exchange(
-    of_caller: Callable[..., Pieces],
-    of_unit: Callable[[tuple[_Held, ...]], Pieces],
+@lru_cache(maxsize=_SHARED)
+def _exchange(
     task: Task,
     group: str,
     replicas: KvReplicas,
@@ -307,15 +306,5 @@ def _make_exchange(
     held: tuple[_Held, ...],
 ) -> AllToAll:
     incoming = task.kind in _INCOMING
-    caller, unit = of_caller(replicas, sent, incoming=incoming), of_unit(held)
+    caller, unit = _caller_pieces(replicas, sent, incoming=incoming), _unit_pieces(held)
     return AllToAll(task, group, *((caller, unit) if incoming else (unit, caller)))
-
-
-# Exchanges of chunks: other cuts, tiles and passes of a search have many of them too.
-_shared_exchange = lru_cache(maxsize=_SHARED)(
-    partial(
-        _make_exchange,
-        lru_cache(maxsize=_SHARED)(caller_pieces),
-        lru_cache(maxsize=_SHARED)(unit_pieces),
-    )
-)

@@ -62,7 +62,7 @@ class Queries:
     def of(q: RowList, rows: RowRanges) -> Queries:
         if not q.blocks:
             return Queries(q, rows, (0, rows.kv_tokens))
-        pieces = SegmentPieces.of(q.blocks, rows)
+        pieces = SegmentPieces.of(q.blocks, rows, rows.segments_of(q.blocks))
         every = int(pieces.lo_last[0].max()), int(pieces.hi_first[0].min())
         sees = pieces.lo_first < pieces.hi_last
         if not sees.any():
@@ -111,8 +111,14 @@ class SegmentPieces:
     hi_last: Array
 
     @staticmethod
-    def of(blocks: BlockList, rows: RowRanges) -> SegmentPieces:
-        return _pieces(rows.segments_of(blocks), blocks, (), rows)
+    def of(
+        blocks: BlockList, rows: RowRanges, near: list[Segment], cuts: Iterable[int] = ()
+    ) -> SegmentPieces:
+        """`near`: the segments that these queries are in; `cuts`: where blocks are cut besides."""
+        own = {*cuts, *(s.start for s in near), rows.q_tokens}
+        starts, stops, first_rows = _cut(blocks, sorted(own))
+        ends = (*rows.intervals(starts), *rows.intervals(stops - 1))
+        return SegmentPieces(near, blocks, starts, stops, first_rows, *ends)
 
     def picture(self, keys: BlockList) -> bytes | None:
         """For each (piece, key block) 1 if all is visible and 0 if nothing is, row by row; None
@@ -163,15 +169,6 @@ class SegmentPieces:
         return int(sum(kinds)) > MAX_CALLS  # of the first, one may be no key
 
 
-def _pieces(
-    near: list[Segment], blocks: BlockList, cuts: Iterable[int], rows: RowRanges
-) -> SegmentPieces:
-    own = {*cuts, *(s.start for s in near), rows.q_tokens}
-    starts, stops, first_rows = _cut(blocks, sorted(own))
-    ends = (*rows.intervals(starts), *rows.intervals(stops - 1))
-    return SegmentPieces(near, blocks, starts, stops, first_rows, *ends)
-
-
 def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | None:
     """None where the two see each other in part, and too many cells would be needed to say how."""
     keys = k.blocks
@@ -186,7 +183,7 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
     if len(q.near) > _MOST_SEGMENTS:
         return None
     q_cuts, k_cuts = _cuts(q, keys, rows)
-    q = _pieces(q.near, q.blocks, q_cuts, rows)
+    q = SegmentPieces.of(q.blocks, rows, q.near, q_cuts)
     starts, stops, first_rows = _cut(keys, k_cuts)
     if len(q.starts) * len(starts) > MAX_PAIRS:
         return None

@@ -43,60 +43,51 @@ class Summand:
     arrives: bool
 
 
-@dataclass(frozen=True, slots=True)
 class RankRows:
-    rank: int
-    local: bool  # it works on its own rows only
-    rows: Spans  # the places of the rows it works on; empty if it has nothing to do
-    num_rows: int
-    gathered: ByRank  # rows of them, by owner
-    sent: ByRank  # own slots, by user
-    stacked: ByRank  # rows of the stack in which partials of own rows arrive, by user
-    stack: Spans  # the places of that stack
-    sums: list[tuple[tuple[int, int], list[Summand]]]  # own slots, in ranges with equal partials
+    """The rows of one side that a rank exchanges.
 
+    local     it works on its own rows only
+    rows      the places of the rows that it works on; empty if it has nothing to do
+    gathered  rows of them, by owner
+    sent      own slots, by user
+    stacked   rows of the stack in which partials of own rows arrive, by user
+    stack     the places of that stack
+    sums      own slots, in ranges with equal partials
+    """
 
-def rows_of_rank(needed: NeededRows, layout: Layout, rank: int) -> RankRows:
-    received, sent = needed.received(rank), needed.sent(rank)
-    local = not (received.ranks != rank).any()
-    own = rank * layout.slots
-    foreign = sent.ranks != rank
-    others = Rows(sent.ranks[foreign], sent.slots[foreign], sent.sizes[foreign])
-    arriving = _in_order(others)
-    slots = zip(others.slots.tolist(), others.sizes.tolist(), arriving, strict=True)
-    summands = [
-        Summand(slot, slot + size, row - slot, arrives=True) for slot, size, (row, _) in slots
-    ]
-    stack = joined((own + partial.start, own + partial.stop) for partial in summands)
-    if local:
-        gathered: ByRank = {}
-        rows: Spans = ((own, own + layout.slots),) if len(received.ranks) else ()
-        own_summands = [Summand(0, layout.slots, 0, arrives=False)] if rows else []
-        sent = others
-    else:
-        spans = _in_order(received)
-        gathered = _by_rank(received, spans)
-        places = received.ranks * layout.slots + received.slots
-        rows = joined(zip(places.tolist(), (places + received.sizes).tolist(), strict=True))
-        own_summands = [
-            Summand(slot, slot + stop - start, start - slot, arrives=False)
-            for owner, slot, (start, stop) in zip(
-                received.ranks.tolist(), received.slots.tolist(), spans, strict=True
-            )
-            if owner == rank
+    def __init__(self, needed: NeededRows, layout: Layout, rank: int) -> None:
+        received, sent, slots = needed.received(rank), needed.sent(rank), layout.slots
+        self.rank, self.local, own = rank, not (received.ranks != rank).any(), rank * slots
+        foreign = sent.ranks != rank
+        others = Rows(sent.ranks[foreign], sent.slots[foreign], sent.sizes[foreign])
+        arriving = _in_order(others)
+        summands = [
+            Summand(slot, slot + stop - start, start - slot, arrives=True)
+            for slot, (start, stop) in zip(others.slots.tolist(), arriving, strict=True)
         ]
-    sent_slots = zip(sent.slots.tolist(), (sent.slots + sent.sizes).tolist(), strict=True)
-    return RankRows(
-        rank,
-        local,
-        rows,
-        num_rows=sum(stop - start for start, stop in rows),
-        gathered=gathered,
-        sent=_by_rank(sent, list(sent_slots)),
-        stacked=_by_rank(others, arriving),
-        stack=stack,
-        sums=_sums([*own_summands, *summands], layout.slots),
-    )
+        self.stacked = _by_rank(others, arriving)
+        self.stack = joined((own + partial.start, own + partial.stop) for partial in summands)
+        if self.local:
+            sent, self.gathered = others, ByRank()
+            self.rows: Spans = ((own, own + slots),) if len(received.ranks) else ()
+            own_summands = [Summand(0, slots, 0, arrives=False)] if self.rows else []
+        else:
+            spans, places = _in_order(received), received.ranks * slots + received.slots
+            self.gathered = _by_rank(received, spans)
+            self.rows = joined(
+                zip(places.tolist(), (places + received.sizes).tolist(), strict=True)
+            )
+            own_summands = [
+                Summand(slot, slot + stop - start, start - slot, arrives=False)
+                for owner, slot, (start, stop) in zip(
+                    received.ranks.tolist(), received.slots.tolist(), spans, strict=True
+                )
+                if owner == rank
+            ]
+        self.num_rows = sum(stop - start for start, stop in self.rows)
+        ends = sent.slots + sent.sizes
+        self.sent = _by_rank(sent, list(zip(sent.slots.tolist(), ends.tolist(), strict=True)))
+        self.sums = _sums([*own_summands, *summands], slots)
 
 
 def _sums(summands: list[Summand], slots: int) -> list[tuple[tuple[int, int], list[Summand]]]:

@@ -13,9 +13,10 @@ all heads. Rows that were gathered are held besides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -69,18 +70,22 @@ class Option:
         return value
 
 
-def options_of(setting: type[Setting]) -> Iterator[Option]:
-    """
-    >>> [option.name for option in options_of(Setting)]
+@cache  # every question of a batch asks for them
+def options_of(setting: type[Setting]) -> Mapping[str, Option]:
+    """By name.
+
+    >>> [*options_of(Setting)]
     ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'keep', \
 'layers', 'ranks_per_node']
     """
-    kinds = get_type_hints(setting)
+    kinds, options = get_type_hints(setting), dict[str, Option]()
     for f in fields(setting):
         kind = kinds[f.name]
         members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         declared = next(member for member in members if member is not NoneType)
-        yield Option(f.name, declared, f.default, f.metadata["help"], f.metadata["metavar"])
+        words = f.metadata["help"], f.metadata["metavar"]
+        options[f.name] = Option(f.name, declared, f.default, *words)
+    return options
 
 
 class Keep(StrEnum):
