@@ -133,7 +133,7 @@ class _StarTrail:
         self._groups = star.groups()
         rings = [members for name, members in self._groups.items() if name[0] == "S"]
         direct = gradients is GradientRoute.DIRECT and rings
-        self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else None)
+        self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else 1)
 
     def on_group(self) -> GroupPass:
         mesh, star = self.mesh, self.star

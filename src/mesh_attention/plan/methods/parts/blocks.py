@@ -69,9 +69,7 @@ def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
     return [run for span in spans for run in layout.runs(*span)]
 
 
-@lru_cache(maxsize=64)  # rows stay where they are when a mask changes
-def row_list(layout: Layout, spans: Spans) -> RowList:
-    return RowList.of(layout, spans)
+row_list = lru_cache(maxsize=64)(RowList.of)  # rows stay where they are when a mask changes
 
 
 def rectangles(cells: Cells) -> Iterator[tuple[int, int, int, int]]:

@@ -324,6 +324,11 @@ class HeadGroup:
         made = Buffer(name, kind, rows, heads, precision or kind.precision, role)
         return made if units is None else made.with_num_rows(units * chunk.size)
 
+    def wire(self, kind: Kind, total: str) -> str:
+        """The buffer in which a partial result travels: itself where the precision is the same."""
+        same = kind.is_statistic or self.problem.accumulate_bytes == self.problem.element_bytes
+        return total if same else f"{total}.wire"
+
     def group_name(self, name: str) -> str:
         return name if self.degree == 1 else f"{name}.{self.index}"
 

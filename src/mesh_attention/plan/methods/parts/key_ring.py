@@ -41,7 +41,7 @@ class KeyRoute:
     long to plan and to read."""
 
     gradients: GradientRoute
-    per_node: int | None
+    per_node: int
     shared: dict[object, list[Operation]] = field(default_factory=dict)
 
 

@@ -254,7 +254,7 @@ class NeededRows:
 def needed_keys(q_layout: Layout, kv_layout: Layout, rows: RowRanges, columns: int) -> NeededRows:
     """Keys of a rank's tile column that queries of its tile row see. With one column: all keys that
     its own queries see."""
-    row, column = _grid(q_layout, columns)
+    row, column = np.divmod(np.arange(q_layout.num_ranks), columns)  # of each rank
     index, lo, hi = visible_keys(_parts_of(q_layout, rows))
     owners = ranges_of(q_layout).places[index] // q_layout.slots
     return NeededRows(kv_layout, (row, column), (row[owners], lo, hi))
@@ -265,7 +265,7 @@ def needed_queries(
     q_layout: Layout, kv_layout: Layout, rows: RowRanges, columns: int
 ) -> NeededRows:
     """Queries of a rank's tile row that see keys of its tile column."""
-    row, column = _grid(q_layout, columns)
+    row, column = np.divmod(np.arange(q_layout.num_ranks), columns)  # of each rank
     key_columns = np.zeros(1, dtype=np.int64)
     edges = (key_columns, key_columns + kv_layout.num_tokens)
     if columns > 1:
@@ -275,12 +275,6 @@ def needed_queries(
         edges = (keys.starts, keys.stops)
     intervals = _queries_seeing(_parts_of(q_layout, rows), edges, key_columns)
     return NeededRows(q_layout, (column, row), intervals)
-
-
-def _grid(layout: Layout, columns: int) -> tuple[Array, Array]:
-    """Row and column of each rank."""
-    row, column = np.divmod(np.arange(layout.num_ranks), columns)
-    return row, column
 
 
 def pairs_of_ranks(layout: Layout, rows: RowRanges) -> NDArray[np.float64]:

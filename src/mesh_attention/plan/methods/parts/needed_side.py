@@ -207,9 +207,8 @@ class NeededSide:
 
     def _wire(self, own: RankRows, kind: Kind, part: int) -> str:
         """The buffer from which partials are sent. A rank that sends none keeps them wide."""
-        problem = self.head_group.problem
-        same = kind.is_statistic or problem.accumulate_bytes == problem.element_bytes
-        return f"{kind}.{part}" if same or own.local else f"{kind}.{part}.wire"
+        total = f"{kind}.{part}"
+        return total if own.local else self.head_group.wire(kind, total)
 
     def buffers(self, own: RankRows) -> Iterator[Buffer]:
         """All buffers that a rank may use; its program keeps the ones it uses."""

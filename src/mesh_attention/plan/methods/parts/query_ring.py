@@ -35,7 +35,7 @@ class QueryOrder:
 
     def __init__(self, mesh: TilePass, results: GradientRoute | None) -> None:
         self._mesh, self.results = mesh, results
-        self.per_node = mesh.q.in_node if results is GradientRoute.DIRECT else None
+        self.per_node = mesh.q.per_node if results is GradientRoute.DIRECT else 1
         self.tasks = [Task(GATHER_KV, (0,))]
         steps = [Step(self.tasks[0], ())]
         size = mesh.tile.a
@@ -161,13 +161,13 @@ class QueryRing:
         sends: dict[int, Pieces] = {}
         receives: dict[int, Pieces] = {}
         for step in range(1, rotation.size):
-            totals = self._partial(f"{step}.sum")
-            names = zip(self._kinds, totals, strict=True)
-            outgoing = self._pieces(mesh.q.wire(kind, total.buffer) for kind, total in names)
-            for kind, total, sent in zip(self._kinds, totals, outgoing, strict=True):
-                if sent != total:
-                    self._declare((sent,), (kind,), step)
-                    operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), (sent,)))
+            outgoing: Pieces = ()
+            for kind, total in zip(self._kinds, self._partial(f"{step}.sum"), strict=True):
+                sent = self._pieces([mesh.head_group.wire(kind, total.buffer)])
+                if sent != (total,):
+                    self._declare(sent, (kind,), step)
+                    operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), sent))
+                outgoing += sent
             incoming = self._partial(f"{step}.in")
             self._declare(incoming, self._kinds, 0)
             sends[rotation.blocks[step]] = outgoing

@@ -33,7 +33,7 @@ class RingOrder:
         of rings."""
         self._mesh, self.inner = mesh, inner
         direct = gradients is GradientRoute.DIRECT and inner is None
-        self.route = KeyRoute(gradients, mesh.kv.in_node if direct else None)
+        self.route = KeyRoute(gradients, mesh.kv.per_node if direct else 1)
         self._backward = mesh.direction is Direction.BACKWARD
         self.size = mesh.tile.b
         self._deliveries = deliveries(ring(0, self.size), per_node=self.route.per_node)

@@ -69,12 +69,11 @@ def ring(member: int, size: int, inner: int | None = None) -> Rotation:
         return (i % outer) * inner + j % inner
 
     steps = [(r, t) for r in range(outer) for t in range(inner)]
-    hops = []
-    for s, (_, t) in enumerate(steps):
-        if s and t:
-            hops.append(Hop(s - 1, at(x, y + 1), at(x, y - 1)))
-        elif s:
-            hops.append(Hop(s - inner, at(x + 1, y), at(x - 1, y)))
+    hops = [
+        Hop(s - 1, at(x, y + 1), at(x, y - 1)) if t else Hop(s - inner, at(x + 1, y), at(x - 1, y))
+        for s, (_, t) in enumerate(steps)
+        if s
+    ]
     blocks = tuple([at(x - r, y - t) for r, t in steps])
     return Rotation(member, blocks, tuple(hops), tuple([at(x + r, y + t) for r, t in steps]))
 
@@ -97,7 +96,7 @@ class Delivery(NamedTuple):
 
 
 def deliveries(
-    rotation: Rotation, route: GradientRoute = GradientRoute.DIRECT, per_node: int | None = None
+    rotation: Rotation, route: GradientRoute = GradientRoute.DIRECT, per_node: int = 1
 ) -> list[list[Delivery]]:
     """What is delivered after each step. The results of every block but the own are sent once.
 
@@ -116,7 +115,7 @@ Delivery(step=2, to_member=3, from_member=3, arrives=0)]
             for step in range(1, rotation.size)
         ]
         return [[], *([sent] for sent in neighbours)]
-    size = per_node or rotation.size
+    size = per_node if per_node > 1 else rotation.size  # else all are as in one node
     node, place = divmod(rotation.member, size)
     rounds = rotation.size // size
     by_step: list[list[Delivery]] = []
@@ -135,20 +134,19 @@ Delivery(step=2, to_member=3, from_member=3, arrives=0)]
     return by_step
 
 
-def members_per_node(rings: Iterable[Sequence[int]], nodes: Sequence[int]) -> int | None:
-    """How many members of each ring follow each other in a node; None where the numbers differ, or
-    where a node has only one member. `nodes`: the node of each unit.
+def members_per_node(rings: Iterable[Sequence[int]], nodes: Sequence[int]) -> int:
+    """How many members of each ring follow each other in a node; 1 where the numbers differ.
+    `nodes`: the node of each unit.
 
     >>> members_per_node([(0, 1, 2, 3)], [0, 0, 1, 1]), members_per_node([(0, 2)], [0, 0, 1, 1])
-    (2, None)
+    (2, 1)
     """
-    sizes = set()
+    sizes = set[int]()
     for members in rings:
         runs = [len([*run]) for _, run in groupby(members, key=lambda member: nodes[member])]
         most = max(Counter(nodes[member] for member in members).values())
         sizes |= {*runs, most}  # a node that the ring comes back to has more than a run
-    (size, *others) = sizes
-    return None if others or size == 1 else size
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def hop(

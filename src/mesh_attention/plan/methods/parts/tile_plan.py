@@ -170,7 +170,7 @@ class TilePlanner:
         problem, box, nodes = self._problem, self._box, self.nodes
         tile = self.tile if direction is Direction.FORWARD else self.backward_tile
         rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
-        per_node = (members_per_node(rows, nodes) or 1, members_per_node(columns, nodes) or 1)
+        per_node = members_per_node(rows, nodes), members_per_node(columns, nodes)
         # Rows that change their layout are exchanged whole.
         whole = cut.chunks == (1, 1) and len(cut.slices) == 1
         at_once = box.ulysses == 1 or self.shards is not None or whole

@@ -106,7 +106,7 @@ class TileSide:
         self._partitions = tile.kv_partitions if keys else tile.q_group  # that a line gathers
         # The units that use a partition, where they are not those of its owner's line.
         self._users = tile.kv_users if keys and not tile.rotation and tile.b > 1 else None
-        self._per_node = per_node = tiling.per_node[keys]
+        self.per_node = per_node = tiling.per_node[keys]  # units of a line that are in a node
         self.chunks = head_group.chunks(self.inputs[0], cut.chunks[keys], cut.slices)
         self.chunks_of_slice = len(self.chunks) // len(cut.slices)
         # Whether chunks come one after the other: from the units of a line, or to this unit.
@@ -123,11 +123,6 @@ class TileSide:
         own = proxy(self)  # in a cycle with its caches it would outlive its plan
         self._gathered_rows = cache(partial(TileSide._rows_of_line, own))
         self.buffers = cache(partial(TileSide._buffers, own))  # that all units of a line hold alike
-
-    @property
-    def in_node(self) -> int | None:
-        """Units of a line that follow each other in a node, where there are several."""
-        return self._per_node if self._per_node > 1 else None
 
     def groups(self, lines: int) -> dict[str, tuple[int, ...]]:
         """Groups of units, by names that all head groups have alike."""
@@ -151,15 +146,18 @@ class TileSide:
         """What an attention reads of a chunk."""
         return {kind: self.piece(kind, index) for kind in self.inputs}
 
+    def _sum(self, kind: Kind, index: int) -> Piece:
+        return Piece(f"{kind}.{index}", 0, self.size * self.chunks[index].size)
+
     def sums(self, index: int) -> tuple[Piece, ...]:
-        rows = self.size * self.chunks[index].size
-        return tuple([Piece(f"{kind}.{index}", 0, rows) for kind in self.partials])
+        """The accumulators of a chunk."""
+        return tuple([self._sum(kind, index) for kind in self.partials])
 
     def empty(self, index: int) -> list[Operation]:
         """Neutral partials of a chunk of which a unit computes nothing."""
-        task, sums = Task(self.reduce_kind, (index,), "empty"), iter(self.sums(index))
-        groups = [tuple([next(sums) for _ in group]) for group in self.together]
-        return [Merge(task, self.merge_rule, (), totals) for totals in groups]
+        task = Task(self.reduce_kind, (index,), "empty")
+        sums = [tuple([self._sum(kind, index) for kind in group]) for group in self.together]
+        return [Merge(task, self.merge_rule, (), totals) for totals in sums]
 
     def spans(self, line: int, index: int) -> Spans:
         return self._gathered_rows(line, index % self.chunks_of_slice)
@@ -209,16 +207,12 @@ class TileSide:
             ]
         )
 
-    def wire(self, kind: Kind, total: str) -> str:
-        """The buffer in which a partial travels: itself where the precision is the same."""
-        problem = self.head_group.problem
-        same = kind.is_statistic or problem.accumulate_bytes == problem.element_bytes
-        return total if same else f"{total}.wire"
-
     def reduce(self, unit: int, index: int) -> list[Operation]:
         def partial_of(kind: Kind) -> PartialBuffers:
             total = f"{kind}.{index}"
-            return PartialBuffers(total, self.wire(kind, total), self.head_group.local(kind))
+            return PartialBuffers(
+                total, self.head_group.wire(kind, total), self.head_group.local(kind)
+            )
 
         tensors = [tuple(map(partial_of, group)) for group in self.together]
         task = Task(self.reduce_kind, (index,))
@@ -229,7 +223,7 @@ class TileSide:
         if self._users is None:
             everybody, member = range(self.size), self.members(line).index(unit)
             names = (self.reduce_by, self.group(line), self.size, chunk)
-            return Reduction(*names, everybody, everybody, member, self._per_node)
+            return Reduction(*names, everybody, everybody, member, self.per_node)
         names = (self.reduce_by, group.group_name(ALL_UNITS), group.num_units, chunk)
         return Reduction(*names, self._partitions(line), self._users(unit))
 
@@ -247,7 +241,7 @@ class TileSide:
                 name = f"{kind}.{chunk.index}"
                 made.append(make(name, kind, rows, chunk, Precision.ACCUMULATE))
                 if not kind.is_statistic:  # where it travels itself this one takes its place
-                    made.append(make(self.wire(kind, name), kind, rows, chunk))
+                    made.append(make(self.head_group.wire(kind, name), kind, rows, chunk))
                 elif self.reduce_by is ReduceBy.REDUCE_SCATTER:
                     made.append(make(f"{name}.all", kind, rows, chunk))
         return {buffer.name: buffer for buffer in made}
@@ -265,7 +259,7 @@ class TileSide:
             reduction = self.reduction(unit, chunk.index)
             for kind in self.partials:
                 if kind.is_statistic or not added:
-                    name = self.wire(kind, f"{kind}.{chunk.index}")
+                    name = self.head_group.wire(kind, f"{kind}.{chunk.index}")
                     for stack, rows in reduction.stacks(name, owned, own).items():
                         made[stack] = self.head_group.buffer(stack, kind, rows, chunk)
         return made
