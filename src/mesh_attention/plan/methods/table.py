@@ -131,63 +131,38 @@ USUAL = ("ulysses", "usp", "ring")  # the methods that people use without this l
 HEADS_FIRST, SEEN_ROWS, TILES = "ulysses", "seen", "mesh"  # the choices for batches of documents
 # fmt: off
 _METHODS = (
-    Method(
-        "mesh", "2-D tiles a x b of the query-key matrix",
-        box.MeshSetting, box.plan_mesh, _tiles,
-        is_plain_box=True,
-    ),
-    Method(
-        "ring", "KV rotates in a ring (Ring-Attention)",
-        box.RingSetting, box.plan_ring, _no_choice,
-        rotates=True, is_plain_box=True,
-    ),
-    Method(
-        "ring-q", "Q rotates in a ring, outputs are reduced last",
-        box.RingQSetting, box.plan_ring_q, _no_choice,
-    ),
-    Method(
-        "double-ring", "KV rotates in rings inside nodes and in one between them (LoongTrain)",
-        box.DoubleRingSetting, box.plan_double_ring, _inner_rings,
-        rotates=True,
-    ),
-    Method(
-        "allgather-kv", "every rank gathers all KV (Llama 3 training)",
-        box.AllGatherKvSetting, box.plan_all_gather_kv, _no_choice,
-        is_plain_box=True,
-    ),
-    Method(
-        "ulysses", "ranks exchange tokens for heads",
-        box.UlyssesSetting, box.plan_ulysses, _no_choice,
-        reads_mask=False,
-        all_exchange=True, is_plain_box=True,
-    ),
-    Method(
-        "usp", "Ulysses inside, a ring outside",
-        box.UspSetting, box.plan_usp, _rings_of_units,
-        rotates=True, is_plain_box=True,
-    ),
-    Method(
-        "startrail", "teams gather Q and KV, team blocks rotate in sub-rings",
-        startrail.StarTrailSetting, startrail.plan_startrail, _teams,
-    ),
-    Method(
-        "mesh-usp", "Ulysses inside, mesh outside",
-        box.MeshUspSetting, box.plan_mesh_usp, _unit_tiles,
-        is_plain_box=True,
-    ),
-    Method(
-        "agq-ringkv", "a mesh that gathers Q while KV rotates",
-        box.AgqRingKvSetting, box.plan_agq_ringkv, _tiles,
-    ),
-    Method(
-        "agkv-ringqo", "a mesh that gathers KV while Q and its output rotate",
-        box.AgkvRingQoSetting, box.plan_agkv_ringqo, _tiles,
-    ),
-    Method(
-        "seen", "rows travel only to ranks whose queries see them",
-        needed_rows.NeededRowsSetting, needed_rows.plan_needed_rows, _row_or_tiles,
-        by_stretches=True,
-    ),
+    Method("mesh", "2-D tiles a x b of the query-key matrix",
+           box.MeshSetting, box.plan_mesh, _tiles,
+           is_plain_box=True),
+    Method("ring", "KV rotates in a ring (Ring-Attention)",
+           box.RingSetting, box.plan_ring, _no_choice,
+           rotates=True, is_plain_box=True),
+    Method("ring-q", "Q rotates in a ring, outputs are reduced last",
+           box.RingQSetting, box.plan_ring_q, _no_choice),
+    Method("double-ring", "KV rotates in rings inside nodes and in one between them (LoongTrain)",
+           box.DoubleRingSetting, box.plan_double_ring, _inner_rings,
+           rotates=True),
+    Method("allgather-kv", "every rank gathers all KV (Llama 3 training)",
+           box.AllGatherKvSetting, box.plan_all_gather_kv, _no_choice,
+           is_plain_box=True),
+    Method("ulysses", "ranks exchange tokens for heads",
+           box.UlyssesSetting, box.plan_ulysses, _no_choice,
+           reads_mask=False, all_exchange=True, is_plain_box=True),
+    Method("usp", "Ulysses inside, a ring outside",
+           box.UspSetting, box.plan_usp, _rings_of_units,
+           rotates=True, is_plain_box=True),
+    Method("startrail", "teams gather Q and KV, team blocks rotate in sub-rings",
+           startrail.StarTrailSetting, startrail.plan_startrail, _teams),
+    Method("mesh-usp", "Ulysses inside, mesh outside",
+           box.MeshUspSetting, box.plan_mesh_usp, _unit_tiles,
+           is_plain_box=True),
+    Method("agq-ringkv", "a mesh that gathers Q while KV rotates",
+           box.AgqRingKvSetting, box.plan_agq_ringkv, _tiles),
+    Method("agkv-ringqo", "a mesh that gathers KV while Q and its output rotate",
+           box.AgkvRingQoSetting, box.plan_agkv_ringqo, _tiles),
+    Method("seen", "rows travel only to ranks whose queries see them",
+           needed_rows.NeededRowsSetting, needed_rows.plan_needed_rows, _row_or_tiles,
+           by_stretches=True),
 )
 # fmt: on
 METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}

@@ -161,23 +161,15 @@ class MemoryModel:
 
     def peak_while(self, done: Set[Task], task: Task) -> int:
         """The most bytes held at any operation of `task`, run when `done` are done."""
-        operations = self.touches.get(task, ())
-        live = peak = self.resident_bytes(done)
-        last_use = {buffer: i for i, touched in enumerate(operations) for buffer in touched}
-        seen: set[str] = set()
-        for i, touched in enumerate(operations):
-            fresh = set(touched) - seen
-            seen |= fresh
-            live += sum(
-                self.buffer_bytes[buffer] for buffer in fresh if self.users[buffer].isdisjoint(done)
-            )
-            peak = max(peak, live)
-            live -= sum(
-                self.buffer_bytes[buffer]
-                for buffer in set(touched)
-                if last_use[buffer] == i and self.users[buffer] - {task} <= done
-            )
-        return peak
+        uses = list(enumerate(self.touches.get(task, ())))
+        first = {buffer: at for at, touched in reversed(uses) for buffer in touched}
+        last = {buffer: at for at, touched in uses for buffer in touched}
+        changes = [self.resident_bytes(done), *[0] * (len(uses) + 1)]  # before each operation
+        for buffer in last:
+            size, others = self.buffer_bytes[buffer], self.users[buffer] - {task}
+            changes[first[buffer] + 1] += size * others.isdisjoint(done)
+            changes[last[buffer] + 2] -= size * (others <= done)
+        return max(itertools.accumulate(changes))
 
 
 def peak_bytes(model: MemoryModel, order: Sequence[Task]) -> int:
