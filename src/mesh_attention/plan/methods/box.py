@@ -36,13 +36,7 @@ from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import (
-    Box,
-    Side,
-    TilePlanner,
-    cut_of,
-    layout_kind,
-)
+from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of, layout_kind
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind

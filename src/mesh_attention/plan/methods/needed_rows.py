@@ -28,11 +28,7 @@ from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
 from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
-from mesh_attention.plan.methods.parts.needed_side import (
-    ByMember,
-    NeededSide,
-    RankRows,
-)
+from mesh_attention.plan.methods.parts.needed_side import ByMember, NeededSide, RankRows
 from mesh_attention.plan.methods.parts.setting import Keep, ShapeSetting, SliceSetting, kept_kinds
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
 from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of

@@ -132,7 +132,7 @@ class _StarTrail:
         self._block = cache(lambda team: mesh.kv.rows_of(mesh.tile.q_group(team), 0))
         self._groups = star.groups()
         rings = [members for name, members in self._groups.items() if name[0] == "S"]
-        direct = gradients is GradientRoute.DIRECT and rings
+        direct = gradients is GradientRoute.DIRECT
         self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else 1)
 
     def on_group(self) -> GroupPass:
@@ -155,21 +155,21 @@ class _StarTrail:
 
     def _unit(self, unit: int) -> Unit:
         mesh, star, group = self.mesh, self.star, self.mesh.head_group
-        size, chunk, (u, w, j) = star.size, mesh.kv.chunks[0], star.place(unit)
-        team, taker, giver = unit // size, star.taker(unit), star.first_team(unit)
+        chunk, (u, w, j) = mesh.kv.chunks[0], star.place(unit)
+        team, taker, giver = unit // star.size, star.taker(unit), star.first_team(unit)
         places = giver != team  # this member gets its first block from another
+        rows = star.size * group.side(Kind.K).size
 
-        def pair(names: tuple[str, str]) -> Pair:
-            rows = size * group.side(Kind.K).size
-            return Piece(names[0], 0, rows), Piece(names[1], 0, rows)
+        def pair(k: str, v: str) -> Pair:
+            return Piece(k, 0, rows), Piece(v, 0, rows)
 
         local = group.local(Kind.K), group.local(Kind.V)
-        near, first = (
-            pair(local if size == 1 else ("k.team", "v.team")),
-            pair(("k.first", "v.first")),
-        )
-        near_sums, first_sums = (pair((f"grad_k.{x}", f"grad_v.{x}")) for x in ("team", "block"))
+        near = pair(*local) if star.size == 1 else pair("k.team", "v.team")
+        first = pair("k.first", "v.first") if places else near
+        near_sums = pair("grad_k.team", "grad_v.team")
+        first_sums = pair("grad_k.block", "grad_v.block") if places else near_sums
         rotation = ring(w, star.width)
+        blocks = [self._block(star.team(u + j, at + star.shift)) for at in rotation.blocks]
         keys = KeyRing(
             mesh,
             self.lowerings,
@@ -177,13 +177,12 @@ class _StarTrail:
             team,
             f"S{u}.{j}",
             rotation,
-            [self._block(star.team(u + j, member + star.shift)) for member in rotation.blocks],
-            own=[first if places else near],
-            results=[first_sums if places else near_sums],
+            blocks,
+            own=[first],
+            results=[first_sums],
         )
-        reduction = replace(mesh.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
         operations: list[Operation] = []
-        if size > 1:
+        if star.size > 1:
             wholes = zip(local, near, strict=True)
             moves = tuple(Move(chunk.local(name), whole, chunk.cuts) for name, whole in wholes)
             gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
@@ -191,6 +190,7 @@ class _StarTrail:
         if places:
             operations.append(SendRecv(Task("P", (0,)), f"P{j}", taker, near, giver, first))
         operations += [*keys.all_operations(), *mesh.q.reduce(unit, 0)]
+        reduction = replace(mesh.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
         if self.backward:  # the placement backwards, then the sum over the team's members
             if places:
                 back = (giver, first_sums, taker, near_sums)
@@ -203,18 +203,18 @@ class _StarTrail:
 
     def _buffers(self, unit: int, reduction: Reduction) -> dict[str, Buffer]:
         """Blocks of keys, and of their gradients."""
-        group, star = self.mesh.head_group, self.star
+        star, keys = self.star, self.mesh.kv.own
         team = unit // star.size
         near, first = self._block(team), self._block(star.first_team(unit))
-        owned = [group.side(Kind.K).rows(member) for member in self.mesh.tile.q_group(team)]
+        owned = [keys.rows(member) for member in self.mesh.tile.q_group(team)]
         made: dict[str, Buffer] = {}
         for kind, grad in _SIDES:
-            blocks = {f"{kind}.team": near, f"{kind}.first": first}
-            results = {f"{grad}.block": first, f"{grad}.team": near}
-            results |= reduction.stacks(f"{grad}.team", owned, group.side(Kind.K).rows(unit))
-            for tensor, named in ((kind, blocks), (grad, results)):
-                heads = group.side(tensor).heads
-                made |= {name: Buffer(name, tensor, rows, heads) for name, rows in named.items()}
+            named = {f"{kind}.team": (kind, near), f"{kind}.first": (kind, first)}
+            named |= {f"{grad}.block": (grad, first), f"{grad}.team": (grad, near)}
+            stacks = reduction.stacks(f"{grad}.team", owned, keys.rows(unit))
+            named |= {stack: (grad, rows) for stack, rows in stacks.items()}
+            for name, (tensor, rows) in named.items():
+                made[name] = Buffer(name, tensor, rows, keys.heads)
         return made
 
 

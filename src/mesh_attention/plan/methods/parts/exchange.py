@@ -299,11 +299,7 @@ def _unit_pieces(held: tuple[_Held, ...]) -> Pieces:
 
 @lru_cache(maxsize=_SHARED)
 def _exchange(
-    task: Task,
-    group: str,
-    replicas: KvReplicas,
-    sent: tuple[_Sent, ...],
-    held: tuple[_Held, ...],
+    task: Task, group: str, replicas: KvReplicas, sent: tuple[_Sent, ...], held: tuple[_Held, ...]
 ) -> AllToAll:
     incoming = task.kind in _INCOMING
     caller, unit = _caller_pieces(replicas, sent, incoming=incoming), _unit_pieces(held)

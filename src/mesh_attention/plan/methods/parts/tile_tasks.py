@@ -43,12 +43,7 @@ GREEDY, CAPPED = "greedy", "capped"  # names of orders: the second is one under 
 
 
 def order_tasks(
-    mesh: TilePass,
-    costs: Costs,
-    *,
-    rows: RowRanges,
-    gamma: float,
-    max_memory_bytes: int | None,
+    mesh: TilePass, costs: Costs, *, rows: RowRanges, gamma: float, max_memory_bytes: int | None
 ) -> Schedule:
     """`rows`: the keys that queries see; tasks that see nothing are left out."""
     pairs_of = _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
