@@ -126,18 +126,13 @@ class _NeededRows:
         gathers: dict[object, AllToAll],
     ) -> None:
         """`gathers`: the gathers that the other pass has made so far."""
-        self._q, self._kv = q, kv
-        self._num_units = head_group.num_units
+        self._head_group, self._q, self._kv = head_group, q, kv
+        self._lowerings, self._slices, self._known_gathers = lowerings, slices, gathers
         self._travels = q.travels or kv.travels
         # Queries that do not travel have their results where they belong.
         self._reduced = [q] * q.travels + [kv] * bool(kv.partials)
         self._reduces = any(side.travels for side in self._reduced)
-        self._head_group, self._lowerings, self._slices = head_group, lowerings, slices
-        self._known_gathers = gathers
-        reduce_kind = kv.reduce_kind or q.reduce_kind
-        self._schedule = follow_each_other(
-            [self._of_slice(part, reduce_kind) for part in range(len(slices))]
-        )
+        self._schedule = follow_each_other([self._of_slice(part) for part in range(len(slices))])
 
     def on_group(self, direction: Direction, tile: Tile) -> GroupPass:
         travels = "what is seen" if self._travels else "nothing"
@@ -148,7 +143,7 @@ class _NeededRows:
             self._head_group,
             direction,
             (*self._q.inputs, *self._kv.inputs),
-            {ALL_UNITS: tuple(range(self._num_units))} if self._travels else {},
+            {ALL_UNITS: tuple(range(self._head_group.num_units))} if self._travels else {},
             self._schedule.steps,
             setting,
             self._unit,
@@ -156,12 +151,12 @@ class _NeededRows:
             keeps_gathered=self._q.keeps_gathered or self._kv.keeps_gathered,
         )
 
-    def _of_slice(self, part: int, reduce_kind: str) -> Schedule:
+    def _of_slice(self, part: int) -> Schedule:
         fetches = any(side.travels and side.moved for side in (self._q, self._kv))
         steps = [Step(Task(GATHER_KV, (part,)), ())] if fetches else []
         steps.append(Step(None, (Task(COMPUTE, (part, part)),)))
         if self._reduced:
-            steps.append(Step(Task(reduce_kind, (part,)), ()))
+            steps.append(Step(Task(self._kv.reduce_kind or self._q.reduce_kind, (part,)), ()))
         return Schedule(tuple(steps))
 
     def _unit(self, unit: int) -> Unit:
@@ -210,7 +205,7 @@ class _NeededRows:
         """What the sides send and receive, together."""
         moved: list[tuple[tuple[Piece, ...], ...]] = []
         for by_member in zip(*sides, strict=True):
-            pieces: list[tuple[Piece, ...]] = [()] * self._num_units
+            pieces: list[tuple[Piece, ...]] = [()] * self._head_group.num_units
             for side in by_member:
                 for member, more in side.items():
                     pieces[member] += more
