@@ -80,8 +80,8 @@ def _pass_of(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | No
     """`passes`: on each head group; `order`: None if each has its own."""
 
     def on_group(index: int) -> GroupPass:
-        mesh = passes[index]
-        return box_on_group(mesh, lowerings, order or UnevenOrder(mesh))
+        tiles = passes[index]
+        return box_on_group(tiles, lowerings, order or UnevenOrder(tiles))
 
     return with_exchanges(OnDemand(len(passes), on_group))
 
@@ -137,17 +137,17 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Kee
     return box.keep
 
 
-def _order_of(problem: Problem, box: Box, mesh: TilePass) -> Order:
+def _order_of(problem: Problem, box: Box, tiles: TilePass) -> Order:
     if box.rotates is Side.KEYS:
         assert box.route is not None, "the gradients of rotating keys are sent step by step"
-        return _ring_order(mesh, box.route, box.inner)
+        return _ring_order(tiles, box.route, box.inner)
     if box.rotates is Side.QUERIES:
-        return _query_order(mesh, box.route)
+        return _query_order(tiles, box.route)
     # If all rows are in one unit, and in one call under any mask, its programs serve any mask.
-    serves_any = box.one_call and mesh.tile.num_ranks == 1
-    rows, cap = (mesh.problem if serves_any else problem).rows, box.max_memory_bytes
-    schedule = order_tasks(mesh, box.costs, rows=rows, gamma=box.gamma, max_memory_bytes=cap)
-    return _tile_order(mesh, schedule, GREEDY if cap is None else CAPPED)
+    serves_any = box.one_call and tiles.tile.num_ranks == 1
+    rows, cap = (tiles.problem if serves_any else problem).rows, box.max_memory_bytes
+    schedule = order_tasks(tiles, box.costs, rows=rows, gamma=box.gamma, max_memory_bytes=cap)
+    return _tile_order(tiles, schedule, GREEDY if cap is None else CAPPED)
 
 
 # Of all masks, or of those that order tasks alike.
@@ -247,38 +247,38 @@ def _within_cap(
     )
 
 
-def box_on_group(mesh: TilePass, lowerings: Lowerings, order: Order) -> GroupPass:
+def box_on_group(tiles: TilePass, lowerings: Lowerings, order: Order) -> GroupPass:
     """A box on one head group."""
 
     def unit(unit: int) -> Unit:
         """All operations of one unit; exchanges around it are added by `assemble.py`."""
-        blocks = order.unit(mesh, lowerings, unit)
+        blocks = order.unit(tiles, lowerings, unit)
         operations: list[Operation | Task] = []
         for task in order.tasks:
             match task.kind:
                 case "C" | "Q" | "KV" | "sent" | "end":  # attend; a block comes, its results go
                     operations += blocks.operations(task)
-                case mesh.q.reduce_kind | mesh.kv.reduce_kind:  # combine
+                case tiles.q.reduce_kind | tiles.kv.reduce_kind:  # combine
                     if not task.stage:
                         operations += blocks.empty(task)
-                    parts = mesh.parts(unit, task.whole)
+                    parts = tiles.parts(unit, task.whole)
                     for part in [parts[int(task.stage or 0)]] if order.in_parts else parts:
                         operations += part
                 case "AG-Q" | "AG-KV":
-                    operations += mesh.parts(unit, task)[0]
+                    operations += tiles.parts(unit, task)[0]
                 case _:  # exchange tokens for heads, or back
                     operations.append(task)
-        return Unit(operations, {**mesh.buffers(unit), **blocks.buffers})
+        return Unit(operations, {**tiles.buffers(unit), **blocks.buffers})
 
-    alone = mesh.tile.num_ranks == 1 and mesh.head_group.cut is None
+    alone = tiles.tile.num_ranks == 1 and tiles.head_group.cut is None
     return GroupPass(
-        mesh.head_group,
-        mesh.direction,
-        mesh.needs,
-        mesh.groups,
+        tiles.head_group,
+        tiles.direction,
+        tiles.needs,
+        tiles.groups,
         order.steps,
         order.setting,
         unit,
         hold=HOLD if order.in_parts and not alone else 0,
-        keeps_gathered=mesh.keeps_gathered,
+        keeps_gathered=tiles.keeps_gathered,
     )

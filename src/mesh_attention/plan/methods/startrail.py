@@ -120,26 +120,26 @@ class _StarTrail:
 
     def __init__(
         self,
-        mesh: TilePass,
+        tiles: TilePass,
         lowerings: Lowerings,
         star: _Star,
         gradients: GradientRoute,
         nodes: tuple[int, ...],
     ) -> None:
-        self.mesh, self.lowerings, self.star = mesh, lowerings, star
-        self.backward = mesh.direction is Direction.BACKWARD
+        self.tiles, self.lowerings, self.star = tiles, lowerings, star
+        self.backward = tiles.direction is Direction.BACKWARD
         # The rows of the KV block of a team.
-        self._block = cache(lambda team: mesh.kv.rows_of(mesh.tile.q_group(team), 0))
+        self._block = cache(lambda team: tiles.kv.rows_of(tiles.tile.q_group(team), 0))
         self._groups = star.groups()
         rings = [members for name, members in self._groups.items() if name[0] == "S"]
         direct = gradients is GradientRoute.DIRECT
         self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else 1)
 
     def on_group(self) -> GroupPass:
-        mesh, star = self.mesh, self.star
+        tiles, star = self.tiles, self.star
         setting = {"team": str(star.size), "sub_ring": str(star.width)}
-        setting["q_reduce"] = mesh.q.reduce_by.value
-        groups = (mesh.head_group, mesh.direction, mesh.needs, self._groups)
+        setting["q_reduce"] = tiles.q.reduce_by.value
+        groups = (tiles.head_group, tiles.direction, tiles.needs, self._groups)
         return GroupPass(*groups, self._steps(), setting, self._unit)
 
     def _steps(self) -> tuple[Step, ...]:
@@ -150,12 +150,12 @@ class _StarTrail:
             following = Task("KV", (step + 1,)) if step + 1 < width else None
             steps.append(Step(following, (Task("C", (0, step)),)))
             steps += [Step(Task("dKV", (x.step,)), ()) for x in sent if self.backward]
-        after = (self.mesh.q.reduce_kind, "PB", "RS-dKV")
+        after = (self.tiles.q.reduce_kind, "PB", "RS-dKV")
         return (*steps, *(Step(Task(kind, (0,)), ()) for kind in after))
 
     def _unit(self, unit: int) -> Unit:
-        mesh, star, group = self.mesh, self.star, self.mesh.head_group
-        chunk, (u, w, j) = mesh.kv.chunks[0], star.place(unit)
+        tiles, star, group = self.tiles, self.star, self.tiles.head_group
+        chunk, (u, w, j) = tiles.kv.chunks[0], star.place(unit)
         team, taker, giver = unit // star.size, star.taker(unit), star.first_team(unit)
         places = giver != team  # this member gets its first block from another
         rows = star.size * group.side(Kind.K).size
@@ -171,7 +171,7 @@ class _StarTrail:
         rotation = ring(w, star.width)
         blocks = [self._block(star.team(u + j, at + star.shift)) for at in rotation.blocks]
         keys = KeyRing(
-            mesh,
+            tiles,
             self.lowerings,
             self._route,
             team,
@@ -186,11 +186,11 @@ class _StarTrail:
             wholes = zip(local, near, strict=True)
             moves = tuple(Move(chunk.local(name), whole, chunk.cuts) for name, whole in wholes)
             gather_kv = AllGather(Task("AG-KV", (0,)), f"Q{team}", moves)
-            operations += [*mesh.q.gather(unit, 0), gather_kv]
+            operations += [*tiles.q.gather(unit, 0), gather_kv]
         if places:
             operations.append(SendRecv(Task("P", (0,)), f"P{j}", taker, near, giver, first))
-        operations += [*keys.all_operations(), *mesh.q.reduce(unit, 0)]
-        reduction = replace(mesh.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
+        operations += [*keys.all_operations(), *tiles.q.reduce(unit, 0)]
+        reduction = replace(tiles.q.reduction(unit, 0), chunk=chunk)  # of dK and dV in a team
         if self.backward:  # the placement backwards, then the sum over the team's members
             if places:
                 back = (giver, first_sums, taker, near_sums)
@@ -198,15 +198,15 @@ class _StarTrail:
             names = [(f"{grad}.team", group.local(grad)) for _, grad in _SIDES]
             sums = [(PartialBuffers(total, total, result),) for total, result in names]
             operations += reduction.operations(Task("RS-dKV", (0,)), MergeRule.SUM, sums)
-        made = mesh.q.buffers(team) | mesh.q.stack_buffers(unit) | keys.buffers
+        made = tiles.q.buffers(team) | tiles.q.stack_buffers(unit) | keys.buffers
         return Unit(operations, made | self._buffers(unit, reduction))
 
     def _buffers(self, unit: int, reduction: Reduction) -> dict[str, Buffer]:
         """Blocks of keys, and of their gradients."""
-        star, keys = self.star, self.mesh.kv.own
+        star, keys = self.star, self.tiles.kv.own
         team = unit // star.size
         near, first = self._block(team), self._block(star.first_team(unit))
-        owned = [keys.rows(member) for member in self.mesh.tile.q_group(team)]
+        owned = [keys.rows(member) for member in self.tiles.tile.q_group(team)]
         made: dict[str, Buffer] = {}
         for kind, grad in _SIDES:
             named = {f"{kind}.team": (kind, near), f"{kind}.first": (kind, first)}
@@ -238,8 +238,8 @@ def plan_startrail(
     lowerings = planner.lowerings(problem)
 
     def build(direction: Direction) -> Pass:
-        (mesh,) = planner.tile_passes(direction)
-        method = _StarTrail(mesh, lowerings, star, setting.gradients, planner.nodes)
+        (tiles,) = planner.tile_passes(direction)
+        method = _StarTrail(tiles, lowerings, star, setting.gradients, planner.nodes)
         return with_exchanges([method.on_group()])
 
     return planner.plan(problem, map(build, directions))

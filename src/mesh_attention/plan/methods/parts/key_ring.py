@@ -56,7 +56,7 @@ class KeyRing:
 
     def __init__(
         self,
-        mesh: TilePass,
+        tiles: TilePass,
         lowerings: Lowerings,
         route: KeyRoute,
         row: int,
@@ -66,7 +66,7 @@ class KeyRing:
         own: Sequence[Pair],
         results: Sequence[Pair],
     ) -> None:
-        self._mesh, self._group, self._rotation = mesh, group, rotation
+        self._tiles, self._group, self._rotation = tiles, group, rotation
         self._own, self._results, self._shared = own, results, route.shared
         self._size = rotation.size
         self._travels = route.gradients is GradientRoute.TRAVEL
@@ -75,9 +75,11 @@ class KeyRing:
         self._begun = set[int]()  # numbers of steps with gradients in their accumulators
         self._begun_q = set[int]()  # Q chunks with results in theirs
         self._keys = [lowerings.keys(spans) for spans in rows]
-        self._queries = [lowerings.queries(mesh.q.spans(row, i)) for i in range(len(mesh.q.chunks))]
-        self._lowerings, self._backward = lowerings, mesh.direction is Direction.BACKWARD
-        self._heads = [mesh.kv.own.heads_of(chunk) for chunk in mesh.kv.chunks]
+        self._queries = [
+            lowerings.queries(tiles.q.spans(row, i)) for i in range(len(tiles.q.chunks))
+        ]
+        self._lowerings, self._backward = lowerings, tiles.direction is Direction.BACKWARD
+        self._heads = [tiles.kv.own.heads_of(chunk) for chunk in tiles.kv.chunks]
         self.buffers: dict[str, Buffer] = {}
 
     def operations(self, task: Task) -> list[Operation]:
@@ -107,7 +109,7 @@ class KeyRing:
     def empty(self, task: Task) -> list[Operation]:
         """Neutral results of a Q chunk that no attention has computed."""
         (index,) = task.index
-        return [] if index in self._begun_q else [self._nothing(self._mesh.q.sums(index))]
+        return [] if index in self._begun_q else [self._nothing(self._tiles.q.sums(index))]
 
     def _hop(self, number: int) -> list[Operation]:
         """The transfer that brings the block of a step."""
@@ -119,7 +121,7 @@ class KeyRing:
 
     def _attend(self, index: int, number: int) -> list[Operation]:
         """The attention of a Q chunk and the block of a step."""
-        mesh, begun, sums = self._mesh, index in self._begun_q, Pieces()
+        tiles, begun, sums = self._tiles, index in self._begun_q, Pieces()
         if self._backward:
             sums = self._grads(number)
             self._declare(sums, _GRADS, number, Precision.ACCUMULATE)
@@ -129,8 +131,8 @@ class KeyRing:
         first, keys = number not in self._begun, self._block(number)
         key: object = (index, number, keys, calls, begun, first)
         if key not in self._shared:
-            task, totals = Task("C", (index, number)), mesh.q.sums(index) + sums
-            operands = (mesh.q.pieces(index), keys, totals)
+            task, totals = Task("C", (index, number)), tiles.q.sums(index) + sums
+            operands = (tiles.q.pieces(index), keys, totals)
             self._shared[key] = [attention(task, *operands, calls, (not begun, first))]
         self._begun_q.add(index)
         self._begun.add(number)
@@ -162,7 +164,7 @@ class KeyRing:
         ]
 
     def _nothing(self, outputs: Pieces) -> Operation:
-        return Merge(Task("C", stage="empty"), self._mesh.q.merge_rule, (), outputs)
+        return Merge(Task("C", stage="empty"), self._tiles.q.merge_rule, (), outputs)
 
     def _grads(self, number: int, before: str = "", after: str = "") -> Pair:
         """Gradients: `3` of step 3, `3.wire` as they are sent, `back3` as they arrive, ..."""

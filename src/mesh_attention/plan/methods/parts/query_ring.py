@@ -33,12 +33,12 @@ class QueryOrder:
 
     in_parts = False  # rotations leave nothing to wait for
 
-    def __init__(self, mesh: TilePass, results: GradientRoute | None) -> None:
-        self._mesh, self.results = mesh, results
-        self.per_node = mesh.q.per_node if results is GradientRoute.DIRECT else 1
+    def __init__(self, tiles: TilePass, results: GradientRoute | None) -> None:
+        self._tiles, self.results = tiles, results
+        self.per_node = tiles.q.per_node if results is GradientRoute.DIRECT else 1
         self.tasks = [Task(GATHER_KV, (0,))]
         steps = [Step(self.tasks[0], ())]
-        size = mesh.tile.a
+        size = tiles.tile.a
         for step, sent in enumerate(deliveries(ring(0, size), per_node=self.per_node)):
             following = [Task("Q", (step + 1,))] if step + 1 < size else []
             attend = Task(COMPUTE, (step, 0))
@@ -47,47 +47,47 @@ class QueryOrder:
             steps += [Step(Task("O", (delivery.step,)), ()) for delivery in sent if results]
         self.tasks.append(Task("end", (0,)))
         if not results:
-            steps.append(Step(Task(mesh.q.reduce_kind, (0,)), ()))
-        if mesh.kv.reduce_kind:
-            self.tasks.append(Task(mesh.kv.reduce_kind, (0,)))
+            steps.append(Step(Task(tiles.q.reduce_kind, (0,)), ()))
+        if tiles.kv.reduce_kind:
+            self.tasks.append(Task(tiles.kv.reduce_kind, (0,)))
             steps.append(Step(self.tasks[-1], ()))
         self.steps = tuple(steps)
 
     @property
     def setting(self) -> dict[str, str]:
         q_reduce = self.results.value if self.results else "all-to-all"
-        return {"tile": str(self._mesh.tile), "q": "ring", "q_reduce": q_reduce}
+        return {"tile": str(self._tiles.tile), "q": "ring", "q_reduce": q_reduce}
 
-    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
-        return QueryRing(self, mesh, lowerings, unit)
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> QueryRing:
+        return QueryRing(self, tiles, lowerings, unit)
 
 
 class QueryRing:
     """The operations of one unit, task by task; `buffers` grows with them."""
 
-    def __init__(self, order: QueryOrder, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
-        tile, head_group = mesh.tile, mesh.head_group
+    def __init__(self, order: QueryOrder, tiles: TilePass, lowerings: Lowerings, unit: int) -> None:
+        tile, head_group = tiles.tile, tiles.head_group
         members = tile.q_group(tile.row(unit))
-        self._mesh = mesh
+        self._tiles = tiles
         self._route = order.results
         self._rotation = ring(members.index(unit), len(members))
         route = order.results or GradientRoute.DIRECT
         self._deliveries = deliveries(self._rotation, route, order.per_node)
         self._arrived: dict[int, Pieces] = {}  # by step: results from others for its block
-        self._group = mesh.q.group(tile.row(unit))
-        self._rows = [mesh.q.own_rows(members[m]) for m in self._rotation.blocks]
-        self._kinds = mesh.q.partials
+        self._group = tiles.q.group(tile.row(unit))
+        self._rows = [tiles.q.own_rows(members[m]) for m in self._rotation.blocks]
+        self._kinds = tiles.q.partials
         self._results = self._pieces(map(head_group.local, self._kinds))
-        keys = lowerings.keys(mesh.kv.spans(tile.column(unit), 0))
+        keys = lowerings.keys(tiles.kv.spans(tile.column(unit), 0))
         self._calls = [lowerings.calls(lowerings.queries(rows), keys) for rows in self._rows]
         self._begun = False  # whether an attention has filled gradients of the keys
         self.buffers: dict[str, Buffer] = {}
 
     def operations(self, task: Task) -> list[Operation]:
-        step, merge_rule = task.index[0], self._mesh.q.merge_rule
+        step, merge_rule = task.index[0], self._tiles.q.merge_rule
         match task.kind:
             case "Q":
-                self._declare(self._queries(step), self._mesh.q.inputs, step)
+                self._declare(self._queries(step), self._tiles.q.inputs, step)
                 return [hop(task, self._group, self._rotation, step, self._queries)]
             case "sent":
                 return self._deliver(step) if self._route else []
@@ -101,25 +101,25 @@ class QueryRing:
 
     def empty(self, task: Task) -> list[Operation]:
         """Zero gradients of the keys, if no attention of the unit has filled them."""
-        return [] if self._begun else self._mesh.kv.empty(*task.index)
+        return [] if self._begun else self._tiles.kv.empty(*task.index)
 
     def _attend(self, task: Task) -> Operation:
-        mesh, (step, _) = self._mesh, task.index
+        tiles, (step, _) = self._tiles, task.index
         calls, sums = self._calls[step], self._partial(f"{step}.sum")
         self._declare(sums, self._kinds, step, Precision.ACCUMULATE)
         if not calls:
-            return Merge(Task("C", stage="empty"), mesh.q.merge_rule, (), sums)
-        queries = dict(zip(mesh.q.inputs, self._queries(step), strict=True))
+            return Merge(Task("C", stage="empty"), tiles.q.merge_rule, (), sums)
+        queries = dict(zip(tiles.q.inputs, self._queries(step), strict=True))
         fresh, self._begun = (True, not self._begun), True
-        return attention(task, queries, mesh.keys(0), sums + mesh.kv.sums(0), calls, fresh)
+        return attention(task, queries, tiles.keys(0), sums + tiles.kv.sums(0), calls, fresh)
 
     def _pieces(self, names: Iterable[str]) -> Pieces:
-        rows = self._mesh.q.own.size
+        rows = self._tiles.q.own.size
         return tuple([Piece(name, 0, rows) for name in names])
 
     def _queries(self, step: int) -> Pieces:
-        local = self._mesh.head_group.local
-        return self._pieces(f"{k}.{step}" if step else local(k) for k in self._mesh.q.inputs)
+        local = self._tiles.head_group.local
+        return self._pieces(f"{k}.{step}" if step else local(k) for k in self._tiles.q.inputs)
 
     def _partial(self, suffix: str) -> Pieces:
         """Partial results: `3.sum` of step 3, `3.wire` as it is sent, `3.in` as it arrives, ..."""
@@ -129,7 +129,7 @@ class QueryRing:
         self, pieces: Pieces, kinds: tuple[Kind, ...], step: int, precision: Precision | None = None
     ) -> None:
         """The buffers that hold rows of a step's block."""
-        rows, heads = self._rows[step], self._mesh.q.own.heads
+        rows, heads = self._rows[step], self._tiles.q.own.heads
         for piece, kind in zip(pieces, kinds, strict=True):
             name = piece.buffer
             self.buffers[name] = Buffer(name, kind, rows, heads, precision or kind.precision)
@@ -149,21 +149,21 @@ class QueryRing:
             self._arrived[block] = self._arrived.get(block, ()) + incoming
             task = Task("O", (sent,))
             operations += [
-                Merge(task.at("merge"), self._mesh.q.merge_rule, parts, outgoing),
+                Merge(task.at("merge"), self._tiles.q.merge_rule, parts, outgoing),
                 SendRecv(task, self._group, to, outgoing, source, incoming),
             ]
         return operations
 
     def _exchange(self) -> list[Operation]:
         """Pass-Q: partial results go to their owners in one all-to-all; the unit's own stay."""
-        mesh, rotation, task = self._mesh, self._rotation, Task(self._mesh.q.reduce_kind, (0,))
+        tiles, rotation, task = self._tiles, self._rotation, Task(self._tiles.q.reduce_kind, (0,))
         operations: list[Operation] = []
         sends: dict[int, Pieces] = {}
         receives: dict[int, Pieces] = {}
         for step in range(1, rotation.size):
             outgoing: Pieces = ()
             for kind, total in zip(self._kinds, self._partial(f"{step}.sum"), strict=True):
-                sent = self._pieces([mesh.head_group.wire(kind, total.buffer)])
+                sent = self._pieces([tiles.head_group.wire(kind, total.buffer)])
                 if sent != (total,):
                     self._declare(sent, (kind,), step)
                     operations.append(Merge(task.at("cast"), MergeRule.SUM, (total,), sent))
@@ -176,4 +176,4 @@ class QueryRing:
             pieces = (by_member(rotation.size, by_place) for by_place in (sends, receives))
             operations.append(AllToAll(task, self._group, *pieces))
         parts = self._partial("0.sum") + sum(receives.values(), ())
-        return [*operations, Merge(task.at("merge"), mesh.q.merge_rule, parts, self._results)]
+        return [*operations, Merge(task.at("merge"), tiles.q.merge_rule, parts, self._results)]

@@ -28,16 +28,16 @@ from mesh_attention.plan.methods.parts.tile_side import GATHER_Q
 class RingOrder:
     in_parts = False  # rotations leave nothing to wait for
 
-    def __init__(self, mesh: TilePass, gradients: GradientRoute, inner: int | None) -> None:
+    def __init__(self, tiles: TilePass, gradients: GradientRoute, inner: int | None) -> None:
         """`gradients`: how gradients reach their owners; `inner`: units of an inner ring, in a ring
         of rings."""
-        self._mesh, self.inner = mesh, inner
+        self._tiles, self.inner = tiles, inner
         direct = gradients is GradientRoute.DIRECT and inner is None
-        self.route = KeyRoute(gradients, mesh.kv.per_node if direct else 1)
-        self._backward = mesh.direction is Direction.BACKWARD
-        self.size = mesh.tile.b
+        self.route = KeyRoute(gradients, tiles.kv.per_node if direct else 1)
+        self._backward = tiles.direction is Direction.BACKWARD
+        self.size = tiles.tile.b
         self._deliveries = deliveries(ring(0, self.size), per_node=self.route.per_node)
-        self._num_q, self._num_kv = mesh.q.chunks_of_slice, mesh.kv.chunks_of_slice
+        self._num_q, self._num_kv = tiles.q.chunks_of_slice, tiles.kv.chunks_of_slice
         self._came: set[Task] = set()
         self._going: list[Task] = []  # exchanges that wait for the next transfer
         self._sums: list[Task] = []  # what follows them, after an attention
@@ -47,30 +47,30 @@ class RingOrder:
 
     @property
     def setting(self) -> dict[str, str]:
-        mesh, words = self._mesh, {"kv": f"rings of {self.inner}" if self.inner else "ring"}
-        if len(mesh.q.chunks) + len(mesh.kv.chunks) > 2:
-            words |= mesh.cut_setting
-        if mesh.tile.a > 1:
-            words["q_reduce"] = mesh.q.reduce_by.value
+        tiles, words = self._tiles, {"kv": f"rings of {self.inner}" if self.inner else "ring"}
+        if len(tiles.q.chunks) + len(tiles.kv.chunks) > 2:
+            words |= tiles.cut_setting
+        if tiles.tile.a > 1:
+            words["q_reduce"] = tiles.q.reduce_by.value
         if self._backward:
             words["gradients"] = self.route.gradients.value
-        return {"tile": str(mesh.tile)} | words
+        return {"tile": str(tiles.tile)} | words
 
-    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> KeyRing:
-        tile, chunks, line = mesh.tile, mesh.kv.chunks, mesh.tile.column(unit)
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> KeyRing:
+        tile, chunks, line = tiles.tile, tiles.kv.chunks, tiles.tile.column(unit)
         members = tile.kv_group(line)
         rotation = ring(members.index(unit), len(members), self.inner)
         owners = [(members[member],) for member in rotation.blocks]
-        rows = [mesh.kv.rows_of(owner, chunk.index) for chunk in chunks for owner in owners]
+        rows = [tiles.kv.rows_of(owner, chunk.index) for chunk in chunks for owner in owners]
         k, v, grad_k, grad_v = map(
-            mesh.head_group.local, (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
+            tiles.head_group.local, (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
         )
         return KeyRing(
-            mesh,
+            tiles,
             lowerings,
             self.route,
             tile.row(unit),
-            mesh.kv.group(line),
+            tiles.kv.group(line),
             rotation,
             rows,
             own=[(chunk.local(k), chunk.local(v)) for chunk in chunks],
@@ -78,9 +78,9 @@ class RingOrder:
         )
 
     def _make(self) -> None:
-        if self._mesh.tile.a > 1:
+        if self._tiles.tile.a > 1:
             self._communicate([Task(GATHER_Q, (0,))])
-        parts = len(self._mesh.kv.chunks)
+        parts = len(self._tiles.kv.chunks)
         self._communicate([*self._comes(0, key_side=True), *self._comes(0, key_side=False)])
         for part in range(parts):
             for step in range(self.size):
@@ -108,7 +108,7 @@ class RingOrder:
                 beside.append(Task("KV", (number + 1,)))
             self._attend(Task(COMPUTE, (index, number)), [*beside, *self._going])
             if step == self.size - 1 and in_slice == self._num_kv - 1:
-                self._communicate([Task(self._mesh.q.reduce_kind, (index,))])
+                self._communicate([Task(self._tiles.q.reduce_kind, (index,))])
                 self._goes(index, key_side=False)
         self.tasks.append(Task("sent", (number,)))
         if self._backward:
@@ -116,7 +116,7 @@ class RingOrder:
             self.steps += tuple(Step(task, ()) for task in sent)
 
     def _comes(self, index: int, *, key_side: bool) -> list[Task]:
-        cut = self._mesh.head_group.cut
+        cut = self._tiles.head_group.cut
         if cut is None or (task := comes_by(cut, key_side, index)) in self._came:
             return []
         self._came.add(task)
@@ -124,10 +124,10 @@ class RingOrder:
 
     def _goes(self, index: int, *, key_side: bool) -> None:
         """A slice that is exchanged at once goes when all of its results are there."""
-        cut = self._mesh.head_group.cut
+        cut = self._tiles.head_group.cut
         if cut is None or (self._backward and cut.chunks == (1, 1) and not key_side):
             return
-        self._going.append(goes_by(cut, self._mesh.direction, key_side, index))
+        self._going.append(goes_by(cut, self._tiles.direction, key_side, index))
 
     def _communicate(self, tasks: list[Task]) -> None:
         self.tasks += tasks

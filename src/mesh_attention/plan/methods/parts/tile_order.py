@@ -27,28 +27,30 @@ MOST_ATTENTIONS = 3  # of an uneven share of heads
 class TileBlocks:
     """What one unit does: every Q chunk with every KV chunk."""
 
-    def __init__(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> None:
-        self._mesh, self._lowerings = mesh, lowerings
-        self._row, self._column = mesh.tile.row(unit), mesh.tile.column(unit)
-        self._begun = {mesh.q.reduce_kind: set[int](), mesh.kv.reduce_kind: set[int]()}
+    def __init__(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> None:
+        self._tiles, self._lowerings = tiles, lowerings
+        self._row, self._column = tiles.tile.row(unit), tiles.tile.column(unit)
+        self._begun = {tiles.q.reduce_kind: set[int](), tiles.kv.reduce_kind: set[int]()}
         self.buffers: dict[str, Buffer] = {}
 
     def operations(self, task: Task) -> list[Operation]:
-        mesh, lowerings, (i, j) = self._mesh, self._lowerings, task.index
-        queries = lowerings.queries(mesh.q.spans(self._row, i))
-        calls = lowerings.calls(queries, lowerings.keys(mesh.kv.spans(self._column, j)))
+        tiles, lowerings, (i, j) = self._tiles, self._lowerings, task.index
+        queries = lowerings.queries(tiles.q.spans(self._row, i))
+        calls = lowerings.calls(queries, lowerings.keys(tiles.kv.spans(self._column, j)))
         if not calls:
             return []
         begun_q, begun_kv = self._begun.values()  # chunks whose sums hold something
         fresh = (i not in begun_q, j not in begun_kv)
         begun_q.add(i)
         begun_kv.add(j)
-        return [mesh.attend(task, calls, fresh)]
+        return [tiles.attend(task, calls, fresh)]
 
     def empty(self, task: Task) -> list[Operation]:
         """Neutral results where a unit has computed none."""
         (index,) = task.index
-        return [] if index in self._begun[task.kind] else self._mesh.side_of[task.kind].empty(index)
+        return (
+            [] if index in self._begun[task.kind] else self._tiles.side_of[task.kind].empty(index)
+        )
 
 
 class TileOrder:
@@ -62,11 +64,11 @@ class TileOrder:
     of all reductions that feed it; its sums follow one attention later.
     """
 
-    def __init__(self, mesh: TilePass, schedule: Schedule, ordered_by: str) -> None:
+    def __init__(self, tiles: TilePass, schedule: Schedule, ordered_by: str) -> None:
         self.in_parts = ordered_by != CAPPED
         self._ordered_by = ordered_by
-        self._mesh = mesh
-        self._gathers = {GATHER_Q: mesh.tile.a > 1, GATHER_KV: mesh.tile.b > 1}
+        self._tiles = tiles
+        self._gathers = {GATHER_Q: tiles.tile.a > 1, GATHER_KV: tiles.tile.b > 1}
         self._before: dict[Task, Task] = {}  # the exchange that must come before a gather
         self._feeds: dict[Task, Task] = {}  # the exchange of each reduction
         self._find_exchanges(schedule)
@@ -79,27 +81,27 @@ class TileOrder:
 
     @cached_property
     def setting(self) -> dict[str, str]:
-        mesh, words = self._mesh, {"tile": str(self._mesh.tile)}
-        words["rotation"] = "on" if mesh.tile.rotation else "off"
-        kv_reduce = mesh.kv.reduce_by.value if mesh.kv.reduce_kind else "none"
-        ways = {"q_reduce": mesh.q.reduce_by.value, "kv_reduce": kv_reduce}
-        return {**words, **mesh.cut_setting, **ways, "scheduler": self._ordered_by}
+        tiles, words = self._tiles, {"tile": str(self._tiles.tile)}
+        words["rotation"] = "on" if tiles.tile.rotation else "off"
+        kv_reduce = tiles.kv.reduce_by.value if tiles.kv.reduce_kind else "none"
+        ways = {"q_reduce": tiles.q.reduce_by.value, "kv_reduce": kv_reduce}
+        return {**words, **tiles.cut_setting, **ways, "scheduler": self._ordered_by}
 
-    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
-        return TileBlocks(mesh, lowerings, unit)
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
+        return TileBlocks(tiles, lowerings, unit)
 
     def _find_exchanges(self, schedule: Schedule) -> None:
-        mesh, cut, came = self._mesh, self._mesh.head_group.cut, set[Task]()
+        tiles, cut, came = self._tiles, self._tiles.head_group.cut, set[Task]()
         for task in schedule.order() if cut else ():
             assert cut is not None
-            key_side = task.kind in (GATHER_KV, mesh.kv.reduce_kind)
+            key_side = task.kind in (GATHER_KV, tiles.kv.reduce_kind)
             if task.kind in self._gathers:
                 exchange = comes_by(cut, key_side, *task.index)
                 if exchange not in came:
                     self._before[task] = exchange
                     came.add(exchange)
             elif task.kind != COMPUTE:
-                self._feeds[task] = goes_by(cut, mesh.direction, key_side, *task.index)
+                self._feeds[task] = goes_by(cut, tiles.direction, key_side, *task.index)
 
     def _make(self, schedule: Schedule) -> None:
         for step in schedule.steps:
@@ -124,7 +126,7 @@ class TileOrder:
             self._steps.append((task, []))
         num_parts = 1
         if self.in_parts and task.kind not in self._gathers:
-            num_parts = len(self._mesh.parts(0, task))
+            num_parts = len(self._tiles.parts(0, task))
         self._begun.append(deque([task, *(task.at(f"{part}") for part in range(1, num_parts))]))
         self._next_part(self._begun[-1])
 
@@ -150,23 +152,23 @@ class UnevenOrder:
 
     in_parts = False
 
-    def __init__(self, mesh: TilePass) -> None:
-        self._mesh = mesh
-        kinds = [kind for kind in (mesh.q.reduce_kind, mesh.kv.reduce_kind) if kind]
+    def __init__(self, tiles: TilePass) -> None:
+        self._tiles = tiles
+        kinds = [kind for kind in (tiles.q.reduce_kind, tiles.kv.reduce_kind) if kind]
         steps: list[Step] = []
         for at in range(MOST_ATTENTIONS):
             steps.append(Step(None, (Task(COMPUTE, (at, at)),)))
             steps += [Step(Task(kind, (at,)), ()) for kind in kinds]
         self.steps = tuple(steps)
-        own = len(mesh.q.chunks) * (1 + len(kinds))
+        own = len(tiles.q.chunks) * (1 + len(kinds))
         self.tasks = list(Schedule(self.steps[:own]).order())
 
     @property
     def setting(self) -> dict[str, str]:
-        group = self._mesh.head_group
-        most = -(-self._mesh.problem.num_heads // group.degree)
+        group = self._tiles.head_group
+        most = -(-self._tiles.problem.num_heads // group.degree)
         work = f"work max/mean {most * group.degree / self._mesh.problem.num_heads:.3f}"
         return {"heads": f"at most {most} a rank, {work}"}
 
-    def unit(self, mesh: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
-        return TileBlocks(mesh, lowerings, unit)
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
+        return TileBlocks(tiles, lowerings, unit)

@@ -43,30 +43,30 @@ GREEDY, CAPPED = "greedy", "capped"  # names of orders: the second is one under 
 
 
 def order_tasks(
-    mesh: TilePass, costs: Costs, *, rows: RowRanges, gamma: float, max_memory_bytes: int | None
+    tiles: TilePass, costs: Costs, *, rows: RowRanges, gamma: float, max_memory_bytes: int | None
 ) -> Schedule:
     """`rows`: the keys that queries see; tasks that see nothing are left out."""
-    pairs_of = _num_visible(_chunks_of(mesh.q), _chunks_of(mesh.kv), rows)
-    largest = max(range(len(mesh.slices)), key=mesh.slices.__getitem__)
-    graph = _task_graph(mesh, pairs_of, costs, [largest])
+    pairs_of = _num_visible(_chunks_of(tiles.q), _chunks_of(tiles.kv), rows)
+    largest = max(range(len(tiles.slices)), key=tiles.slices.__getitem__)
+    graph = _task_graph(tiles, pairs_of, costs, [largest])
 
     def everywhere(schedule: Schedule) -> list[Schedule]:
-        return [_of_slice(mesh, schedule, part - largest) for part in range(len(mesh.slices))]
+        return [_of_slice(tiles, schedule, part - largest) for part in range(len(tiles.slices))]
 
     free = greedy(graph, gamma=gamma)
-    if mesh.head_group.cut is not None:  # what follows a reduction takes as long as a gather
+    if tiles.head_group.cut is not None:  # what follows a reduction takes as long as a gather
         free = reduced_early(graph, free)
     if max_memory_bytes is None:
         return follow_each_other(everywhere(free))
-    whole = _task_graph(mesh, pairs_of, costs, range(len(mesh.slices)))
-    model, cap = _memory_model(mesh, whole), max_memory_bytes
-    if len(mesh.slices) == 1:
+    whole = _task_graph(tiles, pairs_of, costs, range(len(tiles.slices)))
+    model, cap = _memory_model(tiles, whole), max_memory_bytes
+    if len(tiles.slices) == 1:
         return greedy_capped(whole, model, cap, gamma=gamma)
     # Slices overlap where there is room for two, and otherwise follow one after the other.
     together = follow_each_other(everywhere(free))
     if peak_bytes(model, together.order()) <= cap:
         return together
-    of_slice = _memory_model(mesh, graph)
+    of_slice = _memory_model(tiles, graph)
     least = smallest_cap(graph, of_slice)
     for slice_cap in (max(cap, least), least):
         alone = greedy_capped(graph, of_slice, slice_cap, gamma=gamma)
@@ -77,13 +77,13 @@ def order_tasks(
     raise MemoryCapError(cap, needed)
 
 
-def _of_slice(mesh: TilePass, schedule: Schedule, part: int) -> Schedule:
+def _of_slice(tiles: TilePass, schedule: Schedule, part: int) -> Schedule:
     """The schedule of a slice of heads, for the slice `part` places behind it."""
     if not part:
         return schedule
 
     def moved(task: Task) -> Task:
-        sides = (mesh.q, mesh.kv) if task.kind == COMPUTE else (mesh.side_of[task.kind],)
+        sides = (tiles.q, tiles.kv) if task.kind == COMPUTE else (tiles.side_of[task.kind],)
         shifts = [part * side.chunks_of_slice for side in sides]
         return Task(task.kind, tuple(map(add, task.index, shifts)))
 
@@ -136,13 +136,13 @@ def _runs(side: TileSide, index: int) -> Sequence[Run]:
     return join_runs(sorted(runs, key=lambda run: run.start))
 
 
-def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
+def _task_graph(tiles: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[int]) -> TaskGraph:
     computes = {  # queries meet keys of their own heads only
-        (part * mesh.q.chunks_of_slice + i, part * mesh.kv.chunks_of_slice + j): (part, pairs)
+        (part * tiles.q.chunks_of_slice + i, part * tiles.kv.chunks_of_slice + j): (part, pairs)
         for part in slices
         for (i, j), pairs in pairs_of.items()
     }
-    seconds = _seconds(mesh, costs)
+    seconds = _seconds(tiles, costs)
     communication: list[TaskNode] = []
 
     def add_tasks(side: TileSide, kind: str, needs_of: Mapping[int, list[Task]]) -> None:
@@ -152,41 +152,41 @@ def _task_graph(mesh: TilePass, pairs_of: Pairs, costs: Costs, slices: Sequence[
             needs = tuple(needs_of.get(index, ()))
             communication.append(TaskNode(task, seconds(task), needs))
 
-    fetched = [side for side in (mesh.q, mesh.kv) if side.is_fetched]
+    fetched = [side for side in (tiles.q, tiles.kv) if side.is_fetched]
     for side in reversed(fetched):
         add_tasks(side, side.gather_kind, {})
-    for axis, side in enumerate((mesh.q, mesh.kv)):
+    for axis, side in enumerate((tiles.q, tiles.kv)):
         feeding: dict[int, list[Task]] = {}
         for key in computes if side.reduce_kind else ():
             feeding.setdefault(key[axis], []).append(Task(COMPUTE, key))
         if side.reduce_kind:
             add_tasks(side, side.reduce_kind, feeding)
     # Of the heads of a slice, where chunks of queries are cut by heads and not by rows.
-    parts_of_slice = len({chunk.heads for chunk in mesh.q.chunks}) // len(mesh.slices)
+    parts_of_slice = len({chunk.heads for chunk in tiles.q.chunks}) // len(tiles.slices)
     compute = []
     for key, (part, pairs) in computes.items():
-        share = mesh.slices[part] / sum(mesh.slices) / mesh.head_group.q_layout.num_ranks
+        share = tiles.slices[part] / sum(tiles.slices) / tiles.head_group.q_layout.num_ranks
         share /= parts_of_slice
-        flops = mesh.problem.flops(pairs, backward=mesh.direction is Direction.BACKWARD) * share
-        index_of = dict(zip((mesh.q, mesh.kv), key, strict=True))
+        flops = tiles.problem.flops(pairs, backward=tiles.direction is Direction.BACKWARD) * share
+        index_of = dict(zip((tiles.q, tiles.kv), key, strict=True))
         needs = tuple([Task(side.gather_kind, (index_of[side],)) for side in fetched])
         compute.append(TaskNode(Task(COMPUTE, key), costs.compute_seconds(flops), needs))
     return TaskGraph(tuple(communication), tuple(compute))
 
 
 @lru_cache(maxsize=16)  # of both passes, for all masks
-def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
+def _seconds(tiles: TilePass, costs: Costs) -> Callable[[Task], float]:
     """Seconds of communication tasks, with the exchange that precedes a gather or that follows a
     reduction: means over all units, which with rotation are all alike."""
-    units, group = range(1 if mesh.tile.rotation else mesh.tile.num_ranks), mesh.head_group
-    tables = [_buffers(mesh, unit) for unit in units]
-    meters = [TrafficMeter(mesh.problem, table) for table in tables]
-    groups = {group.group_name(name): members for name, members in mesh.groups.items()}
+    units, group = range(1 if tiles.tile.rotation else tiles.tile.num_ranks), tiles.head_group
+    tables = [_buffers(tiles, unit) for unit in units]
+    meters = [TrafficMeter(tiles.problem, table) for table in tables]
+    groups = {group.group_name(name): members for name, members in tiles.groups.items()}
 
     def of_exchange(task: Task) -> float:
         if group.cut is None:
             return 0.0
-        side, (index,) = mesh.side_of[task.kind], task.index
+        side, (index,) = tiles.side_of[task.kind], task.index
         kinds = side.exchanged if task.kind == side.gather_kind else side.partials
         names = [side.chunks[index].name(group.local(kind)) for kind in kinds]
         held = sum(tables[0][name].num_bytes(group.problem) for name in names)
@@ -196,7 +196,7 @@ def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
     def seconds(task: Task) -> float:
         total = 0.0
         for unit, meter in zip(units, meters, strict=True):
-            for op in _operations(mesh, unit, task):
+            for op in _operations(tiles, unit, task):
                 if isinstance(op, Collective):
                     members = groups[op.group]
                     traffic = meter.traffic(op, members.index(unit), len(members))
@@ -206,18 +206,18 @@ def _seconds(mesh: TilePass, costs: Costs) -> Callable[[Task], float]:
     return seconds
 
 
-def _operations(mesh: TilePass, unit: int, task: Task) -> list[Operation]:
+def _operations(tiles: TilePass, unit: int, task: Task) -> list[Operation]:
     """Operations of a communication task on one unit, without the exchange that it needs."""
-    return [op for part in mesh.parts(unit, task) for op in part]
+    return [op for part in tiles.parts(unit, task) for op in part]
 
 
-def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
+def _memory_model(tiles: TilePass, graph: TaskGraph) -> MemoryModel:
     """Of a rank on which no task is empty: no other rank needs more."""
     whole, nothing = (Call(CallKind.FULL, 0, 1, 0, 1),), (True, True)
-    operations = {node.task: _operations(mesh, 0, node.task) for node in graph.communication}
-    operations |= {node.task: [mesh.attend(node.task, whole, nothing)] for node in graph.compute}
-    buffers = [b for b in _buffers(mesh, 0).values() if b.role is Role.WORKSPACE]
-    held = {buffer.name: buffer.num_bytes(mesh.problem) for buffer in buffers}
+    operations = {node.task: _operations(tiles, 0, node.task) for node in graph.communication}
+    operations |= {node.task: [tiles.attend(node.task, whole, nothing)] for node in graph.compute}
+    buffers = [b for b in _buffers(tiles, 0).values() if b.role is Role.WORKSPACE]
+    held = {buffer.name: buffer.num_bytes(tiles.problem) for buffer in buffers}
     touches = {
         task: tuple(tuple(name for name in op.touched if name in held) for op in of_task)
         for task, of_task in operations.items()
@@ -225,12 +225,12 @@ def _memory_model(mesh: TilePass, graph: TaskGraph) -> MemoryModel:
     return MemoryModel(held, touches)
 
 
-def _buffers(mesh: TilePass, unit: int) -> dict[str, Buffer]:
+def _buffers(tiles: TilePass, unit: int) -> dict[str, Buffer]:
     """All buffers of a unit, for what must be measured before the programs exist. Delta is no
     input: it is computed first, and held until its last chunk is gathered."""
-    group = mesh.head_group
+    group = tiles.head_group
     own = Role.WORKSPACE if group.is_exchanged else Role.INPUT
-    kinds = [kind for side in (mesh.q, mesh.kv) for kind in (*side.inputs, *side.partials)]
+    kinds = [kind for side in (tiles.q, tiles.kv) for kind in (*side.inputs, *side.partials)]
     roles = {kind: Role.WORKSPACE if kind is Kind.DELTA else own for kind in kinds}
     local = [x for kind, role in roles.items() for x in group.local_buffers(kind, unit, role)]
-    return {buffer.name: buffer for buffer in local} | mesh.buffers(unit)
+    return {buffer.name: buffer for buffer in local} | tiles.buffers(unit)
