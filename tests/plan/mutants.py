@@ -18,7 +18,7 @@ from mesh_attention.plan.language.program import (
     Program,
     ReduceScatter,
 )
-from mesh_attention.plan.methods.box_methods import plan_mesh
+from mesh_attention.plan.methods.box_methods import box_plan
 from mesh_attention.plan.read.verify import Finding, verify
 
 __all__ = [
@@ -86,7 +86,7 @@ def random_places(seed: int, wanted: Callable[[Operation], bool]) -> Iterator[tu
         setting = random_setting(rng, problem, ranks)
         if problem.q_tokens > 500 or problem.keys > 500:
             continue
-        here = places(plan_mesh(problem, ranks, setting), wanted)
+        here = places(box_plan(problem, ranks, setting), wanted)
         for place in rng.sample(here, min(8, len(here))):
             yield rng, place
             num_places += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
@@ -87,4 +87,4 @@ def _random_node(rng: Random, tile: tuple[int, int]) -> tuple[int | None, int | 
 def random_plan(rng: Random, most_ranks: int = 12) -> Plan:
     ranks = rng.randint(1, most_ranks)
     problem = random_problem(rng, ranks)
-    return plan_mesh(problem, ranks, random_setting(rng, problem, ranks))
+    return box_plan(problem, ranks, random_setting(rng, problem, ranks))

@@ -11,7 +11,7 @@ import pytest
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction, Plan
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.assignment import (
     Assignment,
     Tile,
@@ -47,7 +47,7 @@ def footprint(assignment: Assignment, rank: int) -> Footprint:
 
 
 def plan_forward(problem: Problem, ranks: int, setting: MeshSetting) -> Plan:
-    return plan_mesh(problem, ranks, setting, directions=(Direction.FORWARD,))
+    return box_plan(problem, ranks, setting, directions=(Direction.FORWARD,))
 
 
 def forward_count(plan: Plan) -> PassCount:
@@ -91,7 +91,7 @@ def test_rank_0_of_15_with_3x5_tiles_has_q_group_012_and_kv_group_0_3_6_9_12() -
     tile = Tile(3, 5)
     assert tile.q_group(tile.row(0)) == (0, 1, 2)
     assert tile.kv_group(tile.column(0)) == (0, 3, 6, 9, 12)
-    plan = plan_mesh(Problem(30, 1, 4), 15, MeshSetting(tile=(3, 5)))
+    plan = box_plan(Problem(30, 1, 4), 15, MeshSetting(tile=(3, 5)))
     assert plan.forward.groups["Q0"] == (0, 1, 2)
     assert plan.forward.groups["KV0"] == (0, 3, 6, 9, 12)
 
@@ -182,7 +182,7 @@ def test_auto_exchanges_inside_a_node_and_combines_in_each_node_first_across_nod
     def reduced_by(ranks_per_node: int | None, element_bytes: int, alpha: int | None = None) -> str:
         setting = MeshSetting(tile=(4, 2), ranks_per_node=ranks_per_node, alpha=alpha)
         problem = Problem(64, 1, 4, element_bytes=element_bytes)
-        return plan_mesh(problem, 8, setting).forward.setting["q_reduce"]
+        return box_plan(problem, 8, setting).forward.setting["q_reduce"]
 
     for element_bytes, across in ((2, "nodes"), (4, "reduce-scatter"), (8, "reduce-scatter")):
         assert reduced_by(None, element_bytes) == "exchange"
@@ -194,7 +194,7 @@ def test_auto_exchanges_inside_a_node_and_combines_in_each_node_first_across_nod
 def test_groups_that_lie_unevenly_on_nodes_exchange_all_partials() -> None:
     for tile, ranks_per_node in (((6, 2), 4), ((3, 4), 2), ((4, 3), 1)):
         setting = MeshSetting(tile=tile, ranks_per_node=ranks_per_node)
-        assert plan_mesh(Problem(48, 1, 4), 12, setting).forward.setting["q_reduce"] == "exchange"
+        assert box_plan(Problem(48, 1, 4), 12, setting).forward.setting["q_reduce"] == "exchange"
 
 
 def test_a_node_is_an_alpha_wide_patch_of_the_tile_grid_and_devices_are_a_permutation() -> None:
@@ -220,19 +220,19 @@ def test_an_alpha_that_does_not_fit_is_refused_with_those_that_do() -> None:
     with pytest.raises(PlanError, match="leave 'alpha' out"):
         patch_devices(3, 5, 8, 4)
     with pytest.raises(PlanError, match="'alpha' needs ranks_per_node"):
-        plan_mesh(Problem(16, 1, 4), 4, MeshSetting(alpha=2))
+        box_plan(Problem(16, 1, 4), 4, MeshSetting(alpha=2))
 
 
 def test_a_tile_that_does_not_fit_the_ranks_is_refused_with_those_that_do() -> None:
     with pytest.raises(PlanError, match="tiles that fit: 1x6, 2x3, 3x2, 6x1"):
-        plan_mesh(Problem(16, 1, 4), 6, MeshSetting(tile=(2, 2)))
+        box_plan(Problem(16, 1, 4), 6, MeshSetting(tile=(2, 2)))
     with pytest.raises(PlanError, match="both sides must be at least 1"):
         Tile(0, 3)
 
 
 def test_more_than_16_compute_tasks_are_refused() -> None:
     with pytest.raises(PlanError, match="product at most 16"):
-        plan_mesh(Problem(64, 1, 4), 4, MeshSetting(chunks=(5, 4)))
+        box_plan(Problem(64, 1, 4), 4, MeshSetting(chunks=(5, 4)))
 
 
 def test_the_best_tile_moves_the_fewest_bytes_of_all_tiles() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Attend, AttendBackward, Call, CallKind, Program
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -32,7 +32,7 @@ def causal_plan(
     problem = Problem(tokens, num_heads=1, head_dim=4, mask=Mask(causal=True))
     stretches = stretches_for(layout, Random(n), tokens, n)
     setting = MeshSetting(tile=tile, layout=layout, chunks=chunks, stretches=stretches)
-    return plan_mesh(problem, n, setting, directions=(direction,))
+    return box_plan(problem, n, setting, directions=(direction,))
 
 
 def calls_of(program: Program) -> list[Call]:

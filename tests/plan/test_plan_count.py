@@ -9,7 +9,7 @@ import pytest
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Attend, AttendBackward
 from mesh_attention.plan.language.traffic import Traffic
-from mesh_attention.plan.methods.box_methods import RingSetting, plan_ring
+from mesh_attention.plan.methods.box_methods import RingSetting, box_plan
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -25,7 +25,7 @@ def report(
     setting = RingSetting(layout=LayoutKind.CONTIGUOUS, ranks_per_node=ranks_per_node)
     return {
         d: pass_count.to_json()
-        for d, pass_count in count(plan_ring(problem, n, setting, tuple(Direction))).items()
+        for d, pass_count in count(box_plan(problem, n, setting, tuple(Direction))).items()
     }
 
 
@@ -47,7 +47,7 @@ def test_under_a_causal_mask_a_contiguous_ring_calls_for_the_blocks_up_to_its_ow
 
 def test_kernel_calls_of_a_rank_are_those_in_its_program() -> None:
     problem = Problem(96, 2, 8, mask=Mask(causal=True))
-    plan = plan_ring(problem, 4, RingSetting(), tuple(Direction))
+    plan = box_plan(problem, 4, RingSetting(), tuple(Direction))
     for direction, pass_count in count(plan).items():
         programs = next(each for each in plan.passes if each.direction is direction).programs
         for rank, program in zip(pass_count.ranks, programs, strict=True):
@@ -84,6 +84,6 @@ def test_every_number_of_the_report_of_a_ring_of_four_on_two_nodes_is_as_counted
 
 
 def test_what_an_operation_moves_is_all_of_it_tokens_in_a_ring() -> None:
-    plan = plan_ring(Problem(64, 2, 8), 4, RingSetting(), (Direction.FORWARD,))
+    plan = box_plan(Problem(64, 2, 8), 4, RingSetting(), (Direction.FORWARD,))
     for rank in count(plan)[Direction.FORWARD].ranks:
         assert rank.total == rank.by_operation["SendRecv"] == Traffic(3072, 3072, 3072)

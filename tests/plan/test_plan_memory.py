@@ -20,7 +20,7 @@ from mesh_attention.plan.language.program import (
     writes,
 )
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.greedy import MemoryCapError
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.parts.setting import Keep
@@ -62,7 +62,7 @@ def peak_by_definition(plan: Plan, program: Program) -> int:
 def capped(problem: Problem, n: int, setting: MeshSetting, direction: Direction, cap: int) -> Plan:
     fields = {name: getattr(setting, name) for name in setting.__dataclass_fields__}
     limited = MeshSetting(**{**fields, "max_memory_bytes": cap})
-    return plan_mesh(problem, n, limited, directions=(direction,))
+    return box_plan(problem, n, limited, directions=(direction,))
 
 
 def smallest_cap(problem: Problem, n: int, setting: MeshSetting, direction: Direction) -> int:
@@ -76,7 +76,7 @@ def test_the_counted_peak_is_the_most_that_is_live_at_any_operation_of_a_program
     for _ in range(60):
         n = rng.randint(1, 9)
         problem = random_problem(rng, n)
-        plan = plan_mesh(problem, n, random_setting(rng, problem, n))
+        plan = box_plan(problem, n, random_setting(rng, problem, n))
         for pass_ in plan.passes:
             for program in pass_.programs:
                 assert peak_buffer_bytes(program, plan.problem) == peak_by_definition(plan, program)
@@ -152,7 +152,7 @@ def test_for_full_masks_the_smallest_cap_is_exactly_what_the_capped_plan_holds(
 def test_with_room_to_spare_the_capped_order_is_that_of_greedy() -> None:
     problem = Problem(6 * 24, 2, 8)
     for setting in CASES:
-        free = plan_mesh(problem, 6, setting, directions=(Direction.FORWARD,))
+        free = box_plan(problem, 6, setting, directions=(Direction.FORWARD,))
         roomy = capped(problem, 6, setting, Direction.FORWARD, 1 << 40)
         assert roomy.forward.schedule == free.forward.schedule
 
@@ -160,7 +160,7 @@ def test_with_room_to_spare_the_capped_order_is_that_of_greedy() -> None:
 def test_a_lean_order_holds_less_than_greedy_when_there_are_chunks_to_free() -> None:
     problem = Problem(9 * 64, 4, 16)
     setting = MeshSetting(tile=(3, 3), chunks=(4, 4))
-    free = plan_mesh(problem, 9, setting, directions=(Direction.FORWARD,))
+    free = box_plan(problem, 9, setting, directions=(Direction.FORWARD,))
     assert smallest_cap(problem, 9, setting, Direction.FORWARD) < peak(free)
 
 
@@ -207,7 +207,7 @@ def test_every_workspace_buffer_is_freed_after_its_last_use_and_one_attention(
         drawn = random_setting(rng, problem, n)
         drawn = replace(drawn, keep=Keep.SHARDS)
         setting = replace(drawn, max_memory_bytes=cap)
-        for pass_ in plan_mesh(problem, n, setting).passes:
+        for pass_ in box_plan(problem, n, setting).passes:
             assert live_at_end(pass_) == set()
             for program in pass_.programs:
                 last = last_uses(program)

@@ -16,14 +16,14 @@ from mesh_attention.plan.language.operation_text import operation_text, parse_op
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.language.program import Free, Operation, SendRecv, Task
 from mesh_attention.plan.language.text import digest, parse_plan, plan_text
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
 from support.sample import in_parts
 
 
 def small_plan() -> Plan:
-    return plan_mesh(Problem(32, 2, 4), 4, MeshSetting(tile=(2, 2), chunks=(2, 1)))
+    return box_plan(Problem(32, 2, 4), 4, MeshSetting(tile=(2, 2), chunks=(2, 1)))
 
 
 @in_parts(2)

@@ -11,7 +11,7 @@ import pytest
 from mesh_attention.machine.rates import Costs
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import AllGather, AllToAll, ReduceScatter
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.mask import Mask
@@ -36,7 +36,7 @@ def counted(
     kv_heads: int | None = None,
 ) -> PassCount:
     problem = Problem(24 * n, 4, 8, num_kv_heads=kv_heads)
-    return count(plan_mesh(problem, n, setting, directions=(direction,)))[direction]
+    return count(box_plan(problem, n, setting, directions=(direction,)))[direction]
 
 
 def units_of_each_rank(pass_count: PassCount) -> set[Fraction]:
@@ -121,7 +121,7 @@ def paper_gib(
     """(total, inter-node) GiB per rank: 256 ranks, 8 a node, 512K tokens, 64 heads of 128, bf16."""
     problem = Problem(512 * 1024, num_heads=64, head_dim=128, mask=Mask(causal=causal))
     setting = MeshSetting(tile=tile, chunks=(1, 1), ranks_per_node=8, alpha=alpha)
-    plan = plan_mesh(problem, 256, setting, directions=(direction,))
+    plan = box_plan(problem, 256, setting, directions=(direction,))
     numbers = count(plan)[direction].to_json()
     return (
         round(numbers["bytes_per_rank"]["mean"] / GIB, 1),
@@ -157,7 +157,7 @@ def test_with_the_other_alphas_the_same_tiles_move_1_0_gib_or_more_between_nodes
 def test_forward_has_2kq_plus_kkv_communication_tasks_and_kq_kkv_compute_tasks(
     kq: int, kkv: int
 ) -> None:
-    plan = plan_mesh(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
+    plan = box_plan(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
     order = plan.forward.schedule.order()
     compute = [task for task in order if task.kind == "C"]
     assert len(compute) == kq * kkv
@@ -166,7 +166,7 @@ def test_forward_has_2kq_plus_kkv_communication_tasks_and_kq_kkv_compute_tasks(
 
 @pytest.mark.parametrize(("kq", "kkv"), [(1, 1), (2, 3), (4, 4)])
 def test_backward_has_one_more_communication_task_for_each_kv_chunk(kq: int, kkv: int) -> None:
-    plan = plan_mesh(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
+    plan = box_plan(Problem(4 * 60, 1, 4), 4, MeshSetting(tile=(2, 2), chunks=(kq, kkv)))
     names = [task.kind for task in plan.backward.schedule.order() if task.kind != "C"]
     kinds = {kind: names.count(kind) for kind in names}
     assert kinds == {"AG-Q": kq, "AG-KV": kkv, "RS-dQ": kq, "RS-dKV": kkv}
@@ -174,7 +174,7 @@ def test_backward_has_one_more_communication_task_for_each_kv_chunk(kq: int, kkv
 
 def test_all_ranks_run_their_collectives_in_the_one_order_of_the_schedule() -> None:
     setting = MeshSetting(tile=(2, 3), chunks=(3, 3), combine=Combine.REDUCE_SCATTER)
-    plan = plan_mesh(Problem(360, 2, 8, mask=Mask(causal=True)), 6, setting)
+    plan = box_plan(Problem(360, 2, 8, mask=Mask(causal=True)), 6, setting)
     for pass_ in plan.passes:
         scheduled = [task for task in pass_.schedule.order() if task.kind != "C"]
         for program in pass_.programs:
@@ -193,5 +193,5 @@ def test_with_the_costs_of_the_golden_example_the_builder_makes_the_golden_sched
     flops = problem.flops((3 * 64) ** 2)
     costs = Costs(bytes_per_second=kv_bytes, flops_per_second=2 * flops / 1.01, latency_seconds=0.0)
     setting = MeshSetting(tile=(3, 3), chunks=(3, 3), costs=costs, gamma=1.0)
-    plan = plan_mesh(problem, 9, setting)
+    plan = box_plan(problem, 9, setting)
     assert plan.forward.schedule.text() == GOLDEN.read_text().strip()

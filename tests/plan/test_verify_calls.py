@@ -34,7 +34,7 @@ from mesh_attention.plan.language.program import (
     Program,
     Task,
 )
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -88,7 +88,7 @@ def test_a_call_enlarged_or_shrunk_is_caught_at_that_task_unless_it_computes_the
 
 def test_a_row_range_without_its_padding_row_computes_the_same_and_is_proven() -> None:
     problem = Problem(599, 1, 4, mask=Mask(causal=True))
-    plan = plan_mesh(problem, 2, MeshSetting(tile=(1, 2), layout=LayoutKind.STRIPED))
+    plan = box_plan(problem, 2, MeshSetting(tile=(1, 2), layout=LayoutKind.STRIPED))
     place = next(p for p in places(plan, is_compute) if p.rank == 1)
     assert isinstance(place.op, Attend)
     (call,) = place.op.calls
@@ -127,7 +127,7 @@ def test_a_wrong_fresh_flag_is_caught_at_that_rank_and_task() -> None:
 
 def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
     """Else one copy could be computed and the other, which is not, be taken for the result."""
-    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    plan = box_plan(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
     (place,) = places(plan, is_compute)
     op, end = place.op, place.program.operations[place.at + 1]
     assert isinstance(op, Attend)
@@ -160,7 +160,7 @@ def test_a_query_that_lies_twice_in_a_task_is_caught_at_that_task() -> None:
 def test_a_call_outside_the_rows_of_either_side_is_caught_at_its_task(
     side: str, start: int, stop: int
 ) -> None:
-    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    plan = box_plan(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
     (place,) = places(plan, is_compute)
     assert isinstance(place.op, Attend)
     (call,) = place.op.calls

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.assignment import factorisations
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -45,7 +45,7 @@ def prove_every_mesh(n: int, manners: int, *, tiles: int | None = None) -> None:
                 gather_out=next(gather_out),
             )
             problem = Problem(4 * n, num_heads=1, head_dim=4, mask=Mask(causal=causal))
-            findings = verify(plan_mesh(problem, n, setting))
+            findings = verify(box_plan(problem, n, setting))
             assert not findings, (setting, [str(f) for f in findings])
 
 
@@ -74,7 +74,7 @@ def test_every_factorisation_up_to_64_is_proven_in_every_layout_causal_and_not(n
 
 
 def test_progress_is_told_up_to_the_last_operation() -> None:
-    plan = plan_mesh(Problem(64, 1, 4), 4, MeshSetting(chunks=(4, 4)))
+    plan = box_plan(Problem(64, 1, 4), 4, MeshSetting(chunks=(4, 4)))
     progress_calls: list[tuple[int, int]] = []
     verify(plan, progress=lambda done, total: progress_calls.append((done, total)))
     total = sum(len(p.operations) for pass_ in plan.passes for p in pass_.programs)

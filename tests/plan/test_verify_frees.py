@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutants import caught, places, random_places
 
 from mesh_attention.plan.language.program import AllGather, Free
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.problem.problem import Problem
 
 
@@ -33,7 +33,7 @@ def test_a_buffer_that_is_never_freed_is_caught_at_that_rank() -> None:
 
 def test_what_is_used_or_written_again_after_its_free_is_said_to_be_freed() -> None:
     """Not taken for something that never arrived, nor for a buffer that begins anew."""
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
     place = places(plan, lambda op: isinstance(op, AllGather) and op.name == "AG-Q-0")[0]
     assert isinstance(place.op, AllGather)
     (name,) = (move.whole.buffer for move in place.op.moves)

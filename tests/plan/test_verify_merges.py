@@ -17,7 +17,7 @@ from mesh_attention.plan.language.program import (
     Operation,
     ReduceScatter,
 )
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -39,7 +39,7 @@ def is_rescale(op: Operation) -> bool:
 
 
 def test_a_reduce_scatter_of_outputs_that_were_not_rescaled_is_caught() -> None:
-    plan = plan_mesh(
+    plan = box_plan(
         Problem(48, 2, 8, mask=Mask(causal=True)),
         6,
         MeshSetting(tile=(3, 2), chunks=(2, 1), combine=Combine.REDUCE_SCATTER),
@@ -60,7 +60,7 @@ def test_a_reduce_scatter_of_outputs_that_were_not_rescaled_is_caught() -> None:
 
 
 def test_rescaling_to_the_local_lse_instead_of_the_global_one_is_caught() -> None:
-    plan = plan_mesh(Problem(48, 2, 8), 6, MeshSetting(tile=(3, 2), combine=Combine.REDUCE_SCATTER))
+    plan = box_plan(Problem(48, 2, 8), 6, MeshSetting(tile=(3, 2), combine=Combine.REDUCE_SCATTER))
     for place in places(plan, is_rescale):
         assert isinstance(place.op, Merge)
         out, own, _ = place.op.inputs
@@ -69,7 +69,7 @@ def test_rescaling_to_the_local_lse_instead_of_the_global_one_is_caught() -> Non
 
 
 def test_gradients_of_k_that_are_reduced_as_gradients_of_v_are_caught() -> None:
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1)))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1)))
     for place in places(plan, lambda op: op.name == "RS-dKV-0.copy"):
         assert isinstance(place.op, Merge)
         swap = {"grad_k": "grad_v", "grad_v": "grad_k"}
@@ -80,7 +80,7 @@ def test_gradients_of_k_that_are_reduced_as_gradients_of_v_are_caught() -> None:
 
 
 def test_adding_lses_instead_of_combining_them_is_caught() -> None:
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), combine=Combine.REDUCE_SCATTER))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), combine=Combine.REDUCE_SCATTER))
     for place in places(plan, lambda op: isinstance(op, Merge) and op.rule is MergeRule.LSE):
         assert isinstance(place.op, Merge)
         finding = caught(place, place.put(replace(place.op, rule=MergeRule.SUM)))

@@ -28,7 +28,7 @@ from mesh_attention.plan.language.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.verify import verify
@@ -37,7 +37,7 @@ from mesh_attention.plan.read.verify.structure import overlap_fault
 
 def mesh(**options: Any) -> Plan:
     problem = Problem(32, 4, 4, num_kv_heads=options.pop("kv_heads", 4))
-    return plan_mesh(problem, 4, MeshSetting(**{"tile": (2, 2), **options}))
+    return box_plan(problem, 4, MeshSetting(**{"tile": (2, 2), **options}))
 
 
 def later_members(plan: Plan, kind: type[Operation], name: str) -> list[Place]:
@@ -136,7 +136,7 @@ def test_query_heads_with_key_heads_that_are_not_theirs_are_caught_at_that_call(
 
 def test_keys_in_place_of_queries_are_caught_before_their_rows_are_looked_up() -> None:
     """There may be more keys than queries."""
-    plan = plan_mesh(Problem(8, 1, 4, kv_tokens=64), 4, MeshSetting(tile=(2, 2)))
+    plan = box_plan(Problem(8, 1, 4, kv_tokens=64), 4, MeshSetting(tile=(2, 2)))
     for place in places(plan, lambda op: isinstance(op, Attend | AttendBackward)):
         op = place.op
         assert isinstance(op, Attend | AttendBackward)
@@ -272,7 +272,7 @@ def test_statistics_in_less_than_fp32_are_caught() -> None:
 
 def test_an_operand_in_another_precision_than_the_caller_s_is_caught_at_that_call() -> None:
     """Made by a copy, which may change it; kernels take one dtype."""
-    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
+    plan = box_plan(Problem(8, 1, 4), 1, MeshSetting(), directions=(Direction.FORWARD,))
     (place,) = places(plan, lambda op: isinstance(op, Attend))
     assert isinstance(place.op, Attend)
     own = place.program.buffer_table()[place.op.q.buffer]

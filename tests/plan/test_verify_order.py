@@ -22,7 +22,7 @@ from mutants import (
 )
 
 from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
@@ -86,7 +86,7 @@ def test_two_collectives_of_one_group_swapped_on_one_rank_are_caught() -> None:
 
 def test_of_two_ranks_that_disagree_the_one_that_left_the_schedule_is_named() -> None:
     setting = MeshSetting(tile=(2, 1), chunks=(2, 1), combine=Combine.REDUCE_SCATTER)
-    plan = plan_mesh(Problem(64, 1, 4), 2, setting)
+    plan = box_plan(Problem(64, 1, 4), 2, setting)
     reductions = places(plan, lambda op: op.name == "RS-Q-0")
     assert {place.rank for place in reductions} == {0, 1}
     for place in reductions:
@@ -97,7 +97,7 @@ def test_of_two_ranks_that_disagree_the_one_that_left_the_schedule_is_named() ->
 
 def test_swapped_halves_of_one_task_leave_the_group_waiting_and_every_rank_is_named() -> None:
     setting = MeshSetting(tile=(2, 2), combine=Combine.REDUCE_SCATTER)
-    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    plan = box_plan(Problem(32, 1, 4), 4, setting)
     for place in places(plan, lambda op: op.name == "RS-Q-0.lse"):
         names = [op.name for op in place.program.operations]
         findings = verify(swapped(place, names.index("RS-Q-0.lse-all")))
@@ -117,7 +117,7 @@ def test_the_rank_that_swapped_them_is_named_first_also_in_groups_of_two(
     it is among the findings however many ranks wait."""
     setting = MeshSetting(tile=tile, combine=Combine.REDUCE_SCATTER)
     ranks = tile[0] * tile[1]
-    plan = plan_mesh(Problem(8 * ranks, 1, 4), ranks, setting)
+    plan = box_plan(Problem(8 * ranks, 1, 4), ranks, setting)
     for place in places(plan, lambda op: op.name == "RS-Q-0.lse"):
         names = [op.name for op in place.program.operations]
         finding = caught(place, swapped(place, names.index("RS-Q-0.lse-all")))
@@ -130,7 +130,7 @@ def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none
     """A Q group and a KV group share one rank at most, so such a swap alone cannot deadlock; but
     the program is then not the schedule that people see, and the finding says so."""
     setting = MeshSetting(tile=(2, 2))
-    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    plan = box_plan(Problem(32, 1, 4), 4, setting)
     for place in places(plan, lambda op: op.name == "AG-Q-0"):
         names = [op.name for op in place.program.operations]
         finding = caught(place, swapped(place, names.index("AG-KV-0")))
@@ -141,7 +141,7 @@ def test_collectives_of_two_groups_swapped_are_caught_by_the_schedule_where_none
 
 def test_a_deadlock_names_where_the_others_are_and_no_more_than_four_of_them() -> None:
     """One rank of eight begins a gather that the seven others have left out."""
-    plan = plan_mesh(Problem(64, 1, 4), 8, MeshSetting(tile=(8, 1), chunks=(1, 1)))
+    plan = box_plan(Problem(64, 1, 4), 8, MeshSetting(tile=(8, 1), chunks=(1, 1)))
     forward = plan.forward
     assert forward.groups["Q0"] == tuple(range(8))
     programs = tuple(
@@ -163,7 +163,7 @@ def test_a_deadlock_names_where_the_others_are_and_no_more_than_four_of_them() -
 def test_the_total_of_a_pass_is_checked_against_the_mask_and_not_against_the_programs() -> None:
     """Programs of a plan for one mask do not pass for another."""
     causal, full = (
-        plan_mesh(Problem(32, 1, 4, mask=Mask(causal=c)), 4, MeshSetting(tile=(2, 2), layout=kind))
+        box_plan(Problem(32, 1, 4, mask=Mask(causal=c)), 4, MeshSetting(tile=(2, 2), layout=kind))
         for c, kind in ((True, LayoutKind.CONTIGUOUS), (False, LayoutKind.CONTIGUOUS))
     )
     assert verify(replace(full, passes=causal.passes))
@@ -171,7 +171,7 @@ def test_the_total_of_a_pass_is_checked_against_the_mask_and_not_against_the_pro
 
 
 def test_findings_say_pass_rank_and_operation_in_words_and_in_json() -> None:
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
     place = next(p for p in places(plan, is_compute) if p.rank == 2)
     finding = caught(place, place.put(place.op, place.op))
     assert str(finding).startswith("forward, rank 2, C-0-0: ")

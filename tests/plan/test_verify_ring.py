@@ -21,7 +21,7 @@ from mesh_attention.plan.language.program import (
     Task,
 )
 from mesh_attention.plan.language.tasks import Schedule, Step
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
@@ -257,6 +257,6 @@ def test_members_are_numbered_from_0_to_the_size_of_the_group(to: int, source: i
 
 def test_the_ring_moves_what_the_1xn_mesh_moves() -> None:
     problem = Problem(TOKENS * 5, HEADS, 4, mask=Mask())
-    mesh = count(plan_mesh(problem, 5, MeshSetting(tile=(1, 5))))[Direction.FORWARD]
+    mesh = count(box_plan(problem, 5, MeshSetting(tile=(1, 5))))[Direction.FORWARD]
     ring = count(ring_plan(5))[Direction.FORWARD]
     assert mesh.units_total == ring.units_total

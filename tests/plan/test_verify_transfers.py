@@ -30,7 +30,7 @@ from mesh_attention.plan.language.program import (
     Task,
 )
 from mesh_attention.plan.language.text import parse_plan, plan_text
-from mesh_attention.plan.methods.box_methods import MeshSetting, plan_mesh
+from mesh_attention.plan.methods.box_methods import MeshSetting, box_plan
 from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
@@ -60,7 +60,7 @@ def test_pieces_sent_to_the_wrong_owner_are_caught_at_that_exchange() -> None:
 def test_kv_sent_to_a_rank_that_does_not_expect_it_is_caught_there() -> None:
     """Without rotation the fetch of KV is an all-to-all; every user gets the same pieces."""
     setting = MeshSetting(tile=(3, 3), rotation=False)
-    plan = plan_mesh(Problem(54, 1, 4), 9, setting)
+    plan = box_plan(Problem(54, 1, 4), 9, setting)
     for place in places(plan, lambda op: op.name == "AG-KV-0"):
         op = place.op
         assert isinstance(op, AllToAll)
@@ -75,7 +75,7 @@ def test_kv_sent_to_a_rank_that_does_not_expect_it_is_caught_there() -> None:
 
 def test_two_copies_that_change_places_in_a_stack_are_harmless() -> None:
     """An owner merges the partials of all members, in whatever order they lie."""
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1), combine=Combine.EXCHANGE))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(4, 1), combine=Combine.EXCHANGE))
     place = places(plan, lambda op: op.name == "RS-Q-0")[0]
     op = place.op
     assert isinstance(op, AllToAll)
@@ -125,7 +125,7 @@ def test_wrong_cuts_of_a_gather_are_caught_even_where_all_members_agree_on_them(
 ) -> None:
     """Zigzag halves of 4 rows each: any other cut lays the gathered rows out otherwise."""
     setting = MeshSetting(tile=(2, 2), layout=LayoutKind.ZIGZAG)
-    plan = plan_mesh(Problem(32, 1, 4), 4, setting)
+    plan = box_plan(Problem(32, 1, 4), 4, setting)
     assert verify(with_moves_everywhere(plan, "AG-Q-0", lambda m: m)) == []
     mutant = with_moves_everywhere(plan, "AG-Q-0", lambda m: replace(m, cuts=cuts))
     findings = verify(mutant)
@@ -134,7 +134,7 @@ def test_wrong_cuts_of_a_gather_are_caught_even_where_all_members_agree_on_them(
 
 
 def test_a_gather_into_a_buffer_of_another_kind_is_caught_at_that_gather() -> None:
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2)))
     mutant = with_moves_everywhere(
         plan,
         "AG-KV-0",
@@ -151,7 +151,7 @@ def first_gather(plan: Plan, name: str, rank: int) -> Place:
 def test_cuts_that_do_not_divide_a_part_are_caught_before_anything_runs(
     cuts: tuple[int, ...],
 ) -> None:
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
     place = first_gather(plan, "AG-Q-0", 1)
     assert isinstance(place.op, AllGather)
     moves = tuple(replace(move, cuts=cuts) for move in place.op.moves)
@@ -163,7 +163,7 @@ def test_cuts_that_do_not_divide_a_part_are_caught_before_anything_runs(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_members_that_move_other_sizes_are_caught_at_that_gather(rank: int) -> None:
     """Cut otherwise on one of them; each by itself would be sound."""
-    plan = plan_mesh(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
+    plan = box_plan(Problem(32, 1, 4), 4, MeshSetting(tile=(2, 2), layout=LayoutKind.CONTIGUOUS))
     place = first_gather(plan, "AG-Q-0", rank)
     assert isinstance(place.op, AllGather)
     assert place.pass_.groups[place.op.group] == (0, 1)
@@ -187,7 +187,7 @@ def test_each_rank_may_call_its_buffers_as_it_likes() -> None:
 def test_a_gather_written_row_by_row_is_proven_with_all_that_follows_it() -> None:
     """300 rows: more than the numbers of which Python has one object each."""
     setting = MeshSetting(tile=(2, 1), combine=Combine.REDUCE_SCATTER)
-    plan = plan_mesh(Problem(300, 1, 4), 2, setting, directions=(Direction.FORWARD,))
+    plan = box_plan(Problem(300, 1, 4), 2, setting, directions=(Direction.FORWARD,))
     sends = tuple(Piece("q", at, at + 1) for at in range(150))
     receives = [Piece("q.0", at, at + 1) for at in range(300)]
     for rank in range(2):
@@ -200,7 +200,7 @@ def test_a_gather_written_row_by_row_is_proven_with_all_that_follows_it() -> Non
 
 
 def test_an_exchange_among_300_members_names_pieces_for_each_of_them() -> None:
-    plan = plan_mesh(Problem(8, 1, 4), 1, MeshSetting())
+    plan = box_plan(Problem(8, 1, 4), 1, MeshSetting())
     forward = replace(plan.forward, groups={"U0": tuple(range(300))})
     nothing: tuple[tuple[Piece, ...], ...] = ((),) * 300
     assert _group_fault(forward, 299, AllToAll(Task("EX-IN"), "U0", nothing, nothing)) is None

@@ -1,11 +1,12 @@
 """The methods that are boxes (`box.py`): the options of each, and the box that they make.
 
-`table.py` lists these settings and functions by the name of the method.
+`table.py` lists these settings by the name of the method, with `box_plan` as their builder.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.rates import Costs, usual_costs
@@ -30,6 +31,18 @@ from mesh_attention.plan.problem.problem import Problem
 BOTH = (Direction.FORWARD, Direction.BACKWARD)
 
 
+class BoxSetting(Protocol):
+    """A setting that says the box of its method for a problem and a number of ranks."""
+
+    def box(self, problem: Problem, ranks: int) -> Box: ...
+
+
+def box_plan(
+    problem: Problem, ranks: int, setting: BoxSetting, directions: Directions = BOTH
+) -> Plan:
+    return plan_box(problem, ranks, setting.box(problem, ranks), directions)
+
+
 @dataclass(frozen=True)
 class MeshSetting(TileSetting, CutSetting):
     """2-D tiles of the query-key matrix."""
@@ -44,25 +57,16 @@ class MeshSetting(TileSetting, CutSetting):
         usual_costs(), "bandwidth, speed and latency that the scheduler assumes", ""
     )
 
-
-def plan_mesh(
-    problem: Problem, ranks: int, setting: MeshSetting | None = None, directions: Directions = BOTH
-) -> Plan:
-    setting = setting or MeshSetting()
-    box = Box.of("mesh", setting, tile=setting.tile or best_tile(ranks, problem))
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        return Box.of("mesh", self, tile=self.tile or best_tile(ranks, problem))
 
 
 @dataclass(frozen=True)
 class AllGatherKvSetting(CombineSetting, CutSetting):
     """Every rank gathers all KV, as Llama 3 training did: the mesh with a = 1."""
 
-
-def plan_all_gather_kv(
-    problem: Problem, ranks: int, setting: AllGatherKvSetting, directions: Directions
-) -> Plan:
-    box = Box.of("allgather-kv", setting, tile=(1, ranks))
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        return Box.of("allgather-kv", self, tile=(1, ranks))
 
 
 @dataclass(frozen=True)
@@ -80,32 +84,24 @@ class MeshUspSetting(MeshSetting, DegreeSetting):
         "begins sooner",
     )
 
-
-def plan_mesh_usp(
-    problem: Problem, ranks: int, setting: MeshUspSetting, directions: Directions
-) -> Plan:
-    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    tile = setting.tile or best_tile(ranks // degree, problem)
-    box = Box.of("mesh-usp", setting, ulysses=degree, tile=tile)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        degree = chosen_degree(problem, ranks, self.ulysses, self.ranks_per_node)
+        tile = self.tile or best_tile(ranks // degree, problem)
+        return Box.of("mesh-usp", self, ulysses=degree, tile=tile)
 
 
 @dataclass(frozen=True)
 class UlyssesSetting(ChunkSetting):
     """How finely rows and heads are exchanged. The degree is the number of ranks, at most the
-    number of heads. Uneven shares of heads are exchanged at once."""
+    number of heads: all ranks are one unit. Uneven shares of heads (`head_group.py`) are exchanged
+    at once. They may cut a KV group; kernels take the same number of query heads for each KV head,
+    so such a share needs up to three attentions: of the rest of a group, of whole groups, and of
+    the beginning of one."""
 
-
-def plan_ulysses(
-    problem: Problem, ranks: int, setting: UlyssesSetting, directions: Directions
-) -> Plan:
-    """One unit of all ranks. Uneven shares of heads (`head_group.py`) may cut a KV group. Kernels
-    take the same number of query heads for each KV head, so such a share needs up to three
-    attentions: of the rest of a group, of whole groups, and of the beginning of one."""
-    if ranks not in ulysses_degrees(problem):
-        _check_uneven(problem, ranks, setting)
-    box = Box.of("ulysses", setting, ulysses=ranks, tile=(1, 1))
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        if ranks not in ulysses_degrees(problem):
+            _check_uneven(problem, ranks, self)
+        return Box.of("ulysses", self, ulysses=ranks, tile=(1, 1))
 
 
 def _check_uneven(problem: Problem, ranks: int, setting: UlyssesSetting) -> None:
@@ -126,21 +122,18 @@ def _check_uneven(problem: Problem, ranks: int, setting: UlyssesSetting) -> None
 class RingSetting(RotationSetting, ChunkSetting):
     """Keys rotate in one ring."""
 
-
-def plan_ring(problem: Problem, ranks: int, setting: RingSetting, directions: Directions) -> Plan:
-    box = Box.of("ring", setting, tile=(1, ranks), rotates=Side.KEYS, route=setting.gradients)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        return Box.of("ring", self, tile=(1, ranks), rotates=Side.KEYS, route=self.gradients)
 
 
 @dataclass(frozen=True)
 class UspSetting(RotationSetting, DegreeSetting, ChunkSetting):
     """Ulysses inside, a ring outside."""
 
-
-def plan_usp(problem: Problem, ranks: int, setting: UspSetting, directions: Directions) -> Plan:
-    degree = chosen_degree(problem, ranks, setting.ulysses, setting.ranks_per_node)
-    ring = {"tile": (1, ranks // degree), "rotates": Side.KEYS, "route": setting.gradients}
-    return plan_box(problem, ranks, Box.of("usp", setting, ulysses=degree, **ring), directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        degree = chosen_degree(problem, ranks, self.ulysses, self.ranks_per_node)
+        ring = {"tile": (1, ranks // degree), "rotates": Side.KEYS, "route": self.gradients}
+        return Box.of("usp", self, ulysses=degree, **ring)
 
 
 @dataclass(frozen=True)
@@ -151,20 +144,16 @@ class DoubleRingSetting(DegreeSetting, ChunkSetting):
         None, "ranks of an inner ring; they divide all ranks. Left out: the ranks of a node"
     )
 
-
-def plan_double_ring(
-    problem: Problem, ranks: int, setting: DoubleRingSetting, directions: Directions
-) -> Plan:
-    degree = chosen_degree(problem, ranks, setting.ulysses or 1, setting.ranks_per_node)
-    units, inner = ranks // degree, setting.inner
-    if inner is None:
-        inner = usual_inner(units, degree, setting.ranks_per_node)
-    if units % inner:
-        fits = ", ".join(str(a) for a, _ in factorisations(units))
-        raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
-    rings = {"tile": (1, units), "rotates": Side.KEYS, "inner": inner}
-    box = Box.of("double-ring", setting, ulysses=degree, **rings)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        degree = chosen_degree(problem, ranks, self.ulysses or 1, self.ranks_per_node)
+        units, inner = ranks // degree, self.inner
+        if inner is None:
+            inner = usual_inner(units, degree, self.ranks_per_node)
+        if units % inner:
+            fits = ", ".join(str(a) for a, _ in factorisations(units))
+            raise PlanError(f"inner={inner} does not divide {units} ranks; sizes that do: {fits}")
+        rings = {"tile": (1, units), "rotates": Side.KEYS, "inner": inner}
+        return Box.of("double-ring", self, ulysses=degree, **rings)
 
 
 def usual_inner(units: int, degree: int, ranks_per_node: int | None) -> int:
@@ -177,18 +166,15 @@ def usual_inner(units: int, degree: int, ranks_per_node: int | None) -> int:
 class AgqRingKvSetting(TileSetting, RotationSetting):
     """A mesh whose Q is gathered and whose KV rotates inside the KV group."""
 
-
-def plan_agq_ringkv(
-    problem: Problem, ranks: int, setting: AgqRingKvSetting, directions: Directions
-) -> Plan:
-    tile = setting.tile or squarest(ranks)
-    box = Box.of("agq-ringkv", setting, tile=tile, rotates=Side.KEYS, route=setting.gradients)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        tile = self.tile or squarest(ranks)
+        return Box.of("agq-ringkv", self, tile=tile, rotates=Side.KEYS, route=self.gradients)
 
 
 @dataclass(frozen=True)
 class AgkvRingQoSetting(TileSetting):
-    """A mesh whose KV is gathered; Q with its partial output rotates inside the Q group."""
+    """A mesh whose KV is gathered; Q with its partial output rotates inside the Q group. With
+    outputs=travel each hop needs the outputs of the hop before, which limits overlap."""
 
     outputs: GradientRoute = option(
         GradientRoute.DIRECT,
@@ -196,23 +182,14 @@ class AgkvRingQoSetting(TileSetting):
         "NAME",
     )
 
-
-def plan_agkv_ringqo(
-    problem: Problem, ranks: int, setting: AgkvRingQoSetting, directions: Directions
-) -> Plan:
-    """With outputs=travel each hop needs the outputs of the hop before, which limits overlap."""
-    tile = setting.tile or squarest(ranks)
-    box = Box.of("agkv-ringqo", setting, tile=tile, rotates=Side.QUERIES, route=setting.outputs)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        tile = self.tile or squarest(ranks)
+        return Box.of("agkv-ringqo", self, tile=tile, rotates=Side.QUERIES, route=self.outputs)
 
 
 @dataclass(frozen=True)
 class RingQSetting(Setting):
     """Queries rotate in one ring; partial outputs reach their owners by all-to-all."""
 
-
-def plan_ring_q(
-    problem: Problem, ranks: int, setting: RingQSetting, directions: Directions
-) -> Plan:
-    box = Box.of("ring-q", setting, tile=(ranks, 1), rotates=Side.QUERIES, route=None)
-    return plan_box(problem, ranks, box, directions)
+    def box(self, problem: Problem, ranks: int) -> Box:
+        return Box.of("ring-q", self, tile=(ranks, 1), rotates=Side.QUERIES, route=None)

@@ -3,8 +3,8 @@
 Forward: gather Q and KV, attend, reduce partial outputs. Backward: gather Q, dO and statistics, and
 KV; reduce gradients (algorithm.md, 2 to 5). `TileSide` makes the transfers of each side. Operations
 depend on a unit only through its tile row or column, so they are made once for each and shared:
-that keeps plans for thousands of ranks small. The box, StarTrail, and the rings and orders that these
-are made of use it, and call it `tiles`.
+that keeps plans for thousands of ranks small. The box and StarTrail use it, with the rings and
+orders that these are made of, and call it `tiles`.
 """
 
 from __future__ import annotations
