@@ -31,6 +31,7 @@ from mesh_attention.plan.methods.parts.blocks import (
     row_list,
 )
 from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
+from mesh_attention.plan.problem.intervals import expanded
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
 from mesh_attention.plan.problem.runs import num_visible
@@ -204,14 +205,10 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
 def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
     """Starts and stops of the pieces, and the first row of each and one past the last."""
     (starts, stops), at = np.array(blocks, dtype=np.int64).T, np.array(cuts, dtype=np.int64)
-    first = np.searchsorted(at, starts, "right")
-    count = np.searchsorted(at, stops) - first + 1
-    of = np.repeat(np.arange(len(count)), count)
-    index = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)  # of a piece in a block
-    edges = np.append(at, 0)[first[of] + index]  # its end, but for the last of a block
-    is_last = index + 1 == count[of]
-    ends = np.where(is_last, stops[of], edges)
-    begins = np.where(index == 0, starts[of], np.roll(ends, 1))
+    first, last = np.searchsorted(at, starts, "right"), np.searchsorted(at, stops)
+    of, cut = expanded(first, last + 1)  # of each piece its block, and the cut where it ends
+    ends = np.where(cut == last[of], stops[of], np.append(at, 0)[cut])
+    begins = np.where(cut == first[of], starts[of], np.roll(ends, 1))
     rows = np.append(0, np.cumsum(ends - begins))
     return begins, ends, tuple(rows.tolist())
 

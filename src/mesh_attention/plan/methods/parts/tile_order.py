@@ -167,7 +167,7 @@ class UnevenOrder:
     def setting(self) -> dict[str, str]:
         group = self._tiles.head_group
         most = -(-self._tiles.problem.num_heads // group.degree)
-        work = f"work max/mean {most * group.degree / self._mesh.problem.num_heads:.3f}"
+        work = f"work max/mean {most * group.degree / self._tiles.problem.num_heads:.3f}"
         return {"heads": f"at most {most} a rank, {work}"}
 
     def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
