@@ -28,8 +28,6 @@ from mesh_attention.plan.methods.parts.setting import (
 from mesh_attention.plan.methods.parts.tile_plan import Box, Side
 from mesh_attention.plan.problem.problem import Problem
 
-BOTH = (Direction.FORWARD, Direction.BACKWARD)
-
 
 class BoxSetting(Protocol):
     """A setting that says the box of its method for a problem and a number of ranks."""
@@ -38,7 +36,7 @@ class BoxSetting(Protocol):
 
 
 def box_plan(
-    problem: Problem, ranks: int, setting: BoxSetting, directions: Directions = BOTH
+    problem: Problem, ranks: int, setting: BoxSetting, directions: Directions = tuple(Direction)
 ) -> Plan:
     return plan_box(problem, ranks, setting.box(problem, ranks), directions)
 

@@ -228,8 +228,7 @@ def _chunk_rows(
     layout: Layout, degree: int, unit: int, slots: tuple[Spans, ...], bounds: Spans
 ) -> tuple[Spans, ...]:
     rows = unit_rows(layout, degree, unit, slots)[0]
-    known = {span: slice_spans(rows, *span) for span in dict.fromkeys(bounds)}
-    return tuple([known[span] for span in bounds])
+    return tuple([slice_spans(rows, *span) for span in bounds])
 
 
 @lru_cache(maxsize=256)  # cuts, tiles and passes of a search have the same chunks
@@ -244,6 +243,9 @@ def _member_rows(
 
 @dataclass(frozen=True)
 class HeadGroup:
+    """Head group `index` of `degree`. `buffer` and `local_buffers` make its buffers, and `local`,
+    `wire` and `group_name` say the names that operations use."""
+
     problem: Problem
     q_layout: Layout
     kv_layout: Layout

@@ -26,6 +26,9 @@ from mesh_attention.plan.methods.parts.tile_side import GATHER_Q
 
 
 class RingOrder:
+    """`tasks` of all units in order, and `steps`, which show each transfer beside the computation
+    that hides it."""
+
     in_parts = False  # rotations leave nothing to wait for
 
     def __init__(self, tiles: TilePass, gradients: GradientRoute, inner: int | None) -> None:

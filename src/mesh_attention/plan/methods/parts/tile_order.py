@@ -64,6 +64,8 @@ class TileOrder:
     of all reductions that feed it; its sums follow one attention later.
     """
 
+    unit = TileBlocks
+
     def __init__(self, tiles: TilePass, schedule: Schedule, ordered_by: str) -> None:
         self.in_parts = ordered_by != CAPPED
         self._ordered_by = ordered_by
@@ -86,9 +88,6 @@ class TileOrder:
         kv_reduce = tiles.kv.reduce_by.value if tiles.kv.reduce_kind else "none"
         ways = {"q_reduce": tiles.q.reduce_by.value, "kv_reduce": kv_reduce}
         return {**words, **tiles.cut_setting, **ways, "scheduler": self._ordered_by}
-
-    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
-        return TileBlocks(tiles, lowerings, unit)
 
     def _find_exchanges(self, schedule: Schedule) -> None:
         tiles, cut, came = self._tiles, self._tiles.head_group.cut, set[Task]()
@@ -151,6 +150,7 @@ class UnevenOrder:
     """
 
     in_parts = False
+    unit = TileBlocks
 
     def __init__(self, tiles: TilePass) -> None:
         self._tiles = tiles
@@ -169,6 +169,3 @@ class UnevenOrder:
         most = -(-self._tiles.problem.num_heads // group.degree)
         work = f"work max/mean {most * group.degree / self._tiles.problem.num_heads:.3f}"
         return {"heads": f"at most {most} a rank, {work}"}
-
-    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> TileBlocks:
-        return TileBlocks(tiles, lowerings, unit)

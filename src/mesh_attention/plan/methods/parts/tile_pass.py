@@ -46,6 +46,9 @@ def attention(
 
 
 class TilePass:
+    """`q` and `kv` are its sides; `parts` are the operations of a task that gathers or reduces, and
+    `attend` is that of a task in between."""
+
     def __init__(self, tiling: Tiling) -> None:
         self.head_group, self.direction = tiling.head_group, tiling.direction
         self.problem, self.tile = self.head_group.problem, tiling.tile

@@ -83,6 +83,10 @@ class Tiling:
 
 
 class TileSide:
+    """Chunks are numbered through all slices of heads. `own` are the rows that units have before
+    they gather; `inputs`, `gathered` and `exchanged` are kinds of tensors: what an attention reads,
+    what of it a line gathers, and what of that ranks exchange for heads before."""
+
     def __init__(self, tiling: Tiling, *, keys: bool) -> None:
         head_group, tile, cut = tiling.head_group, tiling.tile, tiling.cut
         kinds = kinds_of_sides(tiling.direction, gather_out=tiling.gather_out)[keys]
@@ -97,7 +101,6 @@ class TileSide:
         self.keeps_gathered = tiling.keeps_gathered and not self.rotates
         role = kept if self.keeps_gathered else Role.WORKSPACE
         self._roles = dict.fromkeys(GATHERED, role) if self.size > 1 else {}
-        # What the units of a line gather, and of it what is exchanged before.
         self.gathered = tuple([x for x in self.inputs if self._roles.get(x) is not Role.RECALLED])
         held = head_group.kept if backward and head_group.is_exchanged else ()
         self.exchanged = tuple([kind for kind in self.gathered if kind not in held])
