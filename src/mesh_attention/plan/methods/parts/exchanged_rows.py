@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_groups, unit_rows
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
-from mesh_attention.plan.problem.intervals import cut
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.spans import Spans, joined
+from mesh_attention.plan.problem.spans import Spans, cut, joined
 
 Array = NDArray[np.int64]
 Cuts = tuple[Spans, Spans]  # of queries and of keys

@@ -31,10 +31,10 @@ from mesh_attention.plan.methods.parts.blocks import (
     row_list,
 )
 from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
-from mesh_attention.plan.problem.intervals import expanded
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
 from mesh_attention.plan.problem.runs import num_visible
+from mesh_attention.plan.problem.spans import expanded
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
 # stripes, hundreds of tiny documents) is one row-range call instead.
