@@ -157,6 +157,7 @@ class _Run:
     def all_ranks(
         self, direction: Direction, inputs: list[dict[str, Tensor]]
     ) -> list[dict[str, Tensor]]:
+        """Runs a pass: the results of each rank, by name."""
         pass_ = self.plan.direction(direction)
         meetings: Meetings = {}
         executors = [

@@ -30,6 +30,8 @@ _MAY_BE_NONE = frozenset(
 
 
 class FlashPackage(DenseKernel):
+    """What FlashAttention 3 and 4 share: limits, and the functions of their packages."""
+
     generations: tuple[int, ...]  # major versions of compute capability
     head_dims: Sequence[int]
     head_dims_text: str

@@ -69,6 +69,7 @@ class KernelLaunch:
         self._compiled: Any = None
 
     def __call__(self, *tensors: Any) -> None:
+        """`tensors`: all that the kernel takes before numbers, with None for each descriptor."""
         arguments = list(tensors)
         if self._compiled is not None:
             for at, descriptor_at, shape, strides in self._layouts:

@@ -108,6 +108,7 @@ def choose(request: Request, *, force: str | None = None) -> Choice:
 
 
 def _why_not(kernel: Kernel, request: Request) -> str | None:
+    """By the attributes of a kernel, then by its own `refuses`."""
     backward, needs = request.direction is Direction.BACKWARD, kernel.backward_needs
     if backward and needs is None:
         return "has no backward pass"
@@ -215,6 +216,7 @@ class RowChoice:
 
 
 def choose_rows(device_type: str, dtype: torch.dtype) -> RowChoice:
+    """The row kernels for tensors on such a device; `dtype`: of q, k and v."""
     if device_type != "cuda":
         why_not = f"runs on cuda, not on {device_type}"
     elif dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -34,6 +34,8 @@ _UNUSED = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_of
 
 
 class TorchOp(DenseKernel):
+    """A kernel of PyTorch: an op for each pass, called by the names of its arguments."""
+
     op: str  # of the forward pass; the op of the backward pass is named `{op}_backward`
     forward_options: Mapping[str, Any] = {}
     backward_arguments: tuple[str, ...] = ()

@@ -26,6 +26,8 @@ from mesh_attention.runtime.session.collective_call import collective_call
 
 
 class Attention(torch.autograd.Function):
+    """The operator and its derivative. It takes the operator's inputs, the constants as one."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -81,6 +83,7 @@ def below_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 @collective_call(lambda ctx, *_: (ctx.prepared.user.session, ctx.prepared.call.options))
 def _call_backward_together(ctx: Any, *grads: Tensor | None) -> list[Tensor]:
+    """In eager code: other ranks are told of an error. In a graph the operator itself does so."""
     ctx.prepared.user.refuse_if_closed()
     if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads):
         raise MeshAttentionError(

@@ -150,6 +150,7 @@ def fake_attention(
     block: Tensor | None,
     *constants: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """What the operator will return, without data, for tracing."""
     _partition_graphs()
     of_call = OfCall(*constants)
     place = torch.empty(1, dtype=torch.int64, device="cpu")
@@ -178,6 +179,7 @@ def fake_attention(
 
 
 def fake_attention_backward(*inputs: Any) -> list[Tensor]:
+    """What the backward operator will return."""
     backward = OfBackward(*inputs[: len(OfBackward._fields)])
     shapes = zip(_shapes(backward.out, backward.k_shape), backward.needed[:3], strict=True)
     grads = [backward.out.new_empty(shape) for shape, needs in shapes if needs]

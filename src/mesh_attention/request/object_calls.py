@@ -105,6 +105,8 @@ class ObjectCalls:
         return calls
 
     def _agree_on_plan(self) -> None:
+        """Reads the arguments and, where sizes are known, makes the plan, which ranks compare. If
+        they chose different methods, all follow the first rank and compare again."""
         group, error, choice, plan = self.session.groups.parent, None, None, None
         try:
             self.arguments = with_lengths(self.arguments)

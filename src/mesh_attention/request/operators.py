@@ -78,6 +78,7 @@ def _attention_over_ranks(
     block: Tensor | None,
     *constants: Any,
 ) -> Results:
+    """By the prepared call that the inputs name. In a graph they name none: it is prepared now."""
     of_call = OfCall(*constants)
     batch = None
     if documents is not None and (plans := BATCH_PLANS.get(int(documents))) is not None:
@@ -97,6 +98,7 @@ def _attention_over_ranks(
 
 
 def _attention_backward(*inputs: Any) -> list[Tensor]:
+    """Likewise for the backward pass. Tensors of a graph may be gone: stand-ins have the shapes."""
     backward = OfBackward(*inputs[: len(OfBackward._fields)])
     of_call = OfCall(*inputs[len(backward) :])._replace(needs_grad=True, refusal=None)
     if need_grad(*backward[:5]):  # if autograd made this call, it has refused already
@@ -133,6 +135,7 @@ def _forward_pass(
     sinks: Tensor | None,
     batch: BatchIdentity | None,
 ) -> Results:
+    """Begins the call, which ranks compare, runs the program and adds sinks to its results."""
     needs_grad, label = of_call.needs_grad, of_call.label
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():

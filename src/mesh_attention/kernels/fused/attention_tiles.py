@@ -85,6 +85,7 @@ def store_tile(
     x, row_stride, value, rows_left,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """At `x`; no more than `rows_left` rows, and no column past the width."""
     pointers = x + tile_offsets(row_stride, ROWS, COLUMNS)
     row = tl.arange(0, ROWS)[:, None] < rows_left
     value = value.to(pointers.dtype.element_ty)
