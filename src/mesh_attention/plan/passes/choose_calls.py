@@ -92,6 +92,7 @@ class CallChooser:
     def _seconds(
         self, op: Attention, table: Mapping[str, Buffer], single: Call, splits: int
     ) -> tuple[float, float]:
+        """Predicted seconds of a single call for all rows, and of the calls as they are."""
         clock = self._clock
         sizes = clock.sizes(op, table)
         whole = sizes[0]._replace(

@@ -52,7 +52,7 @@ class CallSeconds:
         return total
 
     def sizes(self, op: Attention, table: Mapping[str, Buffer]) -> list[CallSize]:
-        """Of its calls."""
+        """The size of each of its calls, as `kernel` takes it."""
         heads = op.q.num_heads(table[op.q.buffer]), op.k.num_heads(table[op.k.buffer])
         sizes = []
         for call in op.calls:

@@ -152,6 +152,7 @@ class _Left:
         self._align = ALIGN * (2 if self._rows.folded else 1) if long else 1
 
     def next_rank(self) -> list[tuple[int, int]]:
+        """The positions of the next rank, in any order; the last rank takes all that is left."""
         self._own = []
         before, self._rank = self._tokens * self._rank // self._ranks, self._rank + 1
         self._need_tokens += self._tokens * self._rank // self._ranks - before

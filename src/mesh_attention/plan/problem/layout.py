@@ -150,12 +150,13 @@ class Layout:
                 )
 
     def on_devices(self, devices: Sequence[int]) -> Layout:
-        """Of ranks that are numbered in another way: rank r is the device `devices[r]` of these."""
+        """The same tokens on the same devices, with ranks numbered in another way: rank r owns what
+        rank `devices[r]` owns here."""
         order = devices if self.order is None else [self.order[device] for device in devices]
         return replace(self, order=tuple(order))
 
     def by_device(self, devices: Sequence[int]) -> Layout:
-        """The other way round: the layout of the devices that these ranks are.
+        """The inverse of `on_devices`: what each device owns, where rank r is `devices[r]`.
 
         >>> layout = Layout(LayoutKind.ZIGZAG, num_tokens=12, num_ranks=3)
         >>> layout.on_devices((2, 0, 1)).by_device((2, 0, 1)) == layout
@@ -254,7 +255,7 @@ class Layout:
         return self._blocks(spans)
 
     def _blocks(self, spans: Spans) -> list[tuple[int, int]]:
-        """The same, cut where another rank or another stretch begins."""
+        """As `blocks_of`, but cut where another rank or another stretch begins."""
         places, firsts = self._stretches
         if len(spans) >= _MANY_SPANS:
             edges, (starts, stops) = np.array(places), np.array(spans, dtype=np.int64).T

@@ -42,6 +42,14 @@ _ALSO: dict[Any, SliceKind] = {  # with MagiAttention's words and numbers for th
     "inv_causal": SliceKind.INVERSE_CAUSAL,
     "bi_causal": SliceKind.BICAUSAL,
 }
+# Of the lines at which the keys of a query begin and end.
+_SLOPES: dict[str, tuple[int, int]] = {
+    SliceKind.FULL: (0, 0),
+    SliceKind.CAUSAL: (0, 1),
+    SliceKind.INVERSE_CAUSAL: (1, 0),
+    SliceKind.BICAUSAL: (1, 1),
+}
+_KIND_OF = {slopes: kind for kind, slopes in _SLOPES.items()}
 MAX_SLICES = 1 << 14
 _FORM = "give ((query start, stop), (key start, stop), kind)"
 
@@ -85,10 +93,7 @@ _Piece = tuple[int, int, Interval]
 
 def _pieces(slices: Iterable[Slice]) -> Iterator[_Piece]:
     for (q0, q1), (k0, k1), kind in slices:
-        rises = kind in (SliceKind.CAUSAL, SliceKind.BICAUSAL)
-        follows = kind in (SliceKind.INVERSE_CAUSAL, SliceKind.BICAUSAL)
-        lo = (k0 - q0, 1) if follows else (k0, 0)
-        hi = (k1 - q1 + 1, 1) if rises else (k1, 0)
+        follows, rises = _SLOPES[kind]
         start, stop = q0, q1
         if rises and follows:
             stop = q1 if k1 - k0 >= q1 - q0 else q0
@@ -97,7 +102,7 @@ def _pieces(slices: Iterable[Slice]) -> Iterator[_Piece]:
         elif follows:
             stop = min(q1, q0 + k1 - k0)
         if start < stop and k0 < k1:
-            yield start, stop, Interval(*lo, *hi)
+            yield start, stop, Interval(k0 - follows * q0, follows, k1 - rises * (q1 - 1), rises)
 
 
 def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
@@ -159,13 +164,8 @@ def slices_of(rows: RowRanges) -> Iterator[Slice]:
     for s in rows.segments:
         for i in s.intervals:
             first, last = i.at(s.start), i.at(s.stop - 1)
-            kind = {
-                (0, 0): SliceKind.FULL,
-                (0, 1): SliceKind.CAUSAL,
-                (1, 0): SliceKind.INVERSE_CAUSAL,
-                (1, 1): SliceKind.BICAUSAL,
-            }[i.lo_slope, i.hi_slope]
             if first[0] < last[1]:
+                kind = _KIND_OF[i.lo_slope, i.hi_slope]
                 yield (s.start, s.stop), (first[0], last[1]), kind
 
 

@@ -237,6 +237,7 @@ def _meeting_fault(pass_: Pass) -> tuple[int, str, str] | None:
 
 
 def _program_fault(plan: Plan, pass_: Pass, program: Program) -> tuple[str, str] | None:
+    """Buffers must have places, heads and names of their own; operations, pieces inside them."""
     table = program.buffer_table()
     if len(table) != len(program.buffers):
         return "buffers", "two buffers have the same name"
