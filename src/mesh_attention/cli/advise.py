@@ -10,20 +10,11 @@ from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
 from mesh_attention.choose.scored import gpu_bytes
+from mesh_attention.cli import output
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.options import FLAGS_OF_ALL, add_plan_flags, asked_of_all, cluster_of
-from mesh_attention.cli.output import (
-    batch_note,
-    missing_kernels,
-    missing_kernels_note,
-    nodes_text,
-    progress,
-    ranks_text,
-    show,
-    table,
-)
 from mesh_attention.cli.values import size
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.files import check_writable
@@ -44,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     problem, ranks, cluster = asked.problem, asked.ranks, asked.cluster
     if args.output is not None:
         check_writable(args.output)
-    with progress("searching") as tell:
+    with output.progress("searching") as tell:
         best = asked.search(tell)
         default = None
         if asked.kernel is None:  # `auto` does not know of a kernel that was asked for
@@ -59,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = _verdict(ranking, asked.batch, args.model)
     python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
     timelines = [scored.timeline for scored in choice.chosen.values()]
-    return show(
+    return output.show(
         args,
         lambda: {
             "cluster": cluster.name,
@@ -77,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
             "methods": [row.to_json() | {"tie": ranking.is_tie(row)} for row in ranking.rows],
             "refused": ranking.refused,
             "settings_tried": choice.tried,
-            "kernels_not_installed": missing_kernels(timelines),
+            "kernels_not_installed": output.missing_kernels(timelines),
         },
         lambda: [
             *verdict,
             "",
-            f"{ranks_text(ranks)} of {cluster.name} ({cluster.gpu.name}), "
-            f"{nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
+            f"{output.ranks_text(ranks)} of {cluster.name} ({cluster.gpu.name}), "
+            f"{output.nodes_text(ranks, cluster.node.ranks)}\n{problem_text(problem)}",
             _table(ranking, least),
             *_table_notes(ranking, cluster, problem),
             *(f"{name}: {reason}" for name, reason in ranking.refused.items()),
@@ -97,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             f"Cluster: {asked.found_by}.",
             f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
             "layer and one sequence.",
-            *missing_kernels_note(timelines),
+            *output.missing_kernels_note(timelines),
         ],
     )
 
@@ -115,7 +106,7 @@ def _verdict(ranking: Ranking, batch: int, model: str | None) -> list[str]:
         lines = [f"{use} It fits: attention needs {needs} of the {limit} of a GPU."]
     if asked.num_ranks > 1:
         lines.append(ranking.reason)
-    lines += batch_note(batch, chosen.seconds)
+    lines += output.batch_note(batch, chosen.seconds)
     if model is not None and len(chosen.passes) > 1:
         lines.append(model_step_text(ranking, batch, model_shape(model)))
     return lines
@@ -195,7 +186,7 @@ def _table(ranking: Ranking, least: dict[Direction, float]) -> str:
     bound = ["least possible", *[""] * (len(least) + len(times) + 1)]
     bound += map(bytes_text, least.values())
     lines.append(bound + [""] * (len(heads) - len(bound)))
-    return table(lines)
+    return output.table(lines)
 
 
 def _time(seconds: float, is_simulated: bool) -> str:

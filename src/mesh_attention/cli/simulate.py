@@ -15,6 +15,7 @@ from typing import Any
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.scored import gpu_bytes
+from mesh_attention.cli import output
 from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
 from mesh_attention.cli.options import (
     add_plan_flags,
@@ -24,18 +25,6 @@ from mesh_attention.cli.options import (
     ranks_of,
     tell_fewer_chunks,
     with_memory,
-)
-from mesh_attention.cli.output import (
-    BATCH_FLAG,
-    batch_note,
-    missing_kernels,
-    missing_kernels_note,
-    nodes_text,
-    of_batch,
-    progress,
-    ranks_text,
-    show,
-    table,
 )
 from mesh_attention.cli.values import one_of, size
 from mesh_attention.cost.operation_costs import Overlap
@@ -82,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         draw_gantt(timelines, args.gantt, gantt_ranks)
         files.append(f"picture: {args.gantt}")
     by_pass = {p.direction.value: p.to_json(args.batch) for p in passes}
-    return show(
+    return output.show(
         args,
         lambda: by_pass if len(by_pass) > 1 else by_pass[passes[0].direction.value],
         lambda: [*to_lines(passes, args.batch), *files],
@@ -108,8 +97,8 @@ class Simulated:
     def to_json(self, batch: int = 1) -> dict[str, Any]:
         """Bytes are those of a batch, seconds those of one sequence."""
         tried = {} if self.tried is None else {"settings_tried": self.tried}
-        missing = {"kernels_not_installed": missing_kernels([self.timeline])}
-        numbers: dict[str, Any] = of_batch(self.timeline.to_json(), batch)
+        missing = {"kernels_not_installed": output.missing_kernels([self.timeline])}
+        numbers: dict[str, Any] = output.of_batch(self.timeline.to_json(), batch)
         return numbers | {"batch": batch, "setting": self.setting} | missing | tried
 
 
@@ -129,7 +118,7 @@ def simulated(
             Simulated(simulate(plan, cluster, d, overlap=overlap, kernel=args.kernel), options)
             for d in directions
         ]
-    with progress("searching") as tell:
+    with output.progress("searching") as tell:
         best = find_best(
             problem,
             ranks,
@@ -150,7 +139,7 @@ def simulated(
 def _show_clusters(args: argparse.Namespace) -> int:
     clusters = [load_cluster(name) for name in cluster_names()]
     width = max(len(cluster.name) for cluster in clusters)
-    return show(
+    return output.show(
         args,
         lambda: {cluster.name: cluster.description for cluster in clusters},
         lambda: (
@@ -178,9 +167,9 @@ def to_lines(passes: Sequence[Simulated], batch: int = 1) -> list[str]:
         ["peak memory", *(bytes_text(n["peak_bytes"]) for n in numbers)],
     ]
     lines = [
-        f"{' and '.join(methods)} on {ranks_text(plan.num_ranks)} of {cluster.name}, "
-        f"{nodes_text(plan.num_ranks, cluster.node.ranks)}\n{problem_text(plan.problem)}",
-        table(rows),
+        f"{' and '.join(methods)} on {output.ranks_text(plan.num_ranks)} of {cluster.name}, "
+        f"{output.nodes_text(plan.num_ranks, cluster.node.ranks)}\n{problem_text(plan.problem)}",
+        output.table(rows),
     ]
     limit = gpu_bytes(cluster) * batch
     for pass_ in passes:
@@ -193,12 +182,12 @@ def to_lines(passes: Sequence[Simulated], batch: int = 1) -> list[str]:
         lines.append(f"{pass_.direction}: {_kernels_text(pass_.timeline.kernels)}")
         if pass_.timeline.peak_bytes * batch > limit:
             lines.append(f"{pass_.direction}: needs more than the {bytes_text(limit)} of a GPU")
-    lines += batch_note(batch, sum(pass_.timeline.runtime_seconds for pass_ in passes))
+    lines += output.batch_note(batch, sum(pass_.timeline.runtime_seconds for pass_ in passes))
     times = "" if batch == 1 else ", times for one sequence"
     lines.append(
         f"Modelled, not measured; overlap {first.overlap}; bytes for batch {batch}{times}."
     )
-    return lines + missing_kernels_note([pass_.timeline for pass_ in passes])
+    return lines + output.missing_kernels_note([pass_.timeline for pass_ in passes])
 
 
 def _kernels_text(parts: dict[str, float]) -> str:
@@ -246,7 +235,7 @@ COMMAND = Command(
     run=run,
     flags=(
         *CLUSTER_FLAGS,
-        BATCH_FLAG,
+        output.BATCH_FLAG,
         Flag("--clusters", "list the clusters and stop"),
         Flag(
             "--overlap",
