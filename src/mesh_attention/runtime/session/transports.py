@@ -16,7 +16,7 @@ import torch
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.buffers import Precision
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.language.program import Communication
+from mesh_attention.plan.language.program import AllGather, Communication, ReduceScatter
 from mesh_attention.runtime.device import Workspace, transfer_stream
 from mesh_attention.runtime.execute.executor import CallShape
 from mesh_attention.runtime.session.rank_plan import RankPlan
@@ -166,32 +166,35 @@ class CallTransport:
 
     def make_groups(self, directions: Iterable[Direction]) -> None:
         """Make the process groups that are still missing; ranks that share memory need none."""
-        for ranks in self._of_collectives(directions):
+        for _, ranks in self._used(directions, collectives=True):
             if self._memory is None or not self._memory.covers(ranks):
                 self._groups.of(ranks)
 
     def is_connected(self, directions: Iterable[Direction]) -> bool:
         """Whether there is nothing left that ranks would have to make together."""
-        needed = [self._groups.ranks, *self._of_collectives(directions)]
-        return self._memory is None and all(map(self._groups.has, needed))
+        used = self._used(directions, collectives=True)
+        has = self._groups.has
+        return self._memory is None and has(self._groups.ranks) and all(has(x) for _, x in used)
 
-    def _of_collectives(self, directions: Iterable[Direction]) -> Iterator[list[int]]:
-        plan = self._plan
-        for direction in directions:
-            yield from self._groups.of_collectives(plan, plan.direction(direction), self._rank)
-
-    def choices(self, directions: Iterable[Direction]) -> dict[str, tuple[str, str]]:
-        """For each group in which this rank communicates: the transport, and why not the other."""
-        choices: dict[str, tuple[str, str]] = {}
+    def _used(
+        self, directions: Iterable[Direction], *, collectives: bool = False
+    ) -> Iterator[tuple[str, list[int]]]:
+        """The groups in which this rank communicates, in an order that their members share: (pass
+        and name, global ranks). `collectives`: by these, which need process groups of their own."""
         plan, rank = self._plan, self._rank
+        kinds = AllGather | ReduceScatter if collectives else Communication
         for direction in directions:
             pass_ = plan.direction(direction)
             operations = pass_.programs[rank].operations
-            used = {op.group for op in operations if isinstance(op, Communication)}
+            used = {op.group for op in operations if isinstance(op, kinds)}
             for name, ranks in self._groups.global_ranks(plan, pass_, rank).items():
-                if name in used and len(ranks) > 1:
-                    choices[f"{direction} {name}"] = self._choice(ranks)
-        return choices
+                if name in used:
+                    yield f"{direction} {name}", ranks
+
+    def choices(self, directions: Iterable[Direction]) -> dict[str, tuple[str, str]]:
+        """For each group in which this rank communicates: the transport, and why not the other."""
+        used = self._used(directions)
+        return {name: self._choice(ranks) for name, ranks in used if len(ranks) > 1}
 
     def _choice(self, ranks: Sequence[int]) -> tuple[str, str]:
         if self._wanted is TransportName.DISTRIBUTED:

@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import Store
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Pass, Plan
-from mesh_attention.plan.language.program import AllGather, ReduceScatter
 from mesh_attention.runtime.transport.job_store import JobStore, PatientStore
 from mesh_attention.runtime.transport.make_group import (
     ON_OUR_OWN,
@@ -84,14 +83,6 @@ class Groups:
             if self.backend == dist.Backend.GLOO:
                 for backend in chain.from_iterable(map(backends_of, self._there())):
                     backend._set_default_timeout(limit)
-
-    def of_collectives(self, plan: Plan, pass_: Pass, rank: int) -> list[list[int]]:
-        """The global ranks of each group in which this logical rank's program has collectives, in
-        an order that the members share. Each needs a process group."""
-        operations = pass_.programs[rank].operations
-        used = {op.group for op in operations if isinstance(op, AllGather | ReduceScatter)}
-        groups = self.global_ranks(plan, pass_, rank)
-        return [ranks for name, ranks in groups.items() if name in used]
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
