@@ -20,13 +20,14 @@ from mesh_attention.cost.operation_costs import (
     waits_of_rank,
 )
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan
 from mesh_attention.plan.language.program import (
     AllToAll,
     Attention,
     CallKind,
     Collective,
+    Communication,
     Free,
     Operation,
     SendRecv,
@@ -82,7 +83,6 @@ class SharedWork:
         self._tables: dict[int, tuple[int, Mapping[str, Buffer]]] = {}
         # By the number of a table of buffers.
         self._calls: defaultdict[int, dict[Operation, tuple[TimedCall, ...]]] = defaultdict(dict)
-        self._sizes: defaultdict[int, dict[tuple[Piece, ...], int]] = defaultdict(dict)
         self._bytes: dict[tuple[int, int, int], tuple[int, int, Flows]] = {}
         for rank in ranks:
             program = compiled.pass_.programs[rank]
@@ -118,15 +118,7 @@ class SharedWork:
                 known[op] = calls
         return calls
 
-    def num_bytes(self, rank: int, pieces: tuple[Piece, ...]) -> int:
-        number, table = self._tables[rank]
-        sizes = self._sizes[number]
-        if pieces not in sizes:
-            problem = self._compiled.plan.problem
-            sizes[pieces] = sum(p.num_bytes(table[p.buffer], problem) for p in pieces)
-        return sizes[pieces]
-
-    def flows(self, rank: int, op: Collective) -> Flows:
+    def flows(self, rank: int, op: Communication) -> Flows:
         return self._compiled.flows.of(op, *self._tables[rank])
 
     def received_bytes(self, op: Collective, flows: Flows, member: int) -> tuple[int, int]:

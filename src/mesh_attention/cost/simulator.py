@@ -27,7 +27,6 @@ from mesh_attention.cost.state import Activity, Capacities, Capacity, Clock, Ran
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import ClusterError, a_cluster
-from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Plan, a_plan
 from mesh_attention.plan.language.program import Collective, SendRecv
 from mesh_attention.plan.language.traffic import SharedFlows
@@ -254,22 +253,23 @@ class _Simulation:
     def _arrive_at_peers(self, state: RankState, at: int, op: SendRecv) -> None:
         rank, ranks = state.rank, self._pass.groups[op.group]
         self._open[rank, at] = bool(op.sends) + bool(op.receives)
+        flows = self._work.flows(rank, op)
         if op.sends:
-            self._pair((op.group, rank, ranks[op.to_member]), (rank, at), op.sends, sends=True)
+            flow, num_bytes = (op.group, rank, ranks[op.to_member]), flows.sent[op.to_member]
+            self._pair(flow, (rank, at), num_bytes, sends=True)
         if op.receives:
             flow = (op.group, ranks[op.from_member], rank)
-            self._pair(flow, (rank, at), op.receives, sends=False)
+            self._pair(flow, (rank, at), flows.received[op.from_member][0], sends=False)
         if not op.sends and not op.receives:
             self._communicated([(rank, at)])
 
-    def _pair(self, flow: _Flow, end: _Place, pieces: tuple[Piece, ...], *, sends: bool) -> None:
+    def _pair(self, flow: _Flow, end: _Place, num_bytes: int, *, sends: bool) -> None:
         """Begins a flow if the other end waits for this one; otherwise this end waits."""
         waiting = self._ends[flow, not sends]
         if not waiting:
             self._ends[flow, sends].append(end)
             return
         _, source, target = flow
-        num_bytes = self._work.num_bytes(end[0], pieces)
         self._received[target] += num_bytes
         nodes = self._work.nodes
         self._far[target] += num_bytes * (nodes[source] != nodes[target])
