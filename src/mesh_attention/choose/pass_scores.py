@@ -48,14 +48,14 @@ class PassScores:
         self, asked: SearchQuestion, direction: Direction, layout: LayoutKind | None
     ) -> None:
         self._asked, self._direction = asked, direction
-        self._is_backward = direction is Direction.BACKWARD
+        self.is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
         self._last: dict[Layout, Plan] = {}  # the next of this layout lowers the same tasks
         self.best: Score | None = None
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
         self.ranks_wait = layout is LayoutKind.ZIGZAG and not asked.problem.mask.is_full
-        self._sparse = shows_little(asked.problem)
+        self.sparse = shows_little(asked.problem)
 
     @property
     def scored(self) -> list[Scored]:
@@ -93,7 +93,7 @@ class PassScores:
         ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
         name, options = setting.name, setting.options
         degree, (a, b) = degree_and_tile(name, options, self._asked.problem, ranks)
-        if not self._is_backward or not ranks > per_node > degree * a:
+        if not self.is_backward or not ranks > per_node > degree * a:
             return False
         return "combine" in METHODS[name].options() and "combine" not in options and b > 1
 
@@ -128,7 +128,7 @@ class PassScores:
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
             may_wait=waits,
-            recalls=self._is_backward and bool(between),
+            recalls=self.is_backward and bool(between),
             others_bytes=others_bytes,
             rank_operations=seen.num_operations // asked.num_ranks,
         )
@@ -155,10 +155,10 @@ class PassScores:
         mask that shows little they meet at every step of a ring."""
         if method.all_exchange:
             return False
-        if self._sparse and not method.by_stretches and not method.is_plain_box:
+        if self.sparse and not method.by_stretches and not method.is_plain_box:
             return True
         chunked = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
-        return (self.ranks_wait and chunked) or (self._sparse and method.rotates)
+        return (self.ranks_wait and chunked) or (self.sparse and method.rotates)
 
     def best_of(self, scored: Sequence[Scored]) -> Scored:
         """The best of settings that come in the order of their estimates. They are simulated until

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from mesh_attention.choose.busiest import shows_little
 from mesh_attention.choose.pass_scores import PassScores, shape_key
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion
 from mesh_attention.choose.shapes import (
@@ -40,13 +39,11 @@ class PassSearch:
         self, asked: SearchQuestion, direction: Direction, layout: LayoutKind | None
     ) -> None:
         self._asked, self._direction, self._layout = asked, direction, layout
-        self._is_backward = direction is Direction.BACKWARD
         self.scores = PassScores(asked, direction, layout)
         self._taken: dict[int, tuple[Score, Shape]] = {}  # shapes by number, with their best scores
         # Programs of even chunks of thousands of ranks take seconds to make.
         few_ranks = asked.num_ranks <= asked.effort.ranks_of_even_chunks
         self._may_be_even = self.scores.ranks_wait and few_ranks
-        self._sparse = shows_little(asked.problem)
 
     @cached_property
     def _shapes(self) -> list[Shape]:
@@ -116,7 +113,7 @@ class PassSearch:
 
     def _may_be_cut(self, number: int) -> bool:
         _, shape = self._taken[number]
-        return len([*cuts_of(shape, self._direction, sparse=self._sparse)]) > 1
+        return len([*cuts_of(shape, self._direction, sparse=self.scores.sparse)]) > 1
 
     def _is_good_enough(self) -> bool:
         return self.scores.best is not None and self.scores.best <= self._enough
@@ -134,7 +131,7 @@ class PassSearch:
     def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
         """The best of these cuts of a shape, with even chunks where they are better."""
         tried = []
-        for cut in [*cuts_of(shape, self._direction, sparse=self._sparse)][which]:
+        for cut in [*cuts_of(shape, self._direction, sparse=self.scores.sparse)][which]:
             setting = {**shape.options, **cut}
             if self._prefers_even(shape, setting):
                 setting["even_chunks"] = True
@@ -171,7 +168,7 @@ class PassSearch:
     def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
         """Whether even chunks are tried at once: backward, chunks of uneven work cost more by
         waiting than even chunks by more calls."""
-        if not self._is_backward or not self._may_be_even or shape.tile == (1, 1):
+        if not self.scores.is_backward or not self._may_be_even or shape.tile == (1, 1):
             return False
         return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
 
