@@ -34,9 +34,7 @@ _CUTS = ("chunks", "head_slices", "even_chunks", "short_start")
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
     """By score. Of equal scores, what leaves tokens where they are is first, then fewer options."""
-    return sorted(
-        scored, key=lambda setting: (setting.score, not setting.stays, len(setting.options))
-    )
+    return sorted(scored, key=lambda x: (x.score, not x.stays, len(x.options)))
 
 
 class PassScores:
@@ -59,7 +57,7 @@ class PassScores:
 
     @property
     def scored(self) -> list[Scored]:
-        return best_first(setting for setting in self._known.values() if setting is not None)
+        return best_first(scored for scored in self._known.values() if scored is not None)
 
     def attempt(self, method: str, setting: dict[str, Any]) -> Scored | None:
         """The setting with its score; None where the method refuses it."""
@@ -79,19 +77,19 @@ class PassScores:
         self._asked.report()
         return scored
 
-    def best_sums(self, setting: Scored | None) -> Scored | None:
+    def best_sums(self, scored: Scored | None) -> Scored | None:
         """The setting, or the same with gradients of keys added inside nodes first, if that is
         faster."""
-        if setting is None or not self._reduces_far(setting):
-            return setting
-        inside = {**setting.options, "combine": Combine.NODES.value}
-        other = self.attempt(setting.name, inside)
-        return setting if other is None or setting.score <= other.score else other
+        if scored is None or not self._reduces_far(scored):
+            return scored
+        inside = {**scored.options, "combine": Combine.NODES.value}
+        other = self.attempt(scored.name, inside)
+        return scored if other is None or scored.score <= other.score else other
 
-    def _reduces_far(self, setting: Scored) -> bool:
+    def _reduces_far(self, scored: Scored) -> bool:
         """Whether gradients of keys leave nodes, and may be added inside nodes first."""
         ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
-        name, options = setting.name, setting.options
+        name, options = scored.name, scored.options
         degree, (a, b) = degree_and_tile(name, options, self._asked.problem, ranks)
         if not self.is_backward or not ranks > per_node > degree * a:
             return False
@@ -138,17 +136,17 @@ class PassScores:
         asked, corners = self._asked, corner_ranks(compiled.plan, method, setting)
         return seconds_of_few(compiled, asked.cluster, corners, asked.overlap)
 
-    def _met(self, setting: Scored) -> Scored:
+    def _met(self, scored: Scored) -> Scored:
         """The setting, with the waits of ranks for each other in its seconds, where they can be
         known without a simulation."""
-        if not setting.may_wait or not _meets(METHODS[setting.name]):
-            return setting
-        plan = self._asked.plan(self._direction, setting.name, setting.options)
+        if not scored.may_wait or not _meets(METHODS[scored.name]):
+            return scored
+        plan = self._asked.plan(self._direction, scored.name, scored.options)
         compiled = compiled_on(plan, self._direction, self._asked.cluster, self._asked.kernel)
-        few = self._of_corners(compiled, setting.name, setting.options)
-        setting = replace(setting, seconds=max(setting.seconds, few), may_wait=False)
-        self._known[setting_key(setting.name, setting.options)] = setting
-        return setting
+        few = self._of_corners(compiled, scored.name, scored.options)
+        scored = replace(scored, seconds=max(scored.seconds, few), may_wait=False)
+        self._known[setting_key(scored.name, scored.options)] = scored
+        return scored
 
     def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
         """Whether ranks have unlike work before they meet. In one unit all have the same; under a
@@ -160,7 +158,7 @@ class PassScores:
         chunked = (setting.get("chunks") or (1, 1)) != (1, 1) and not setting.get("even_chunks")
         return (self.ranks_wait and chunked) or (self.sparse and method.rotates)
 
-    def best_of(self, scored: Sequence[Scored]) -> Scored:
+    def best_of(self, candidates: Sequence[Scored]) -> Scored:
         """The best of settings that come in the order of their estimates. They are simulated until
         no other estimate is shorter than the best simulation. Settings of one shape differ less
         than shapes do, so the best of each shape come first. An estimate does not win over a
@@ -170,44 +168,44 @@ class PassScores:
         best: Scored | None = None
         least: Score = (True, math.inf)
         firsts: dict[str, Scored] = {}
-        for setting in scored:
-            firsts.setdefault(shape_key(setting.name, setting.options), setting)
-        rest = [setting for setting in scored if setting not in firsts.values()]
-        for setting in (*firsts.values(), *rest):
-            if least <= setting.score:
+        for scored in candidates:
+            firsts.setdefault(shape_key(scored.name, scored.options), scored)
+        rest = [scored for scored in candidates if scored not in firsts.values()]
+        for scored in (*firsts.values(), *rest):
+            if least <= scored.score:
                 continue
-            setting = self._met(setting)
-            more = operations + setting.operations
+            scored = self._met(scored)
+            more = operations + scored.operations
             may_simulate = count < effort.simulated and more <= effort.simulated_operations
-            uncertain = not setting.is_simulated and (setting.may_wait or effort.every_name)
-            if not may_simulate and setting.may_wait:
+            uncertain = not scored.is_simulated and (scored.may_wait or effort.every_name)
+            if not may_simulate and scored.may_wait:
                 continue  # its estimate says too little
             is_last = not may_simulate and best is not None and best.is_simulated
             if uncertain and (may_simulate or is_last):
                 operations, count = more, count + 1
-                setting = self._asked.simulated(setting)
-                self._known[setting_key(setting.name, setting.options)] = setting
-            if setting.score < least:
-                best, least = setting, setting.score
+                scored = self._asked.simulated(scored)
+                self._known[setting_key(scored.name, scored.options)] = scored
+            if scored.score < least:
+                best, least = scored, scored.score
             if uncertain and is_last:
                 break
-        return self._simplest_of_ties(best, scored) if best else scored[0]
+        return self._simplest_of_ties(best, candidates) if best else candidates[0]
 
-    def _simplest_of_ties(self, best: Scored, scored: Sequence[Scored]) -> Scored:
+    def _simplest_of_ties(self, best: Scored, candidates: Sequence[Scored]) -> Scored:
         """Among settings that are nearly as fast as the best, the one with the fewest operations of
         a rank: the model cannot tell them apart, and operations cost more than it knows of.
         Estimates of single rows that travel say too little for that."""
         enough = not best.fits, best.seconds * (1 + self._asked.effort.tie)
         ties = [best]
-        for setting in scored:
-            if setting.score > enough or setting.rank_operations >= best.rank_operations:
+        for scored in candidates:
+            if scored.score > enough or scored.rank_operations >= best.rank_operations:
                 continue
-            known = self._known.get(setting_key(setting.name, setting.options))
-            setting = self._met(known or setting)
-            is_bound = setting.may_wait or METHODS[setting.name].by_stretches
-            if setting.score <= enough and (setting.is_simulated or not is_bound):
-                ties.append(setting)
-        return min(ties, key=lambda setting: (setting.rank_operations, setting.score))
+            known = self._known.get(setting_key(scored.name, scored.options))
+            scored = self._met(known or scored)
+            is_bound = scored.may_wait or METHODS[scored.name].by_stretches
+            if scored.score <= enough and (scored.is_simulated or not is_bound):
+                ties.append(scored)
+        return min(ties, key=lambda scored: (scored.rank_operations, scored.score))
 
 
 def _meets(method: Method) -> bool:
