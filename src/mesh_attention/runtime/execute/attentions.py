@@ -47,7 +47,8 @@ Work = Callable[[], object]
 
 
 class Attentions:
-    """
+    """The attentions of the program of a frame.
+
     plan              whose masks the calls have
     kernels           by name
     scores            softmax scale and softcap

@@ -49,6 +49,9 @@ class ProgramStep(NamedTuple):
 
 
 class Frame:
+    """A program on one rank: its memory, streams and steps, and its transfers and merges, bound to
+    tensors. `row_choice`: of the kernels that merge rows."""
+
     def __init__(
         self,
         program: Program,
@@ -61,7 +64,6 @@ class Frame:
         *,
         two_streams: bool,
     ) -> None:
-        """`row_choice`: of the kernels that merge rows."""
         fault = order_fault(program)
         if fault is not None:
             raise MeshAttentionError(

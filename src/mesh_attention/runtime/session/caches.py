@@ -45,6 +45,7 @@ class LruCache(OrderedDict[Key, Value]):
         self._limit = limit
 
     def find(self, key: Key) -> Value | None:
+        """The value, which now was used last; None if it is not kept."""
         if key not in self:
             return None
         self.move_to_end(key)
