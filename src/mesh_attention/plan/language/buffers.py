@@ -220,6 +220,10 @@ class Piece(Value):
     def num_bytes(self, buffer: Buffer, problem: Problem) -> int:
         return self.num_rows * self.num_heads(buffer) * buffer.row_bytes(problem)
 
+    def cut(self, start: int, stop: int) -> Piece:
+        """These rows of the piece, counted inside it."""
+        return Piece(self.buffer, self.start + start, self.start + stop, self.heads)
+
     def overlaps(self, other: Piece) -> bool:
         """Whether two pieces of the same buffer share a row and a head."""
         if not (self.start < other.stop and other.start < self.stop):

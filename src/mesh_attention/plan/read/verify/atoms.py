@@ -8,7 +8,7 @@ overlaps are single operations.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
@@ -71,7 +71,7 @@ class Atoms:
         token_cuts: tuple[set[int], set[int]] = (set(), set())
         head_cuts = {0, plan.problem.num_heads}
         group = plan.problem.heads_per_kv_head
-        for buffer, (rows, heads) in _cuts_by_buffer(pass_):
+        for buffer, (rows, heads) in _cuts_by_buffer(pass_).items():
             side = int(buffer.kind.is_key_side)
             per_head = group if side else 1
             token_cuts[side].update(e for span in buffer.rows for e in span)
@@ -128,7 +128,7 @@ class Atoms:
 _Cuts = tuple[set[int], set[int]]  # rows and heads at which pieces of a buffer begin or end
 
 
-def _cuts_by_buffer(pass_: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
+def _cuts_by_buffer(pass_: Pass) -> dict[Buffer, _Cuts]:
     """Every buffer with the cuts that pieces make; what ranks share is looked at once."""
     used_by: dict[Operation, dict[str, _Cuts]] = {}
     cuts_of: dict[Buffer, _Cuts] = {}
@@ -147,16 +147,13 @@ def _cuts_by_buffer(pass_: Pass) -> Iterator[tuple[Buffer, _Cuts]]:
                 all_rows, all_heads = cuts_of.setdefault(table[name], (set(), set()))
                 all_rows |= cuts[0]
                 all_heads |= cuts[1]
-    yield from cuts_of.items()
+    return cuts_of
 
 
-def _cut_parts(op: Operation) -> Iterator[Piece]:
+def _cut_parts(op: Operation) -> list[Piece]:
     """The stretches that a collective takes apart, so that a wrong cut moves whole atoms."""
-    if isinstance(op, AllGather | ReduceScatter):
-        for move in op.moves:
-            part = move.part
-            for a, b in pairwise(move.cuts):
-                yield Piece(part.buffer, part.start + a, part.start + b, part.heads)
+    moves = op.moves if isinstance(op, AllGather | ReduceScatter) else ()
+    return [move.part.cut(a, b) for move in moves for a, b in pairwise(move.cuts)]
 
 
 def _bits(row: NDArray[np.bool_]) -> int:

@@ -63,10 +63,6 @@ def _owners_in_whole(move: Move, num_members: int) -> list[tuple[int, int, int]]
     return [(member, a, b) for a, b in pairwise(move.cuts) for member in range(num_members)]
 
 
-def _rows(part: Piece, start: int, stop: int) -> Piece:
-    return Piece(part.buffer, part.start + start, part.start + stop, part.heads)
-
-
 def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGather]) -> None:
     _same_moves(members, operations)
     for at, move in enumerate(operations[0].moves):
@@ -74,7 +70,7 @@ def _all_gather(memory: Memory, members: Sequence[int], operations: list[AllGath
         labels: list[tuple[int, int]] = []
         _same_kinds(memory, members, operations, at)
         for member, a, b in _owners_in_whole(move, len(members)):
-            rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
+            rank, part = members[member], operations[member].moves[at].part.cut(a, b)
             values += memory.read(rank, part)
             labels += memory.labels(rank, part)
         for rank, op in zip(members, operations, strict=True):
@@ -101,7 +97,7 @@ def _reduce_scatter(
         sums = _sums(memory, members[0], move.whole, contributions)
         done = 0
         for member, a, b in _owners_in_whole(move, len(members)):
-            rank, part = members[member], _rows(operations[member].moves[at].part, a, b)
+            rank, part = members[member], operations[member].moves[at].part.cut(a, b)
             wanted = memory.labels(rank, part)
             stop = done + len(wanted)
             if wanted != labels[done:stop]:
