@@ -20,6 +20,7 @@ from mesh_attention.plan.problem.mask_slices import (
     Slice,
     SliceKind,
     checked_slices,
+    crossings,
     frame_slices,
     segments_of,
     slices_of,
@@ -212,13 +213,8 @@ def _document_segments(mask: Mask, q: tuple[int, int], k: tuple[int, int]) -> li
     ahead = (right, 0 if mask.causal else None)
     highs = [(k[1], 0), *((own + reach + 1, 1) for reach in ahead if reach is not None)]
     floor: list[Line] = [(min(k[0] + mask.prefix, k[1]), 0)] if mask.prefix else []
-    lines = lows + highs + floor
-    flat = {base for base, slope in lines if slope == 0}
-    steep = {base for base, slope in lines if slope == 1}
-    # Two lines can only swap places where a flat one meets a steep one: c = base + q.
-    cuts = sorted({q[0], q[1]} | {c - s for c in flat for s in steep if q[0] < c - s < q[1]})
     segments = []
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(crossings(lows + highs + floor, *q)):
 
         def key(line: Line, start: int = start, stop: int = stop) -> tuple[int, int]:
             return (line[0] + line[1] * start, line[0] + line[1] * (stop - 1))

@@ -7,7 +7,7 @@ between two cuts intervals that overlap or touch are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate, islice, pairwise
 from typing import Any
@@ -121,18 +121,17 @@ def segments_of(slices: Iterable[Slice], q_tokens: int) -> tuple[Segment, ...]:
         if len(intervals) < 2:
             segments.append(Segment(start, stop, tuple(intervals)))
             continue
-        for a, b in pairwise(_crossings(intervals, start, stop)):
+        lines = {line for interval in intervals for line in (interval[:2], interval[2:])}
+        for a, b in pairwise(crossings(lines, start, stop)):
             segments.append(Segment(a, b, _union(intervals, a, b)))
     return joined(segments)
 
 
-def _crossings(intervals: set[Interval], start: int, stop: int) -> list[int]:
-    """Two ends can only swap places where a flat line meets a steep one: c = base + q."""
-    flat: set[int] = set()
-    steep: set[int] = set()
-    for lo, lo_slope, hi, hi_slope in intervals:
-        (steep if lo_slope else flat).add(lo)
-        (steep if hi_slope else flat).add(hi)
+def crossings(lines: Collection[tuple[int, int]], start: int, stop: int) -> list[int]:
+    """`start`, `stop` and where two lines (base, slope) between them may swap places: where a flat
+    line meets a steep one, c = base + q."""
+    flat = {base for base, slope in lines if slope == 0}
+    steep = {base for base, slope in lines if slope == 1}
     inside = {c - s for s in steep for c in flat if start < c - s < stop}
     return sorted({start, stop} | inside)
 
