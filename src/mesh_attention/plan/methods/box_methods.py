@@ -1,6 +1,7 @@
 """The methods that are boxes (`box.py`): the options of each, and the box that they make.
 
-`table.py` lists these settings by the name of the method, with `box_plan` as their builder.
+A method is a setting with a function `box`, which makes a box of the options. `table.py` lists the
+settings by the names of the methods, with `box_plan` as their builder.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class BoxSetting(Protocol):
 def box_plan(
     problem: Problem, ranks: int, setting: BoxSetting, directions: Directions = tuple(Direction)
 ) -> Plan:
+    """The builder of every method here."""
     return plan_box(problem, ranks, setting.box(problem, ranks), directions)
 
 

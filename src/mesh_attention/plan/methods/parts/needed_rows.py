@@ -1,10 +1,10 @@
 """Which rows each rank needs under a mask: what must travel, and no more.
 
-Everything is computed on intervals, for all ranks at once: the ranges of positions
-that ranks own are cut where the mask bends, each part sees an interval of keys, and the intervals
-of one tile row are joined. A rank cuts the intervals of its own row at the owners' ranges to know
-what it receives, and the intervals of all rows at its own ranges to know what it gives. So its
-program costs no work for pairs of other ranks, and none for single tokens.
+Everything is computed on intervals, for all ranks at once: the ranges of positions that ranks own
+are cut where the mask bends, each part sees an interval of keys, and the intervals of one tile row
+are joined. A rank cuts the intervals of its own row at the owners' ranges to know what it receives,
+and the intervals of all rows at its own ranges to know what it gives. So its program costs no work
+for pairs of other ranks, and none for single tokens.
 
 Used by the method of needed rows, by the exchange of shards, and by the cost models. Pure
 functions of layouts and masks.
