@@ -167,8 +167,9 @@ def pairs_of_many_tiles(
 
 @lru_cache(maxsize=8)  # for all tiles, degrees and orders
 def _pairs_of_partitions(q_layout: Layout, kv_layout: Layout, rows: RowRanges) -> Array:
+    ranks = range(q_layout.num_ranks)
     q_parts, k_parts = (
-        [_runs(layout, rank, 1, 1, 1) for rank in range(layout.num_ranks)]
+        [layout.runs(rank * layout.slots, (rank + 1) * layout.slots) for rank in ranks]
         for layout in (q_layout, kv_layout)
     )
     return pairs_of_parts(q_parts, k_parts, rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
@@ -48,14 +47,14 @@ Where = slice | tuple[int, ...]
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
     """One buffer of one rank. `values` is None before the first write and after the free."""
 
-    buffer: Buffer
-    cells: BufferCells
-    values: list[Content | None] | None = None
-    freed: bool = False
+    __slots__ = ("buffer", "cells", "freed", "values")
+
+    def __init__(self, buffer: Buffer, cells: BufferCells) -> None:
+        self.buffer, self.cells, self.freed = buffer, cells, False
+        self.values: list[Content | None] | None = None
 
 
 class Memory:
