@@ -143,13 +143,14 @@ class _Simulation:
         """Begins whatever this rank can begin now, then lets each stream know of the other."""
         while self._begin_communication(state) or self._begin_computation(state):
             pass
-        if state.computation is not None and state.call is not None:
+        if state.running is not None:
+            activity, call = state.running
             # A communication kernel that waits for other ranks occupies its SMs too.
-            lost = state.call.lost if state.in_flight else 0.0
+            lost = call.lost if state.in_flight else 0.0
             if lost is None:
                 lost = self._cluster.disturbance.compute_slowdown
-            self._clock.set_speed(state.computation, 1.0 - lost)
-        computing = state.computation is not None
+            self._clock.set_speed(activity, 1.0 - lost)
+        computing = state.running is not None
         if computing != state.known_computing:
             state.known_computing = computing
             for transfer in state.transfers:
@@ -157,7 +158,7 @@ class _Simulation:
                 self._clock.set_speed(transfer, transfer.disturbed_speed)
 
     def _begin_communication(self, state: RankState) -> bool:
-        if state.call is not None and state.call.waits:
+        if state.running is not None and state.running[1].waits:
             return False  # it finds no SM until the call is over
         at = state.take_communication()
         if at is None:
@@ -173,11 +174,11 @@ class _Simulation:
     def _until_sms(self, state: RankState) -> float:
         """Seconds until a communication finds SMs. Attention takes back at once the SMs that a
         finished one frees, so every communication waits until programs of the call have ended."""
-        computation = state.computation
-        if state.call is None or computation is None or not state.call.round:
+        if state.running is None:
             return 0.0
-        done = (self._clock.now - computation.since) * computation.speed
-        return state.call.until_sms(computation.left - done)
+        activity, call = state.running
+        done = (self._clock.now - activity.since) * activity.speed
+        return call.until_sms(activity.left - done)
 
     def _found_sms(self, state: RankState, at: int, _: Activity) -> None:
         state.waiting = None
@@ -186,7 +187,7 @@ class _Simulation:
 
     def _begin_computation(self, state: RankState) -> bool:
         """Begins the next kernel call of the current computation, or the first of the next."""
-        if state.computation is not None:
+        if state.running is not None:
             return False
         if not state.calls:
             at = state.take_computation()
@@ -202,15 +203,15 @@ class _Simulation:
         if call.kernel:
             seconds = self._kernel_seconds
             seconds[call.kernel] = seconds.get(call.kernel, 0.0) + call.seconds
-        state.call = call
         late = call.late if state.began_idle else 0.0
         state.is_late = late > 0.0
-        state.computation = Activity(call.seconds + late, partial(self._computed, state))
-        self._clock.start(state.computation)
+        activity = Activity(call.seconds + late, partial(self._computed, state))
+        state.running = activity, call
+        self._clock.start(activity)
         return True
 
     def _computed(self, state: RankState, _: Activity) -> None:
-        state.computation = state.call = None
+        state.running = None
         state.computed_until = self._clock.now
         if not state.calls:
             state.finish(state.computing_at, self._clock.now)
@@ -219,7 +220,7 @@ class _Simulation:
     def _arrive(self, state: RankState, at: int) -> None:
         op = state.operations[at]
         state.in_flight.append(at)
-        if state.call is None and state.computed_until < self._clock.now:
+        if state.running is None and state.computed_until < self._clock.now:
             state.began_idle.add(at)
         state.times.issued[at] = state.times.start[at] = self._clock.now
         if isinstance(op, SendRecv):
@@ -304,8 +305,9 @@ class _Simulation:
             del self._open[rank, at]
             state.in_flight.remove(at)
             state.began_idle.discard(at)
-            if state.is_late and state.computation is not None and state.call is not None:
-                self._clock.shorten(state.computation, state.call.seconds)
+            if state.is_late and state.running is not None:
+                activity, call = state.running
+                self._clock.shorten(activity, call.seconds)
             state.finish(at, self._clock.now)
         for rank, _ in ends:
             self._advance(self._ranks[rank])

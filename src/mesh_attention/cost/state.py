@@ -111,8 +111,8 @@ class Clock:
 class RankState:
     """One rank: the next operations of its two streams, and what it runs now.
 
-    `calls` are the kernel calls left of the current computation, the next call last; `call` runs
-    now, if any does. `known_computing`: whether the transfers of this rank count it as computing.
+    `calls` are the kernel calls left of the current computation, the next call last.
+    `known_computing`: whether the transfers of this rank count it as computing.
     `at_once`: one thread goes through the program, and its transfers run beside each other.
     """
 
@@ -123,14 +123,13 @@ class RankState:
         self._at_once = at_once
         self.operations = operations
         self.times = RankTimes.of(len(operations))
-        self.computation: Activity | None = None  # a kernel call
-        self.call: TimedCall | None = None
+        self.running: tuple[Activity, TimedCall] | None = None  # the kernel call that runs now
         self.calls: list[TimedCall] = []
         self.computing_at = 0
         self.in_flight: list[int] = []  # communications that have begun, or wait for other ranks
         self.began_idle: set[int] = set()  # those in flight that began beside no computation
         self.computed_until = -1.0  # the end of the last call
-        self.is_late = False  # whether programs of `call` find no place beside those
+        self.is_late = False  # whether programs of the running call find no place beside those
         self.waiting: int | None = None  # a communication that finds no SM yet
         self.known_computing = False
         self.transfers: list[Activity] = []  # in flight
@@ -154,7 +153,7 @@ class RankState:
     def take_communication(self) -> int | None:
         """The next communication, if it can begin now."""
         if self._at_once:
-            computes = self.computation is not None or self.calls
+            computes = self.running is not None or self.calls
             if computes or not self._is_before(self._communication, self._compute):
                 return None
         elif self.in_flight or self.waiting is not None:
