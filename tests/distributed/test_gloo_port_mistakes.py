@@ -192,3 +192,74 @@ def test_positions_of_another_layout_are_told_to_all_with_its_name(pool: WorkerP
         assert "position_ids are contiguous" in messages.pop("on one")
         for name, words in messages.items():
             assert name in words
+
+
+def of_another_object(rank: int, world_size: int) -> Told:
+    tensors, starts, errors = whole(240), [*range(0, 241, 20)], []
+    with (
+        ContextParallel(seq_len=240, causal=True, layout="contiguous") as cut,
+        ContextParallel(seq_len=240, causal=True) as called,
+    ):
+        q, k, v = (cut.shard(x, 1) for x in tensors)
+        docs = called.documents(starts)
+        of_docs = [called.shard(x, 1, documents=docs) for x in tensors]
+        of_plain = [called.shard(x, 1) for x in tensors]
+        together = cut.shard(torch.stack(tensors, 2), 1).unbind(2)
+        out_of_docs = called.attention(*of_docs, documents=docs)
+        messages = [
+            refusal(lambda: called.attention(q, k, v)),
+            refusal(lambda: called.attention(*of_plain[:2], v.clone().copy_(v).detach())),
+            refusal(lambda: called.attention(*of_plain[:2], v)),
+            refusal(lambda: called.attention(*together)),
+            refusal(lambda: mesh_attention(q, k, v, causal=True, seq_len=240)),
+            refusal(lambda: called.attention(q, k, v)),  # where the call is warm too
+            refusal(lambda: cut.unshard(called.attention(*of_plain), 1)),
+            refusal(lambda: called.unshard(q, 1)),
+            refusal(lambda: called.attention(*of_plain, documents=docs)),
+            refusal(lambda: called.unshard(out_of_docs, 1)),
+        ]
+        errors.append(apart(called, out_of_docs, tensors, starts, documents=docs))
+        errors.append(apart(cut, cut.attention(q, k, v), tensors, [0, 240]))
+        for x, right in zip((q, k, v), of_plain, strict=True):
+            x.copy_(right)  # what is written into a tensor is not known
+        errors.append(apart(called, called.attention(q, k, v), tensors, [0, 240]))
+    return messages, errors
+
+
+def test_shards_of_another_object_are_told_from_ours_wherever_they_are_known(
+    pool: WorkerPool,
+) -> None:
+    for messages, errors in pool.run(of_another_object, 3):
+        assert messages.pop(1) == "nothing"  # a copy is another tensor
+        for words in messages:
+            assert "in the contiguous layout" in words
+        assert max(errors) < 1e-5
+
+
+def shifted_again(rank: int, world_size: int) -> Told:
+    generator = torch.Generator().manual_seed(1)
+    how: Any = {"reduce": "sum"}
+    ids = torch.randint(0, 11, (2, 24), generator=generator)
+    with ContextParallel(causal=True) as cp:
+        batch = cp.shard_batch(input_ids=ids, labels=ids)
+        logits = torch.randn(*batch.labels.shape, 11, generator=generator).requires_grad_()
+        x, y = logits[:, :-1], batch.labels[:, 1:]
+        messages = [
+            refusal(lambda: cp.cross_entropy(x, y, **how)),
+            refusal(lambda: cp.cross_entropy(x.contiguous().view(-1, 11), y.flatten(), **how)),
+            refusal(lambda: cp.cross_entropy(x.detach(), y, **how)),
+            refusal(lambda: cp.linear_cross_entropy(x * 1, torch.eye(11), y, **how)),
+        ]
+        right = cp.cross_entropy(logits, batch.labels, **how).value
+        parts = [(logits[:, a:b], batch.labels[:, a:b]) for a, b in ((0, 5), (5, 12))]
+        parted = [cp.cross_entropy(*part, **how) for part in parts]
+        tokens = [part.num_targets for part in parted]
+        total = sum(part.value * n for part, n in zip(parted, tokens, strict=True))
+        return messages, [float((total / sum(tokens) - right).abs())]
+
+
+def test_a_shift_of_labels_that_are_shifted_already_is_refused(pool: WorkerPool) -> None:
+    for messages, errors in pool.run(shifted_again, 2):
+        for words in messages:
+            assert "labels of shard_batch are the next tokens already" in words
+        assert max(errors) < 1e-5

@@ -25,8 +25,15 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
+from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import Session
-from mesh_attention.runtime.session.sharding import Shards, Side, in_documents
+from mesh_attention.runtime.session.sharding import (
+    KNOWN_LAYOUTS,
+    Shards,
+    Side,
+    in_documents,
+    same_rows,
+)
 
 Positions = NDArray[np.int64]
 _MOST_HEADS = 256  # no model has more
@@ -111,6 +118,23 @@ def refuse_other_shards(
                 f"for {layout.num_tokens} tokens in the {layout.kind} layout: {way_out}"
             )
     return None if has_length or plan.num_ranks == 1 else partial(_sample, k)
+
+
+def refuse_known_shards(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises if a tensor of a call, or the tensor that it is a view of, was cut in another layout
+    than the plan assumes, whatever sizes and layout the caller names."""
+    of_q, of_kv = rank_plan.shards
+    for name, x, layout in (("q", q, of_q), ("k", k, of_kv), ("v", v, of_kv)):
+        cut = KNOWN_LAYOUTS.of(x)
+        if cut is None or cut.slots != x.shape[1] or _fits(cut, layout, {}, rank_plan.plan):
+            continue
+        if cut.num_tokens != layout.num_tokens or not same_rows(cut, layout, rank_plan.place):
+            raise MeshAttentionError(
+                f"{name} lies in the {cut.kind} layout of {cut.num_tokens} tokens, and this call "
+                f"takes it for a shard of {layout.num_tokens} tokens in the {layout.kind} layout: "
+                "cut it by the object that is called, and give shard and attention the same "
+                "documents="
+            )
 
 
 def _fits(cut: Layout, layout: Layout, arguments: Mapping[str, Any], plan: Plan) -> bool:

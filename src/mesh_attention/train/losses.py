@@ -28,6 +28,8 @@ from mesh_attention.train.means import LossCall, Means, TokenMean
 from mesh_attention.train.sharded_weight import count_gathering, own_weights
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
+_COPIES = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", "ToCopyBackward0")
+_NODES_OF_A_SLICE = 8  # with the copies after it
 _LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
 
 
@@ -83,6 +85,7 @@ def whole_inputs(
     ranks = call.user.session.groups.ranks
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
+    _refuse_second_shift(name, x, tokens, call)
     _refuse_other_batch(name, x, call.batch)
     if head is None:
         return Factors(x.flatten(0, -2)), tokens
@@ -132,6 +135,38 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
             f"(batch, local tokens, {last_dim}) and (batch, local tokens), both of this rank: "
             "shard_batch gives such targets as labels"
         )
+
+
+def _refuse_second_shift(name: str, x: Tensor, targets: Tensor, call: LossCall) -> None:
+    """Raises for `loss(x[:, :-1], labels[:, 1:])` of a loop for one process: labels of
+    `shard_batch` are shifted already, and others lose the target of each shard's last token."""
+    whole, is_cut = targets._base, len(call.user.session.groups.ranks) > 1
+    drops = False
+    if call.batch is not None and whole is not None and whole.ndim > 1:
+        skipped = targets.storage_offset() - whole.storage_offset()
+        num_left = whole.numel() - whole[:, :1].numel()
+        drops = skipped == whole.stride(1) and targets.numel() == num_left
+    if drops or ((is_cut or call.batch is not None) and _drops_last_token(x.grad_fn)):
+        raise MeshAttentionError(
+            f"{name} and targets lack a token of this rank, as in {name}[:, :-1] and "
+            "labels[:, 1:]: labels of shard_batch are the next tokens already, so give the loss "
+            f"all of both, {name} and batch.labels"
+        )
+
+
+def _drops_last_token(node: Any) -> bool:
+    """Whether the graph of (batch, tokens, width) ends with a slice of all tokens but the last."""
+    for _ in range(_NODES_OF_A_SLICE):
+        name = "" if node is None else node.name()
+        if name == "SliceBackward0":
+            sizes, dim = node._saved_self_sym_sizes, node._saved_dim
+            ends = sizes[dim] - 1, -1, 2**64 - 1  # -1 is saved as a number without sign
+            if len(sizes) > 2 and dim == len(sizes) - 2 and node._saved_end in ends:
+                return bool(node._saved_start == 0)
+        elif name not in _COPIES:
+            return False
+        node = node.next_functions[0][0]
+    return False
 
 
 def _refuse_other_batch(name: str, x: Tensor, of_targets: BatchIdentity | None) -> None:

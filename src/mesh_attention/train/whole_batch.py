@@ -30,8 +30,9 @@ _FEWEST_LABELS = 8  # that tell labels of next tokens from others
 
 
 def batch_of(x: Any) -> BatchIdentity | None:
-    """The batch that `shard_batch` has noted on a tensor; None where it has not."""
-    mark = getattr(x, MARK, None)
+    """The batch that `shard_batch` has noted on a tensor, or on that of which it is a view; None
+    where it has not."""
+    mark = getattr(x, MARK, None) or getattr(getattr(x, "_base", None), MARK, None)
     return mark and BatchIdentity(*mark)
 
 

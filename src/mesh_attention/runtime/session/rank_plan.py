@@ -17,6 +17,7 @@ from mesh_attention.plan.language.plan import Direction, Plan, Programs
 from mesh_attention.plan.language.program import Program
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.passes.place import without_lse
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.plan.read.agreement import AS_MADE, Meetings, meetings, question_digest
 from mesh_attention.plan.read.count import recalled
@@ -47,6 +48,16 @@ class RankPlan:
         if sorted(plan.devices) != list(range(num_ranks)):
             raise PlanError(f"the plan's devices {plan.devices} are not the ranks of the group")
         return RankPlan(plan, plan.devices.index(place))
+
+    @property
+    def place(self) -> int:
+        """The rank of this process in its group."""
+        return self.plan.devices[self.rank]
+
+    @cached_property
+    def shards(self) -> tuple[Layout, Layout]:
+        """How the caller's queries and keys lie on the ranks of the group."""
+        return self.plan.shards
 
     @cached_property
     def words(self) -> str:

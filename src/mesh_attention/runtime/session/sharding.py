@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag
@@ -52,6 +53,28 @@ def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
         positions = torch.from_numpy(layout.positions(rank))
         places[positions] = torch.arange(first, first + layout.slots, device="cpu")
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
+
+
+class KnownLayouts:
+    """The layouts of tensors that were cut here or that attention returned, as long as they live
+    and nothing is written to them. What is computed from them is not known, but views are."""
+
+    def __init__(self) -> None:
+        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def keep(self, x: Tensor, layout: Layout) -> None:
+        if not x.is_inference():  # whose writes are not counted
+            self._of[x] = layout, x._version
+
+    def of(self, x: Tensor) -> Layout | None:
+        for known in (x, x._base):
+            layout, version = (None, 0) if known is None else self._of.get(known, (None, 0))
+            if layout is not None and version == x._version:  # a view's is that of its base
+                return layout
+        return None
+
+
+KNOWN_LAYOUTS = KnownLayouts()
 
 
 # Of gloo, whose error for others would end the process group; NCCL gathers little else.
@@ -154,8 +177,7 @@ class Shards:
         plan, mask = rank_plan.plan, rank_plan.plan.problem.mask
         starts = mask.documents or (0, plan.problem.q_tokens)
         kv_starts = mask.kv_documents or mask.documents or (0, plan.problem.keys)
-        place = plan.devices[rank_plan.rank]
-        return Shards(*plan.shards, place, rank_plan.words, (starts, kv_starts))
+        return Shards(*rank_plan.shards, rank_plan.place, rank_plan.words, (starts, kv_starts))
 
     def layout(self, side: Side) -> Layout:
         if not isinstance(side, str) or side not in ("q", "kv"):
@@ -172,7 +194,9 @@ class Shards:
                 f"shard wants all {tokens} tokens along dim {dim}, but it has {length} in x of "
                 f"shape {tuple(x.shape)}" + ("; it looks sharded already" if again else "")
             )
-        return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
+        shard = take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
+        KNOWN_LAYOUTS.keep(shard, layout)
+        return shard
 
     def unshard(
         self,
@@ -193,6 +217,13 @@ class Shards:
         if x.shape[dim] != layout.slots:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
+            )
+        cut = KNOWN_LAYOUTS.of(x)
+        if cut is not None and not same_rows(cut, layout, self.rank):
+            raise MeshAttentionError(
+                f"x lies in the {cut.kind} layout of {cut.num_tokens} tokens, and unshard joins "
+                f"{layout.num_tokens} tokens in the {layout.kind} layout: call unshard of the "
+                "object that cut it, with the documents= that shard and attention had"
             )
         session = user.session
         session.groups.check_device(x.device)
@@ -253,6 +284,15 @@ class Shards:
                 f"dimension before dim {dim} must be the rows, but the shape is {tuple(x.shape)}"
             )
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
+
+
+def same_rows(cut: Layout, layout: Layout, rank: int) -> bool:
+    """Whether a rank has all tokens of `layout` in the same slots in layout `cut`."""
+    if cut == layout or cut.slots != layout.slots:
+        return cut == layout
+    positions = layout.positions(rank)
+    real = positions < layout.num_tokens
+    return np.array_equal(cut.positions(rank)[real], positions[real])
 
 
 def in_documents(
