@@ -263,3 +263,54 @@ def test_a_shift_of_labels_that_are_shifted_already_is_refused(pool: WorkerPool)
         for words in messages:
             assert "labels of shard_batch are the next tokens already" in words
         assert max(errors) < 1e-5
+
+
+def of_other_documents(rank: int, world_size: int) -> Told:
+    """A model with full layers and layers of a window, each of which makes documents itself."""
+    tensors, starts = whole(240), [0, 120, 180, 240]
+    with (
+        ContextParallel(causal=True, layout="zigzag") as full,
+        ContextParallel(causal=True, window_size=(9, 0), layout="contiguous") as local,
+        ContextParallel(causal=True, seq_len=240) as sized,
+    ):
+        of_full, of_local = full.documents(starts), local.documents(starts)
+        shards = [full.shard(x, 1, documents=of_full) * 1 for x in tensors]  # as projections are
+        messages = [refusal(lambda: local.attention(*shards, documents=of_local))]
+        right = full.attention(*shards, documents=of_full)
+        errors = [apart(full, right, tensors, starts, documents=of_full)]
+        plain = [sized.shard(x, 1) * 1 for x in tensors]
+        others = local.documents([0, 100, 240])
+        messages.append(refusal(lambda: local.attention(*plain, documents=others)))
+        local.positions(documents=others)  # by which tensors may have been cut
+        messages.append(refusal(lambda: local.attention(*plain, documents=others)))
+        return messages, errors
+
+
+def test_documents_that_each_object_makes_for_itself_are_refused_where_layouts_differ(
+    pool: WorkerPool,
+) -> None:
+    for messages, errors in pool.run(of_other_documents, 2):
+        assert messages.pop() == "nothing"
+        for words in messages:
+            assert "made once a batch with also=" in words
+        assert max(errors) < 1e-5
+
+
+def other_ignored(rank: int, world_size: int) -> list[str]:
+    ids = torch.arange(24)[None] % 7
+    with ContextParallel(causal=True) as cp:
+        batch = cp.shard_batch(input_ids=ids, labels=ids, ignore_index=0)
+        logits, labels = torch.randn(*batch.labels.shape, 7), batch.labels
+        how: Any = {"reduce": "sum"}
+        return [
+            refusal(lambda: cp.cross_entropy(logits, labels, **how)),
+            refusal(lambda: cp.cross_entropy(logits.flatten(0, 1), labels.view(-1), **how)),
+            refusal(lambda: cp.cross_entropy(logits, labels, ignore_index=0, **how)),
+        ]
+
+
+def test_a_loss_ignores_what_shard_batch_wrote(pool: WorkerPool) -> None:
+    for messages in pool.run(other_ignored, 2):
+        assert messages.pop() == "nothing"
+        for words in messages:
+            assert "shard_batch filled these labels with 0" in words

@@ -29,6 +29,7 @@ from mesh_attention.request.auto import AutoChoice, how_calls_choose
 from mesh_attention.request.port_checks import (
     refuse_forgotten_documents,
     refuse_heads_first,
+    refuse_other_documents,
     refuse_other_shards,
 )
 from mesh_attention.request.sizes import (
@@ -73,6 +74,7 @@ class ObjectCalls:
     latest      plans of the latest call, where calls say the sizes, without documents
     batch       plan, pack and layer of the latest call, if it has documents
     chosen_by   how method and setting were chosen, if they were chosen here
+    is_asked    whether the caller has asked how tensors without documents lie
     companions  other objects whose layers go through the batches of this one
     warm        prepared calls by what their checks depend on (`attend.py`)
     modules     numbers for those that are made on the object
@@ -87,6 +89,7 @@ class ObjectCalls:
         self.batch: tuple[Plan, Pack, Layer] | None = None
         self.chosen_by: str | None = None
         self.warm: dict[Any, UserCall] = {}
+        self.is_asked = False
         self.companions: list[ObjectCalls] = []
         self.modules = count()
         self._layers: dict[tuple[Any, ...], Layer] = {}
@@ -177,10 +180,19 @@ class ObjectCalls:
             # Who calls the function with a length means it.
             if looks and not (self.is_function and arguments["seq_len"] is not None):
                 refuse_forgotten_documents(self.session, self.name, plan, call)
+            if call.documents is not None and not is_again:
+                refuse_other_documents(self.session, source.first)
             fault = fault or fault_of_call(plan, call)
             if fault is None and looks:
+                is_trusted = self.is_asked or self._names_layout
                 sample = refuse_other_shards(
-                    self.session, self.name, arguments, plan, call.k, is_function=self.is_function
+                    self.session,
+                    self.name,
+                    arguments,
+                    plan,
+                    call.k,
+                    is_function=self.is_function,
+                    is_trusted=is_trusted,
                 )
             if call.softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", call.softmax_scale))
@@ -214,6 +226,12 @@ class ObjectCalls:
         source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
         return source, self.options.of_batch
+
+    @property
+    def _names_layout(self) -> bool:
+        """Whether the caller says how tensors lie, so that nothing else does."""
+        names = ("layout", "relayout", "plan")
+        return any(self.arguments.get(name) is not None for name in names)
 
     @property
     def is_function(self) -> bool:
@@ -261,17 +279,24 @@ class ObjectCalls:
     def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
         return Documents(self.session, self.packer(also)(cu_seqlens, None))
 
-    def shards(self, documents: Documents | None) -> Shards:
-        """How the tensors of a batch, or of every batch, lie on the ranks."""
+    def shards(self, documents: Documents | None, *, is_asked: bool = True) -> Shards:
+        """How the tensors of a batch, or of every batch, lie on the ranks. `is_asked`: the caller
+        of the library is told."""
         if documents is not None:
-            return checked(documents).shards
-        source = self.fixed
-        if source is None:
-            if self.arguments.get("seq_len") is None:
-                raise fault_of_length(self.arguments)
-            # For heads of the usual size: it lays out tokens as any other of this length.
-            source, _ = kept_source(self.session, usual_sizes(self.arguments), chosen=False)
-        return Shards.of(source.first)
+            shards = checked(documents).shards
+        else:
+            self.is_asked = self.is_asked or is_asked
+            source = self.fixed
+            if source is None:
+                if self.arguments.get("seq_len") is None:
+                    raise fault_of_length(self.arguments)
+                # For heads of the usual size: it lays out tokens as any other of this length.
+                usual = usual_sizes(self.arguments)
+                source, _ = kept_source(self.session, usual, chosen=False)
+            shards = Shards.of(source.first)
+        if is_asked:
+            shards.note(self.session)
+        return shards
 
     def cut(self, documents: Documents | None) -> Shards:
         """The same as `shards`, for a caller that cuts tensors by them. The session remembers how

@@ -3,9 +3,10 @@ order of dimensions, or cut in another way than the call or the positions for Ro
 
 `ObjectCalls` checks each new kind of call with the `refuse_*` functions. They compare it with the
 tensors that this thread has cut on the process group (`Shardings`); more heads than tokens mean
-another order of dimensions; equal keys on all ranks have not been cut. An explicit `seq_len` is
-trusted, unless this object has cut batches in another way. `ContextParallel.check_positions` and
-models of transformers compare positions, by `fault_of_positions`.
+another order of dimensions; equal keys on all ranks have not been cut. An explicit layout is
+trusted, and so is an explicit `seq_len` of an object that was asked how tensors lie, unless it has
+cut batches in another way. `ContextParallel.check_positions` and models of transformers compare
+positions, by `fault_of_positions`.
 """
 
 from __future__ import annotations
@@ -85,16 +86,18 @@ def refuse_other_shards(
     k: Tensor,
     *,
     is_function: bool,
+    is_trusted: bool,
 ) -> Callable[[], str | None] | None:
     """Raises if the tensors of a call without documents fit the plan in shape, but were cut for
     another layout. If no length was given, returns a function that samples keys for ranks to
-    compare. `is_function`: the call itself takes sizes."""
+    compare. `is_function`: the call itself takes sizes; `is_trusted`: a length that was given means
+    that this object, and no other, has cut the tensors."""
     shardings = session.shardings
     to = "" if is_function else " to ContextParallel(...)"
     has_length = any(arguments.get(name) is not None for name in ("plan", "seq_len"))
     for layout in dict.fromkeys(plan.shards) if plan.num_ranks > 1 else ():
         cuts = shardings.of_slots(by, layout.slots)
-        if cuts is not None and has_length:
+        if cuts is not None and has_length and is_trusted:
             cuts = cuts if all(cut.of_batch and cut.by == by for cut in cuts.all) else None
         known = {} if cuts is None else cuts.plain
         how, way_out = "", _WITH_DOCUMENTS
@@ -120,6 +123,23 @@ def refuse_other_shards(
     return None if has_length or plan.num_ranks == 1 else partial(_sample, k)
 
 
+def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
+    """Raises if tensors were cut by the same documents as those of a call, or without documents, in
+    another layout, and nobody has asked for the layout of the call: each object chooses its own."""
+    mask, asked = rank_plan.plan.problem.mask, session.asked_layouts
+    starts = mask.documents, mask.kv_documents or mask.documents
+    for layout, of_side in zip(rank_plan.shards, starts, strict=True):
+        plain = (0, layout.num_tokens)
+        cuts = asked.find(of_side or plain) or asked.find(plain) or ()
+        if cuts and not any(same_rows(cut, layout) for cut in cuts):
+            raise MeshAttentionError(
+                f"tensors of {layout.num_tokens} tokens were cut in the {cuts[-1].kind} layout, "
+                f"and the documents of this call want the {layout.kind} layout: give the call and "
+                "shard the same documents=, made once a batch with also=[the other objects], or "
+                "take those that shard_batch(..., also=) returns"
+            )
+
+
 def refuse_known_shards(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises if a tensor of a call, or the tensor that it is a view of, was cut in another layout
     than the plan assumes, whatever sizes and layout the caller names."""
@@ -128,7 +148,7 @@ def refuse_known_shards(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) ->
         cut = KNOWN_LAYOUTS.of(x)
         if cut is None or cut.slots != x.shape[1] or _fits(cut, layout, {}, rank_plan.plan):
             continue
-        if cut.num_tokens != layout.num_tokens or not same_rows(cut, layout, rank_plan.place):
+        if cut.num_tokens != layout.num_tokens or not same_rows(cut, layout):
             raise MeshAttentionError(
                 f"{name} lies in the {cut.kind} layout of {cut.num_tokens} tokens, and this call "
                 f"takes it for a shard of {layout.num_tokens} tokens in the {layout.kind} layout: "

@@ -26,6 +26,7 @@ from mesh_attention.train.chunked_logits import Factors, Head, Targets
 from mesh_attention.train.loss_kernels import CrossEntropy, LossKernel, choose_loss
 from mesh_attention.train.means import LossCall, Means, TokenMean
 from mesh_attention.train.sharded_weight import count_gathering, own_weights
+from mesh_attention.train.whole_batch import IGNORED, noted_on
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
 _COPIES = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", "ToCopyBackward0")
@@ -104,7 +105,12 @@ def whole_inputs(
 def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: Any) -> Targets:
     """`of_head`: fields of `Head`. A target outside the vocabulary raises on the CPU only: a GPU
     would have to be waited for."""
-    x, weight = factors.x, factors.weight
+    x, weight, filled_with = factors.x, factors.weight, noted_on(tokens, IGNORED)
+    if filled_with not in (None, ignore_index):
+        raise MeshAttentionError(
+            f"ignore_index={ignore_index}, and shard_batch filled these labels with {filled_with}: "
+            "give both the same"
+        )
     dtype, vocabulary = x.dtype, x.shape[-1]
     if weight is not None:
         dtype, vocabulary = as_under_autocast(x[:0])[0].dtype, len(weight)

@@ -20,7 +20,7 @@ from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.train.whole_batch import MARK, Rows, WholeBatch, checked_tensors
+from mesh_attention.train.whole_batch import IGNORED, MARK, Rows, WholeBatch, checked_tensors
 
 IGNORE_INDEX = -100
 
@@ -68,7 +68,8 @@ class ShardedBatch(Mapping[str, Any]):
             if x is None:
                 return None
             there = x.to(device, non_blocking=non_blocking)
-            setattr(there, MARK, getattr(x, MARK, None))
+            for name in (MARK, IGNORED):
+                setattr(there, name, getattr(x, name, None))
             return there
 
         names = ("input_ids", "labels", "position_ids", "padding", "num_targets")
@@ -159,6 +160,8 @@ def shard_batch(
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
     for x in local.values():
         setattr(x, MARK, (batch.number, batch.contents))  # plain, for torch.save
+    if "labels" in local:
+        setattr(local["labels"], IGNORED, ignore_index)
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),
@@ -176,7 +179,7 @@ def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
     if all(x.device.type == "cpu" for x in whole.tensors.values()):
         return
     try:
-        layout = calls.shards(None).q_layout
+        layout = calls.shards(None, is_asked=False).q_layout
     except MeshAttentionError:
         return  # the length comes with batches
     if whole.shape[1] == layout.slots != layout.num_tokens:

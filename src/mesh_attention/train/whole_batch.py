@@ -26,14 +26,21 @@ from mesh_attention.runtime.session.documents import Documents
 Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
 
 MARK = "_mesh_attention_shard"  # attribute of a shard's tensors: the fields of its `BatchIdentity`
+IGNORED = "_mesh_attention_ignored"  # attribute of a shard's labels: their `ignore_index`
 _FEWEST_LABELS = 8  # that tell labels of next tokens from others
 
 
 def batch_of(x: Any) -> BatchIdentity | None:
     """The batch that `shard_batch` has noted on a tensor, or on that of which it is a view; None
     where it has not."""
-    mark = getattr(x, MARK, None) or getattr(getattr(x, "_base", None), MARK, None)
+    mark = noted_on(x, MARK)
     return mark and BatchIdentity(*mark)
+
+
+def noted_on(x: Any, name: str) -> Any:
+    """An attribute of a tensor, or of that of which it is a view; None where neither has it."""
+    noted = getattr(x, name, None)
+    return getattr(getattr(x, "_base", None), name, None) if noted is None else noted
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,9 @@ class Documents:
     def in_chunks(self, tokens: int) -> Documents:
         """For calls on the same tensors that see chunks of documents, `tokens` each, in place of
         documents."""
-        pack = self.pack.in_chunks(tokens)
-        return Documents(self.plans.session, pack, self.plans.batch)
+        chunks = Documents(self.plans.session, self.pack.in_chunks(tokens), self.plans.batch)
+        chunks.shards.note(self.plans.session)
+        return chunks
 
 
 def prefetch(

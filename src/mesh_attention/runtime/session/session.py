@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.question import Question
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.guard import Guard
 from mesh_attention.runtime.agreement.handshake import Handshake
 from mesh_attention.runtime.agreement.identity import (
@@ -61,6 +62,8 @@ class Session:
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
         self.batches = BatchCount()
         self.shardings = Shardings()
+        # Layouts that callers cut or number tensors by, by the bounds of their documents.
+        self.asked_layouts: LruCache[tuple[int, ...], tuple[Layout, ...]] = LruCache(NUM_PLANS)
         self.plans = Plans(NUM_PLANS, *self._place)
         # What calls that say the sizes ask for, by their arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)

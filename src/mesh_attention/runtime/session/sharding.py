@@ -8,6 +8,7 @@ out on the way back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -25,11 +26,12 @@ from mesh_attention.runtime.agreement.identity import AgreedKind, BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
 from mesh_attention.runtime.session.rank_plan import RankPlan
-from mesh_attention.runtime.session.session import User
+from mesh_attention.runtime.session.session import Session, User
 from mesh_attention.runtime.transport.distributed import all_gather, communicating
 
 Side = Literal["q", "kv"]
 Grad = Literal["sum", "mean", "own"]
+_NOTED = 4  # layouts of documents with the same bounds
 
 
 def take_shard(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
@@ -184,6 +186,14 @@ class Shards:
             raise MeshAttentionError(f"side={side!r}: must be 'q' or 'kv'")
         return self.q_layout if side == "q" else self.kv_layout
 
+    def note(self, session: Session) -> None:
+        """For a caller that cuts or numbers tensors by these: calls with other documents of the
+        same bounds are held against it (`port_checks.py`)."""
+        layouts = self.q_layout, self.kv_layout
+        for layout, starts in zip(layouts, self.starts, strict=True):
+            others = [x for x in session.asked_layouts.find(starts) or () if x != layout]
+            session.asked_layouts.keep(starts, (*others[-_NOTED:], layout))
+
     def shard(self, x: Tensor, dim: int, side: Side) -> Tensor:
         layout = self.layout(side)
         dim = _checked_dim(x, dim)
@@ -219,7 +229,7 @@ class Shards:
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
         cut = KNOWN_LAYOUTS.of(x)
-        if cut is not None and not same_rows(cut, layout, self.rank):
+        if cut is not None and not same_rows(cut, layout):
             raise MeshAttentionError(
                 f"x lies in the {cut.kind} layout of {cut.num_tokens} tokens, and unshard joins "
                 f"{layout.num_tokens} tokens in the {layout.kind} layout: call unshard of the "
@@ -286,13 +296,17 @@ class Shards:
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
 
 
-def same_rows(cut: Layout, layout: Layout, rank: int) -> bool:
-    """Whether a rank has all tokens of `layout` in the same slots in layout `cut`."""
-    if cut == layout or cut.slots != layout.slots:
+@lru_cache(64)
+def same_rows(cut: Layout, layout: Layout) -> bool:
+    """Whether all ranks have all tokens of `layout` in the same slots in layout `cut`."""
+    if cut == layout or (cut.slots, cut.num_ranks) != (layout.slots, layout.num_ranks):
         return cut == layout
-    positions = layout.positions(rank)
-    real = positions < layout.num_tokens
-    return np.array_equal(cut.positions(rank)[real], positions[real])
+    for rank in range(layout.num_ranks):
+        positions = layout.positions(rank)
+        real = positions < layout.num_tokens
+        if not np.array_equal(cut.positions(rank)[real], positions[real]):
+            return False
+    return True
 
 
 def in_documents(
