@@ -204,19 +204,20 @@ def of_another_object(rank: int, world_size: int) -> Told:
         docs = called.documents(starts)
         of_docs = [called.shard(x, 1, documents=docs) for x in tensors]
         of_plain = [called.shard(x, 1) for x in tensors]
+        own_q, own_k, _ = of_plain
         together = cut.shard(torch.stack(tensors, 2), 1).unbind(2)
         out_of_docs = called.attention(*of_docs, documents=docs)
         messages = [
             refusal(lambda: called.attention(q, k, v)),
-            refusal(lambda: called.attention(*of_plain[:2], v.clone().copy_(v).detach())),
-            refusal(lambda: called.attention(*of_plain[:2], v)),
+            refusal(lambda: called.attention(own_q, own_k, v.clone())),
+            refusal(lambda: called.attention(own_q, own_k, v)),
             refusal(lambda: called.attention(*together)),
             refusal(lambda: mesh_attention(q, k, v, causal=True, seq_len=240)),
             refusal(lambda: called.attention(q, k, v)),  # where the call is warm too
-            refusal(lambda: cut.unshard(called.attention(*of_plain), 1)),
+            refusal(lambda: apart(cut, called.attention(*of_plain), tensors, [0, 240])),
             refusal(lambda: called.unshard(q, 1)),
             refusal(lambda: called.attention(*of_plain, documents=docs)),
-            refusal(lambda: called.unshard(out_of_docs, 1)),
+            refusal(lambda: apart(called, out_of_docs, tensors, starts)),
         ]
         errors.append(apart(called, out_of_docs, tensors, starts, documents=docs))
         errors.append(apart(cut, cut.attention(q, k, v), tensors, [0, 240]))
@@ -241,7 +242,7 @@ def shifted_again(rank: int, world_size: int) -> Told:
     how: Any = {"reduce": "sum"}
     ids = torch.randint(0, 11, (2, 24), generator=generator)
     with ContextParallel(causal=True) as cp:
-        batch = cp.shard_batch(input_ids=ids, labels=ids)
+        batch: Any = cp.shard_batch(input_ids=ids, labels=ids)
         logits = torch.randn(*batch.labels.shape, 11, generator=generator).requires_grad_()
         x, y = logits[:, :-1], batch.labels[:, 1:]
         messages = [
@@ -299,7 +300,7 @@ def test_documents_that_each_object_makes_for_itself_are_refused_where_layouts_d
 def other_ignored(rank: int, world_size: int) -> list[str]:
     ids = torch.arange(24)[None] % 7
     with ContextParallel(causal=True) as cp:
-        batch = cp.shard_batch(input_ids=ids, labels=ids, ignore_index=0)
+        batch: Any = cp.shard_batch(input_ids=ids, labels=ids, ignore_index=0)
         logits, labels = torch.randn(*batch.labels.shape, 7), batch.labels
         how: Any = {"reduce": "sum"}
         return [

@@ -158,10 +158,9 @@ def shard_batch(
         handle.position_ids, handle.padding = local.get("position_ids"), padding
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
-    for x in local.values():
-        setattr(x, MARK, (batch.number, batch.contents))  # plain, for torch.save
-    if "labels" in local:
-        setattr(local["labels"], IGNORED, ignore_index)
+    for name, x in local.items():  # plain, for torch.save
+        setattr(x, MARK, (batch.number, batch.contents))
+        setattr(x, IGNORED, ignore_index if name == "labels" else None)
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),

@@ -7,6 +7,7 @@ out on the way back.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
@@ -62,7 +63,7 @@ class KnownLayouts:
     and nothing is written to them. What is computed from them is not known, but views are."""
 
     def __init__(self) -> None:
-        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._of: MutableMapping[Tensor, tuple[Layout, int]] = WeakIdKeyDictionary()
 
     def keep(self, x: Tensor, layout: Layout) -> None:
         if not x.is_inference():  # whose writes are not counted
@@ -70,9 +71,10 @@ class KnownLayouts:
 
     def of(self, x: Tensor) -> Layout | None:
         for known in (x, x._base):
-            layout, version = (None, 0) if known is None else self._of.get(known, (None, 0))
-            if layout is not None and version == x._version:  # a view's is that of its base
-                return layout
+            if known is not None and known in self._of:
+                layout, version = self._of[known]
+                if version == x._version:  # a view has that of its base
+                    return layout
         return None
 
 
