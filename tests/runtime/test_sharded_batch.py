@@ -72,7 +72,7 @@ def test_shapes_and_types_are_compared_always() -> None:
 
 
 def object_of(tokens: int | None) -> Any:
-    def shards(documents: None) -> Any:
+    def shards(documents: None, *, is_asked: bool) -> Any:
         if tokens is None:
             raise PlanError("no length")
         return SimpleNamespace(q_layout=Layout(LayoutKind.ZIGZAG, tokens, 2))
