@@ -75,7 +75,9 @@ def fault_of_tensors(plan: Plan, q: Any, k: Any, v: Any) -> MeshAttentionError |
 def _way_to_shape(actual: tuple[int, ...], wanted: tuple[int, ...], tokens: int) -> str:
     """`actual` is without the batch; `tokens`: of the whole tensor."""
     _, slots, heads, width = wanted
-    shard = "cut the whole tensor with ContextParallel.shard(x, 1)"
+    shard = (
+        "cut the whole tensor with ContextParallel.shard(x, 1), and documents= if the call has some"
+    )
     if actual == (heads, slots, width):
         return "heads come after tokens: give x.transpose(1, 2)"
     if actual == (heads, tokens, width):
