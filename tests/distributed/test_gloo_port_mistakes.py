@@ -315,3 +315,27 @@ def test_a_loss_ignores_what_shard_batch_wrote(pool: WorkerPool) -> None:
         assert messages.pop() == "nothing"
         for words in messages:
             assert "shard_batch filled these labels with 0" in words
+
+
+def in_any_order(rank: int, world_size: int) -> list[float]:
+    """Without a mask the order of tokens means nothing: shards of any object are right."""
+    tensors, errors = whole(48), []
+    with (
+        ContextParallel(seq_len=48, causal=True) as cut,
+        ContextParallel(seq_len=48, causal=False, layout="contiguous") as full,
+        ContextParallel(causal=False, layout="contiguous") as unsized,
+    ):
+        shards = [cut.shard(x, 1) for x in tensors]
+        docs = unsized.documents([0, 48])
+        for out in (
+            full.attention(*shards),
+            full.attention(*(x * 1 for x in shards)),
+            unsized.attention(*(x * 1 for x in shards), documents=docs),
+        ):
+            errors.append(apart(cut, out, tensors, [0, 48], causal=False))
+    return errors
+
+
+def test_shards_of_another_object_are_right_where_no_mask_orders_tokens(pool: WorkerPool) -> None:
+    for errors in pool.run(in_any_order, 2):
+        assert max(errors) < 1e-5

@@ -21,7 +21,7 @@ from mesh_attention.request.compiled_attention import OfCall, label_constants
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
 from mesh_attention.request.object_calls import ObjectCalls, UserCall
 from mesh_attention.request.operators import attention_op, need_grad
-from mesh_attention.request.port_checks import refuse_known_shards
+from mesh_attention.request.port_checks import layout_of_output
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.distributed_tensors import Spread, is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
@@ -82,14 +82,14 @@ def attend(
         if key is not None and not warm.call.to_be_refused:
             _keep(known, key, warm)
     if key is not None:
-        refuse_known_shards(warm.call.rank_plan, q, k, v)
+        layout = layout_of_output(warm.call.rank_plan, q, k, v)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():
             out, lse = _run(warm, call, number, needs_grad)
     else:
         out, lse = _run(warm, call, number, needs_grad)
-    if key is not None:
-        KNOWN_LAYOUTS.keep(out, warm.call.rank_plan.shards[0])
+    if key is not None and layout is not None:
+        KNOWN_LAYOUTS.keep(out, layout)
     return spread.whole(out), spread.whole(lse, 1)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
+from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import Session
@@ -127,6 +128,8 @@ def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
     """Raises if tensors were cut by the same documents as those of a call, or without documents, in
     another layout, and nobody has asked for the layout of the call: each object chooses its own."""
     mask, asked = rank_plan.plan.problem.mask, session.asked_layouts
+    if _has_no_order(mask):
+        return
     starts = mask.documents, mask.kv_documents or mask.documents
     for layout, of_side in zip(rank_plan.shards, starts, strict=True):
         plain = (0, layout.num_tokens)
@@ -140,9 +143,10 @@ def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
             )
 
 
-def refuse_known_shards(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises if a tensor of a call, or the tensor that it is a view of, was cut in another layout
-    than the plan assumes, whatever sizes and layout the caller names."""
+def layout_of_output(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> Layout | None:
+    """How the output of a call lies; None if that is not known. Raises if a tensor of the call, or
+    the tensor that it is a view of, was cut in another layout than the plan assumes, whatever sizes
+    and layout the caller names."""
     of_q, of_kv = rank_plan.shards
     for name, x, layout in (("q", q, of_q), ("k", k, of_kv), ("v", v, of_kv)):
         cut = KNOWN_LAYOUTS.of(x)
@@ -155,18 +159,29 @@ def refuse_known_shards(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) ->
                 "cut it by the object that is called, and give shard and attention the same "
                 "documents="
             )
+    cut = KNOWN_LAYOUTS.of(q)
+    if cut is not None and cut.slots == q.shape[1]:
+        return cut
+    return None if _has_no_order(rank_plan.plan.problem.mask) else of_q
 
 
 def _fits(cut: Layout, layout: Layout, arguments: Mapping[str, Any], plan: Plan) -> bool:
     """Whether tensors in layout `cut` give the right result in a call that assumes `layout`."""
     if cut.num_tokens == layout.num_tokens:  # an explicit layout is trusted
         is_named = any(arguments.get(name) is not None for name in ("layout", "relayout"))
-        has_no_order = plan.problem.mask.is_full and cut.padded_tokens == cut.num_tokens
+        has_no_order = _has_no_order(plan.problem.mask) and cut.padded_tokens == cut.num_tokens
         return cut == layout or is_named or has_no_order
     # Padding lies behind all tokens, so that under a causal mask no token sees it.
     same = (cut.kind, cut.block) == (layout.kind, layout.block)
     same = same and cut.kind is not LayoutKind.LISTED
     return same and plan.problem.mask.causal and len({*plan.shards}) == 1
+
+
+def _has_no_order(mask: Mask) -> bool:
+    """Whether all tokens see all tokens, so that any order of them is right."""
+    if mask.causal or mask.window is not None or mask.slices is not None:
+        return False
+    return all(starts is None or len(starts) == 2 for starts in (mask.documents, mask.kv_documents))
 
 
 def _sample(k: Tensor) -> str | None:
