@@ -54,7 +54,7 @@ def session(*, broken: bool, log: list[str]) -> Any:
 
 class LivingCall:
     def __init__(self, calls: Any) -> None:
-        self.clear = lambda: calls._hold(LivingCall(calls))
+        self.clear = lambda: calls._add_living(LivingCall(calls))
 
 
 def test_calls_that_another_thread_makes_ready_do_not_end_the_dropping_of_calls() -> None:
@@ -62,7 +62,7 @@ def test_calls_that_another_thread_makes_ready_do_not_end_the_dropping_of_calls(
     dropped.calls._living = weakref.WeakSet()
     kept = [LivingCall(dropped.calls) for _ in range(3)]
     for call in kept:
-        dropped.calls._hold(call)
+        dropped.calls._add_living(call)
     dropped._drop()
 
 

@@ -7,9 +7,10 @@ Each of the three layouts suits one kind of mask:
     zigzag       long causal documents, each of which is even by itself
     listed       documents shorter than a shard stay whole, and work is even (`balance.py`)
 
-The methods are `ulysses` (heads first, up to a rank for each head), `seen` (only visible rows
-travel) and, where few documents leave little hidden, `mesh`. They run on the caller's own group, or
-on the groups of one tile, so no batch makes new groups. `pack.py` calls `choose_strategies`.
+The methods are `ulysses` (tokens are exchanged for heads, of which each rank needs some), `seen`
+(only rows that the mask shows travel) and `mesh` (all rows of a tile travel, which suits few long
+documents). They run on the caller's own group, or on the groups of a single tile shape, so no batch
+makes new groups. `pack.py` calls `choose_strategies`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mesh_attention.plan.problem.balance import balanced_stretches
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.problem import Problem
 
-Starts = tuple[int, ...]  # of documents: 0, ..., number of tokens
-Shards = tuple[LayoutKind, Stretches | None]
+Starts = tuple[int, ...]  # where each document starts, and last the number of tokens
+Shards = tuple[LayoutKind, Stretches | None]  # how tensors are cut; stretches if listed
 
-# Heads first has one plan for all masks. Another method, which needs a plan for each batch, must be
-# faster by this factor.
+# `ulysses` has the same plan for all masks. Any other method needs a plan for each batch, so it is
+# chosen only if it is faster by this factor.
 WORTH_A_PLAN = 1.05
 
 
@@ -69,15 +70,15 @@ def choose_strategies(
     relayout: bool = False,
     ranks_per_node: int | None = None,
 ) -> BatchChoice:
-    """The best layout and methods for layers of one batch. `shards`: the layout of tensors that are
-    cut already, which is then taken. `relayout`: the tensors are contiguous shards, and any other
-    layout costs an exchange. A mesh has the same tile for every batch: the one that moves the
-    fewest bytes by the sizes of the first layer."""
+    """The best layout and methods for the layers of a batch. `shards`: how the tensors are cut, if
+    they are already; no other layout is tried. `relayout`: the tensors are contiguous shards, and
+    any other layout costs an exchange. A mesh has the same tile for every batch, which moves the
+    fewest bytes for the sizes of the first layer."""
     tile = best_tile(num_ranks, layers[0])
     problems = [layer.with_documents(documents, kv_documents) for layer in layers]
     costs = {p: LayerCosts(p, num_ranks, ranks_per_node) for p in problems}
     layouts = []
-    candidates = [shards] if shards else _shards(layers, num_ranks, documents, kv_documents)
+    candidates = [shards] if shards else _candidates(layers, num_ranks, documents, kv_documents)
     for kind, stretches in candidates:
         q = kv = Layout(kind, documents[-1], num_ranks, stretches=stretches)
         if documents[-1] != kv_documents[-1]:
@@ -90,7 +91,7 @@ def choose_strategies(
     return BatchChoice(best.layout.kind, best.layout.stretches, strategies, reason)
 
 
-def _shards(
+def _candidates(
     layers: Sequence[Problem], num_ranks: int, documents: Starts, kv_documents: Starts
 ) -> list[Shards]:
     shards: list[Shards] = [(LayoutKind.CONTIGUOUS, None), (LayoutKind.ZIGZAG, None)]
@@ -114,22 +115,23 @@ class _LayoutCosts:
         relayout: bool,
     ) -> None:
         self.layout = layout
-        self._moves = relayout and layout.kind is not LayoutKind.CONTIGUOUS
-        can_see = has_few_ranges(kv_layout)
-        fits = not self._moves or (has_few_ranges(layout) and can_see)
+        self._has_relayout = relayout and layout.kind is not LayoutKind.CONTIGUOUS
+        # Each range of rows is a message of its own: layouts of many ranges cannot be exchanged.
+        few_kv_ranges = has_few_ranges(kv_layout)
+        can_relayout = not self._has_relayout or (has_few_ranges(layout) and few_kv_ranges)
         self._problems, self._tile = problems, tile
         self._costs: dict[Problem, dict[str, Cost]] = {}
         for problem, cost in costs.items():
             by_method = self._costs[problem] = {}
             if layout.num_ranks <= problem.num_heads:
                 by_method[HEADS_FIRST] = cost.heads_first()
-            relayout_seconds = cost.relayout() if self._moves else 0.0
-            if can_see and fits:
+            relayout_seconds = cost.relayout() if self._has_relayout else 0.0
+            if few_kv_ranges and can_relayout:
                 by_method[SEEN_ROWS] = cost.seen(layout, kv_layout).longer_by(relayout_seconds)
-            if tile is not None and layout.num_ranks > 1 and fits:
-                # The pairs of its tiles are counted only where a mesh could be the best.
-                rest = min((_score(*item) for item in by_method.items()), default=math.inf)
-                if WORTH_A_PLAN * (cost.mesh(tile).seconds + relayout_seconds) < rest:
+            if tile is not None and layout.num_ranks > 1 and can_relayout:
+                # Counting the pairs of its tiles takes time: not where a mesh cannot be the best.
+                best_score = min((_score(*item) for item in by_method.items()), default=math.inf)
+                if WORTH_A_PLAN * (cost.mesh(tile).seconds + relayout_seconds) < best_score:
                     mesh = cost.mesh(tile, (layout, kv_layout))
                     by_method[TILES] = mesh.longer_by(relayout_seconds)
 
@@ -146,6 +148,7 @@ class _LayoutCosts:
 
     @property
     def score(self) -> float:
+        """The sum of the layers' scores; infinite if no method can do one of the layers."""
         if not all(self._costs.values()):
             return math.inf
         return sum(_score(self.best_method(p), self.cost(p)) for p in self._problems)
@@ -155,7 +158,7 @@ class _LayoutCosts:
             return method
         tile = f" {self._tile[0]}x{self._tile[1]}" if method == TILES and self._tile else ""
         kind = "balanced" if self.layout.kind is LayoutKind.LISTED else self.layout.kind.value
-        where = f"in {kind} order inside contiguous" if self._moves else f"on {kind}"
+        where = f"in {kind} order inside contiguous" if self._has_relayout else f"on {kind}"
         return f"{method}{tile} {where} shards"
 
     def by_one_method(self) -> Iterator[tuple[str, float]]:
@@ -167,6 +170,7 @@ class _LayoutCosts:
 
 
 def _score(method: str, cost: Cost) -> float:
+    """The seconds by which methods are compared."""
     return cost.seconds * (1.0 if method == HEADS_FIRST else WORTH_A_PLAN)
 
 

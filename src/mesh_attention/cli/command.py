@@ -39,14 +39,14 @@ class Flag(NamedTuple):
     both: bool = False  # a switch that has a --no- form
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
-        how: dict[str, Any] = {"help": self.help, "default": self.default}
+        arguments: dict[str, Any] = {"help": self.help, "default": self.default}
         if self.to is not None:
-            how["dest"] = self.to
+            arguments["dest"] = self.to
         if self.reader is None:
-            how["action"] = argparse.BooleanOptionalAction if self.both else "store_true"
+            arguments["action"] = argparse.BooleanOptionalAction if self.both else "store_true"
         else:
-            how |= {"type": self.reader, "metavar": self.metavar}
-        parser.add_argument(self.name, **how)
+            arguments |= {"type": self.reader, "metavar": self.metavar}
+        parser.add_argument(self.name, **arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class Command:
     examples: tuple[str, ...] = ()
 
 
-SELDOM = ("more of the ", "options of ")  # beginnings of the titles of groups of flags
+SELDOM = ("more of the ", "options of ")  # how titles of groups of seldom used flags begin
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out; the message says what would work."""
+    """The command cannot be carried out as it was written; the message says what would work."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         formatter, left_out = self._get_formatter(), 0
         formatter.add_usage(self.usage, self._actions, [])
         formatter.add_text(self.description)
-        # What is asked first, then how the answer is to be given.
+        # First the groups, which ask the question; then flags of the command itself and its output.
         for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
             if (group.title or "").startswith(SELDOM) and not seldom:
                 left_out += len(group._group_actions)
@@ -142,13 +142,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def flags_beside(args: argparse.Namespace, *flags: str) -> list[str]:
-    """The flags on this command line, as they are written, that are none of these."""
+    """The flags on this command line, as written, other than `flags` and --json."""
     words = [word.partition("=")[0] for word in shlex.split(args.command_line)]
     written = dict.fromkeys(word for word in words if word.startswith("--"))
     return [flag for flag in written if flag not in ("--json", *flags)]
 
 
 def run_command(prog: str, command: Command, words: list[str]) -> int:
+    """Parses `words`, runs the command and returns its exit code. Errors name options as flags."""
     parser = Parser(prog, command)
     try:
         args = parser.parse(words)
@@ -161,12 +162,13 @@ def run_command(prog: str, command: Command, words: list[str]) -> int:
 
 
 def exit_code(prog: str, work: Callable[[], int]) -> int:
-    """Runs `work` and returns its exit code, or that of the error it raised, told in one line."""
-    is_closed = sys.stdout is None  # by the parent process; files are written all the same
-    sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
+    """Runs `work` and returns its exit code. If it raises, prints a line on standard error, and
+    returns the exit code of the error."""
+    is_closed = sys.stdout is None  # by the parent process; `work` may still write files
+    sys.stdout, sys.stderr = (stream or _null_stream() for stream in (sys.stdout, sys.stderr))
     try:
         code = work()
-        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        sys.stdout.flush()  # here, so that a closed pipe is handled below
         if is_closed:
             raise UsageError("standard output is closed, and the answer is lost")
         return code
@@ -206,19 +208,19 @@ def _own_mistake(prog: str) -> int:
     return 3
 
 
-def _nowhere() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")  # until the process ends
+def _null_stream() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")  # stays open to the end
 
 
 def _drop_output() -> None:
-    """Sends what standard output still holds nowhere: the flush at exit would fail again."""
+    """Discards what standard output still holds, as the flush at exit would fail again."""
     with suppress(OSError):  # a stream without a descriptor is not flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def on_ranks(command: str, ranks_per_node: int | None, work: Callable[[Ranks], int]) -> int:
-    """Runs `work` on the ranks that torchrun started. `command` is an example to start it with. All
-    ranks make the same mistakes, so only the first one tells them."""
+    """Runs `work` on the ranks that torchrun started, and returns the exit code. Without torchrun,
+    the error shows how it starts `command`. All ranks raise alike, so only the first reports it."""
     from mesh_attention.measure.ranks import MeasureError, ranks_of_launcher  # imports torch
 
     try:
@@ -250,7 +252,7 @@ def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
         text = re.sub(rf"\b{name}=True\b", flag, text)
         text = re.sub(rf"\b{name}=False\b", spellings[-1], text)
         text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
-        bare = rf"|(?<![\w-]){name}\b" if "_" in name else ""  # no word of English
+        bare = rf"|(?<![\w-]){name}\b" if "_" in name else ""  # else an English word
         text = re.sub(f"['`]{name}['`]{bare}", flag, text)
     before, options, names = text.partition("options: ")
     if options and not names.startswith("-"):

@@ -2,7 +2,7 @@
 work.
 
 Each case is checked against float64 attention of the whole sequence, and its bytes are counted at
-the transport. The parent runs the ranks in a pool of processes, draws pictures and writes a page.
+the transport. This process runs the ranks in a pool of processes, draws pictures and writes a page.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
 
 NUM_RANKS = 9
-TOLERANCE = 1e-10
-CLUSTER = "hgx-h100"
+TOLERANCE = 1e-10  # of errors against float64 attention
+CLUSTER = "hgx-h100"  # of the simulated schedule and of the page
 _SIZES = {"tokens": 1152, "heads": 4, "kv_heads": 4, "head_dim": 32}
-_SCALING_RANKS = 16  # of the page: seconds, and not half a minute
+_MOST_SCALING_RANKS = 16  # on the page, which takes seconds; with more ranks, half a minute
 
 
 class Case(NamedTuple):
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     tile: tuple[int, int]
     rotation: bool
     chunks: tuple[int, int]
-    paper_units: int  # algorithm.md, section 3
+    paper_units: int  # Q partitions that travel, by algorithm.md, section 3
 
     @property
     def options(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def write_report(folder: Path) -> tuple[str | None, str]:
         facts = report_facts(
             find_best(problem, NUM_RANKS, load_cluster(CLUSTER), progress=tell),
             cluster_found=f"{CLUSTER}, which the demonstration takes",
-            most_ranks=_SCALING_RANKS,
+            most_ranks=_MOST_SCALING_RANKS,
             progress=tell,
         )
     write_page(facts, page, library)
@@ -139,10 +139,10 @@ def _draw(folder: Path) -> list[str]:
     with replacing(assignments) as part:
         figure.savefig(part, dpi=140)
     plt.close(figure)
-    # As GPUs would run it: at the demonstration's size computing takes no time at all.
+    # A larger problem than that of the ranks here, at whose size GPUs compute in no time.
     problem = Problem(q_tokens=NUM_RANKS * 8192, num_heads=32, head_dim=128)
-    how: dict[str, Any] = {"method": TILES, "directions": (Direction.FORWARD,)} | CASES[-1].options
-    plan = plan_on(CLUSTER, problem, NUM_RANKS, **how)
+    fixed: dict[str, Any] = {"method": TILES, "directions": (Direction.FORWARD,)}
+    plan = plan_on(CLUSTER, problem, NUM_RANKS, **fixed, **CASES[-1].options)
     draw_gantt([simulate(plan, CLUSTER)], schedule, num_ranks=3)
     return [str(assignments), str(schedule)]
 

@@ -45,15 +45,15 @@ class RankTimes:
 class Event:
     rank: int
     stream: Stream
-    name: str
-    kind: str
+    name: str  # of the operation
+    kind: str  # the class of the operation
     issued: float
     start: float
     end: float
 
 
 def some_timelines(value: Any) -> Sequence[Timeline]:
-    """Checks an argument of pictures and traces: a list of at least one timeline."""
+    """Returns an argument of pictures and traces, which must be a list of at least one timeline."""
     if (
         not isinstance(value, Sequence)
         or not value
@@ -73,7 +73,7 @@ class Timeline:
     workspace_bytes: int  # of the rank that needs most, for one batch element
     received_bytes: tuple[int, ...]  # by each rank, in the transfers that took place
     far_bytes: tuple[int, ...]  # those of them that came from other nodes
-    kernel_seconds: dict[str, float]  # of all ranks' attentions, by kernel, undisturbed
+    kernel_seconds: dict[str, float]  # of attention on all ranks, by kernel, if nothing slowed it
     target: Target | None = None  # for which the programs of `pass_` were compiled
 
     @cached_property
@@ -104,13 +104,13 @@ class Timeline:
 
     @cached_property
     def _busy(self) -> list[tuple[dict[Stream, float], float]]:
-        """For each rank the seconds that each stream works, and that any of them does. Ranks that
-        were not simulated themselves have the times of the rank that stands for them."""
-        known: dict[int, tuple[dict[Stream, float], float]] = {}
+        """For each rank: the seconds that each stream works, and the seconds in which at least one
+        stream works. Ranks that were not simulated share the times of a rank that was."""
+        by_times: dict[int, tuple[dict[Stream, float], float]] = {}
         for rank, times in enumerate(self.ranks):
-            if id(times) not in known:
-                known[id(times)] = self._busy_of(rank)
-        return [known[id(times)] for times in self.ranks]
+            if id(times) not in by_times:
+                by_times[id(times)] = self._busy_of(rank)
+        return [by_times[id(times)] for times in self.ranks]
 
     def _busy_of(self, rank: int) -> tuple[dict[Stream, float], float]:
         busy, until = dict.fromkeys(Stream, 0.0), dict.fromkeys(Stream, 0.0)
@@ -136,27 +136,27 @@ class Timeline:
 
     @property
     def waiting_for_ranks_seconds(self) -> float:
-        """The part of the exposed seconds in which the rank has nothing in flight either: others
-        have not come to what it needs of them, or still compute when it is done."""
+        """The part of `exposed_communication_seconds` in which a rank has no transfer in flight
+        either: it waits until other ranks come to a transfer, or until they finish the pass."""
         busy = sum(any_busy for _, any_busy in self._busy) / len(self.ranks)
         waiting = self.runtime_seconds - busy
         return min(max(waiting, 0.0), self.exposed_communication_seconds)
 
     @property
     def open_communication_seconds(self) -> float:
-        """The other part of the exposed seconds: the rank has something in flight."""
+        """The rest of `exposed_communication_seconds`: the rank has a transfer in flight."""
         return self.exposed_communication_seconds - self.waiting_for_ranks_seconds
 
     @property
     def kernels(self) -> dict[str, float]:
-        """The part of the attentions' time that each kernel takes, the largest first."""
+        """The fraction of the time of attention that each kernel takes, the largest first."""
         total = sum(self.kernel_seconds.values())
         order = sorted(self.kernel_seconds.items(), key=lambda item: -item[1])
         return {name: seconds / total for name, seconds in order}
 
     @cached_property
     def flops(self) -> float:
-        """The floating-point operations of all ranks, by the area of the mask."""
+        """The floating-point operations of all ranks, for the pairs that the mask allows."""
         problem = self.plan.problem
         backward = self.pass_.direction is Direction.BACKWARD
         return problem.flops(num_pairs(problem), backward=backward)
@@ -170,14 +170,14 @@ class Timeline:
     def peak_bytes(self) -> int:
         """The most bytes of a rank: workspace, the caller's shards and the results."""
         problem, programs = self.plan.problem, self.pass_.programs
-        kept = max(  # ranks that do the same with other heads have as much
+        kept = max(  # `copies` consecutive ranks differ in their heads only: the first is enough
             sum(b.num_bytes(problem) for b in programs[r].buffers if b.role is not Role.WORKSPACE)
             for r in range(0, len(programs), self.pass_.copies)
         )
         return self.workspace_bytes + kept
 
     def to_json(self) -> dict[str, Any]:
-        busy = [busy[Stream.COMMUNICATION] for busy in self.busy_seconds]
+        busy = [by_stream[Stream.COMMUNICATION] for by_stream in self.busy_seconds]
         received = self.received_bytes
         return {
             "method": self.plan.method,

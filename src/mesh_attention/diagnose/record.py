@@ -1,9 +1,9 @@
-"""What modules and attention compute in a forward pass: a few numbers of every token, by name.
+"""Records what modules and attention compute in a forward pass: a few numbers of every token.
 
-Ranks and one process run the same modules, so what they compute can be compared name by name, in
-the order in which it was computed: what enters a module without others inside it, what leaves any
-module, and q, k, v and the result of attention. Dropout is left out: ranks draw other numbers than
-one process.
+`runs.py` runs a step of training under a `Recorder`, on ranks and in a single process. Both run the
+same modules, so `doctor.py` compares the records name by name, in the order of computation: the
+input of each module that has no submodules, the output of every module, and q, k, v and the result
+of attention. Dropout is left out: ranks draw other random numbers than a single process.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mesh_attention.request.operators import attention_op
 
-_NUMBERS = 8  # of a token
+_NUMBERS_PER_TOKEN = 8
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Recorder(TorchFunctionMode):
-    """
-    sizes        (rows, tokens) of the whole batch; None on ranks, where the tensors say it
-    like         what one process recorded: where tokens are in the tensors of each name
-    seen         (rows, tokens, a few numbers) by name, in the order in which they were made
-    outputs      the last tensor of a module, which are logits for most models
-    dtypes       of all numbers that functions gave
-    heads_first  where attention was called with (batch, heads, tokens, head_dim)
-    of_pytorch   where PyTorch's attention was called, which knows no ranks
-    dropouts     modules whose dropout was left out
-    perturbs     numbers of low precision that modules give are rounded up and down by chance: what
-                 differs then is what rounding does
+    """Records while `is_on`, inside `with recorder, recorder.of(model)`.
+
+    sizes        (rows, tokens) of the whole batch; None on ranks, which have `like`
+    like         the record of a single process; its `dims` hold for this record too
+    perturbs     whether outputs of modules in low precision are rounded up or down at random, to
+                 see what rounding alone changes
+    seen         (rows, tokens, a few numbers) by name, in the order of computation
+    dims         which dimension of each recorded tensor is that of the tokens, by name
+    outputs      the latest output of a module with three dimensions: logits, for most models
+    dtypes       of all floating-point tensors that functions returned
+    heads_first  the first module that called attention with (batch, heads, tokens, head_dim)
+    of_pytorch   the first module that called PyTorch's attention, which knows nothing of ranks
+    dropouts     the modules whose dropout was left out
     """
 
     def __init__(self, sizes: Any, like: Recorder | None = None, perturbs: bool = False) -> None:
@@ -57,7 +59,8 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Records until `is_on` ends; what a checkpoint computes again is not recorded again."""
+        """Hooks the modules of a model. After the forward pass `runs.py` sets `is_on` to False, so
+        that what checkpointing computes again is not recorded again."""
         hooks: list[Any] = []
         for name, module in model.named_modules():
             name, is_leaf = name or type(module).__name__, not any(module.children())
@@ -85,6 +88,7 @@ class Recorder(TorchFunctionMode):
         return tree_map_only(Tensor, _perturbed, output) if self.perturbs and is_leaf else None
 
     def _keep_first(self, name: str, tensors: Any) -> Tensor | None:
+        """Records the first floating-point tensor of at least two dimensions, and returns it."""
         leaves = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
         tensor = next((x for x in leaves if x.is_floating_point() and x.ndim >= 2), None)
         if tensor is None or not self.is_on:
@@ -96,10 +100,10 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         where = self._inside[-1] if self._inside else "the step"
         if func is functional.dropout:
-            how = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-            if how.get("p", 0.5) and how.get("training", True):
+            arguments = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            if arguments.get("p", 0.5) and arguments.get("training", True):
                 self.dropouts[where] = None
-                return how["input"]
+                return arguments["input"]
         out = func(*args, **kwargs)
         if self.is_on and isinstance(out, Tensor) and out.is_floating_point():
             self.dtypes.add(out.dtype)
@@ -125,12 +129,12 @@ class Recorder(TorchFunctionMode):
         rows = x.detach()[None] if dim == 0 else x.detach().movedim(dim, 1)
         self._tokens = self._tokens or rows.shape[1]
         rows = rows.flatten(2) if rows.ndim > 2 else rows[..., None]
-        step = max(1, rows.shape[2] // _NUMBERS)
-        self.seen[name] = rows[:, :, ::step][:, :, :_NUMBERS].double().cpu()
+        step = max(1, rows.shape[2] // _NUMBERS_PER_TOKEN)
+        self.seen[name] = rows[:, :, ::step][:, :, :_NUMBERS_PER_TOKEN].double().cpu()
 
     def _dim_of_tokens(self, name: str, x: Tensor) -> int | None:
-        """Tensors are (rows, tokens, ...), or of one pack of all rows, or have tokens last, as
-        convolutions want them, or no rows."""
+        """The dimension of the tokens: 1 in (rows, tokens, ...), 0 in (tokens, width), the last in
+        (rows, channels, tokens) of a convolution, or None. Rows may be packed into a single row."""
         if self.like is not None:
             return self.like.dims.get(name)
         assert self.sizes is not None

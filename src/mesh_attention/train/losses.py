@@ -1,8 +1,8 @@
 """The cross-entropy of a batch whose tokens are on many ranks: from logits, or from hidden states
 and the weight of the head, without ever holding all logits.
 
-`cross_entropy` checks and joins; `loss_kernels.py` computes this rank's sum, `means.py` the mean of
-all ranks. `policy.py` shares the checks.
+`ContextParallel` calls `cross_entropy`. It checks the arguments, sums the losses of this rank by
+`loss_kernels.py`, and returns the mean over all ranks by `means.py`. `policy.py` shares the checks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from mesh_attention.train.sharded_weight import count_gathering, own_weights
 from mesh_attention.train.whole_batch import IGNORED, noted_on
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
+# Nodes of an autograd graph that only copy or reshape, and how many nodes a search visits.
 _COPIES = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", "ToCopyBackward0")
-_NODES_OF_A_SLICE = 8  # with the copies after it
-_LOOKED_AT = 256  # nodes of a graph; the last attention of a model is some dozens from its end
+_MOST_COPIES = 8  # to find the slice before them
+_MOST_NODES = 256  # to find attention: the last one of a model is some dozens of nodes from its end
 
 
 def cross_entropy(
@@ -43,9 +44,9 @@ def cross_entropy(
     ignore_index: int,
     **numbers: Any,
 ) -> TokenMean:
-    """`ContextParallel.cross_entropy`, of logits `x`, or `linear_cross_entropy`, of hidden states
-    `x` with a `head`. `numbers` are `label_smoothing` and, with a head, `z_loss`, `softcap` and
-    `chunk_tokens`."""
+    """The mean loss for `ContextParallel.cross_entropy`, where `x` holds logits and `head` is None,
+    or for `linear_cross_entropy`, where `x` holds hidden states. `numbers` are `label_smoothing`
+    and, with a head, `z_loss`, `softcap` and `chunk_tokens`."""
     count_gathering(means, head)
     means.refuse_wrong()
     name = "logits" if head is None else "hidden"
@@ -60,7 +61,7 @@ def cross_entropy(
     needs_grad = need_grad(*factors)
     with outside_autocast():
         total: Tensor = CrossEntropy.apply(targets, loss, needs_grad, *factors)  # type: ignore[no-untyped-call]
-    statement = {
+    statement = {  # what ranks compare
         "shape": [*tokens.shape, factors.x.shape[1]],
         "dtype": str(factors.x.dtype),
         "kernel": reasons[-1][0],
@@ -91,7 +92,7 @@ def whole_inputs(
     if head is None:
         return Factors(x.flatten(0, -2)), tokens
     weight, bias, low_rank = head
-    few, few_weight = (None, None) if low_rank is None else _pair(low_rank)
+    few, few_weight = (None, None) if low_rank is None else _pair(low_rank)  # of few columns
     weights = {"weight": weight, "bias": bias, "low_rank[1]": few_weight}
     weight, bias, few_weight = own_weights(call, x, **weights)
     _refuse_wrong_head(name, x, weight, bias)
@@ -103,8 +104,8 @@ def whole_inputs(
 
 
 def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: Any) -> Targets:
-    """`of_head`: fields of `Head`. A target outside the vocabulary raises on the CPU only: a GPU
-    would have to be waited for."""
+    """Checks target tokens and returns them as `Targets`; `of_head` are fields of `Head`. A target
+    outside the vocabulary raises on the CPU only: on a GPU the host would wait for the check."""
     x, weight, filled_with = factors.x, factors.weight, noted_on(tokens, IGNORED)
     if filled_with not in (None, ignore_index):
         raise MeshAttentionError(
@@ -144,15 +145,15 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
 
 
 def _refuse_second_shift(name: str, x: Tensor, targets: Tensor, call: LossCall) -> None:
-    """Raises for `loss(x[:, :-1], labels[:, 1:])` of a loop for one process: labels of
-    `shard_batch` are shifted already, and others lose the target of each shard's last token."""
+    """Raises if a token of this rank was dropped, as by `loss(x[:, :-1], labels[:, 1:])` in a loop
+    for a single process: labels of `shard_batch` are the next tokens already."""
     whole, is_cut = targets._base, len(call.user.session.groups.ranks) > 1
-    drops = False
+    drops_first_label = False
     if call.batch is not None and whole is not None and whole.ndim > 1:
         skipped = targets.storage_offset() - whole.storage_offset()
         num_left = whole.numel() - whole[:, :1].numel()
-        drops = skipped == whole.stride(1) and targets.numel() == num_left
-    if drops or ((is_cut or call.batch is not None) and _drops_last_token(x.grad_fn)):
+        drops_first_label = skipped == whole.stride(1) and targets.numel() == num_left
+    if drops_first_label or ((is_cut or call.batch is not None) and _drops_last_token(x.grad_fn)):
         raise MeshAttentionError(
             f"{name} and targets lack a token of this rank, as in {name}[:, :-1] and "
             "labels[:, 1:]: labels of shard_batch are the next tokens already, so give the loss "
@@ -161,8 +162,9 @@ def _refuse_second_shift(name: str, x: Tensor, targets: Tensor, call: LossCall) 
 
 
 def _drops_last_token(node: Any) -> bool:
-    """Whether the graph of (batch, tokens, width) ends with a slice of all tokens but the last."""
-    for _ in range(_NODES_OF_A_SLICE):
+    """Whether `node` made a tensor (batch, tokens, width) by cutting off the last token. Only
+    copies may come after the cut."""
+    for _ in range(_MOST_COPIES):
         name = "" if node is None else node.name()
         if name == "SliceBackward0":
             sizes, dim = node._saved_self_sym_sizes, node._saved_dim
@@ -175,17 +177,17 @@ def _drops_last_token(node: Any) -> bool:
     return False
 
 
-def _refuse_other_batch(name: str, x: Tensor, of_targets: BatchIdentity | None) -> None:
-    """Raises if `x` comes from attention over another batch than the targets. Attention is found in
-    the graph of `x`, and knows its batch if the call had documents."""
-    nodes, seen = deque([x.grad_fn]), 0
-    while of_targets is not None and nodes and seen < _LOOKED_AT:
+def _refuse_other_batch(name: str, x: Tensor, batch_of_targets: BatchIdentity | None) -> None:
+    """Raises if `x` comes from attention over another batch than the targets. The attention is
+    searched for in the autograd graph of `x`; it knows its batch if its call had documents."""
+    nodes, num_seen = deque([x.grad_fn]), 0
+    while batch_of_targets is not None and nodes and num_seen < _MOST_NODES:
         node: Any = nodes.popleft()
-        seen += 1
+        num_seen += 1
         is_attention = getattr(node, "_forward_cls", None) is Attention
         documents = node.documents if is_attention else None
         batch = None if documents is None else documents.plans.batch
-        if batch not in (None, of_targets):
+        if batch not in (None, batch_of_targets):
             raise MeshAttentionError(
                 f"targets are those of another batch than {name}, which comes from attention over "
                 "the documents of another shard_batch; give the labels of that, or labels.clone() "
@@ -193,7 +195,7 @@ def _refuse_other_batch(name: str, x: Tensor, of_targets: BatchIdentity | None) 
             )
         if batch is not None:
             return
-        nodes.extend(before for before, _ in getattr(node, "next_functions", ()) if before)
+        nodes.extend(earlier for earlier, _ in getattr(node, "next_functions", ()) if earlier)
 
 
 def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:
@@ -239,8 +241,8 @@ def _refuse_wrong_pair(hidden: Tensor, weight: Tensor, few: Any, few_weight: Any
 
 
 def plain_numbers(ignore_index: Any, **numbers: Any) -> tuple[int, dict[str, Any]]:
-    """Checks the numbers of a loss or of log-probabilities, and makes numpy's numbers Python's, as
-    ranks compare how numbers print."""
+    """Checks the numbers of a loss or of log-probabilities, and converts numpy's to Python's, since
+    ranks compare numbers as they print."""
     ignore_index = number("ignore_index", ignore_index, least=None)
     for name, value in numbers.items():
         may_be_zero = name in ("label_smoothing", "z_loss") and not isinstance(value, bool)

@@ -1,4 +1,8 @@
-"""`FusedRows`: work on rows by one Triton kernel each, on strided views, without temporaries."""
+"""`FusedRows`: the methods of `RowKernels` by a Triton kernel each, on strided views.
+
+No temporaries are made. `kernels/registry.py` chooses it on CUDA; `kernels/rows.py` says what its
+methods compute.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from torch import Tensor
 from mesh_attention.kernels.fused import row_kernels as kernels
 from mesh_attention.kernels.rows import UNSEEN_LSE, RowKernels
 
-# Loose copies are unrolled into the kernel, so their number must stay small.
+# Loose parts lie anywhere in memory. A kernel is unrolled over them, so there must be few.
 _MOST_LOOSE = 32
 # 2,048 elements for 128 threads: two 16-byte loads of bf16 or four of fp32 in flight for each.
-_ELEMENTS = 2048
-_STATISTICS = 1024  # of a program, where one number is all there is of a row
+_BLOCK_ELEMENTS = 2048
+_BLOCK_STATISTICS = 1024  # of (B, H, S) statistics: a row is a single number
 
 
 class FusedRows(RowKernels):
-    """What the kernels cannot take is left to the plain form."""
+    """Tensors that no kernel takes are left to the methods of `RowKernels`."""
 
     name = "fused"
 
@@ -37,7 +41,7 @@ class FusedRows(RowKernels):
         part_step, lse_step = _equal_steps(outs), _equal_steps(lses)
         if part_step is not None and lse_step is not None:
             _launch(kernels.merge_all_kernel, firsts, len(outs), part_step, lse_step, LOOSE=0)
-        elif len(outs) <= _MOST_LOOSE and _alike(outs) and _alike(lses):
+        elif len(outs) <= _MOST_LOOSE and _same_strides(outs) and _same_strides(lses):
             parts = (tuple(outs), tuple(lses), out, lse)
             _launch(kernels.merge_all_kernel, parts, 0, 0, 0, strided=firsts, LOOSE=len(outs))
         else:
@@ -45,7 +49,7 @@ class FusedRows(RowKernels):
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
         step = _equal_steps(parts)
-        if step is None:  # plans stack them
+        if step is None:  # rare: plans place these parts at equal distances
             super().merge_lse(parts, target)
         else:
             _launch(kernels.merge_lse_kernel, (parts[0], target), len(parts), step)
@@ -78,7 +82,7 @@ class FusedRows(RowKernels):
         return target
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
+def _same_strides(tensors: Sequence[Tensor]) -> bool:
     return all(x.stride() == tensors[0].stride() for x in tensors)
 
 
@@ -89,8 +93,8 @@ def _launch(
     strided: tuple[Tensor, ...] | None = None,
     **constants: Any,
 ) -> None:
-    """A kernel that takes every row of the first of the `strided` once; those are the tensors
-    whose strides it takes, where that is not simply each tensor."""
+    """Launches `kernel(tensors, strides, sizes, counts, constants)` over all rows of the first of
+    the `strided` tensors. Strides are those of `strided`, by default of all `tensors`."""
     strided = strided or tensors
     first = strided[0]
     if first.dim() == 4:
@@ -99,7 +103,7 @@ def _launch(
         constants |= {"WIDTH": width, "COLUMNS": columns}
     else:
         batch, heads, length = first.shape
-        rows = _STATISTICS
+        rows = _BLOCK_STATISTICS
     strides, sizes = tuple(map(kernels.row_stride, strided)), (batch * length * heads, batch, heads)
     grid = (triton.cdiv(sizes[0], rows),)
     kernel[grid](*tensors, strides, sizes, *counts, ROWS=rows, **constants)
@@ -108,15 +112,14 @@ def _launch(
 def _block_shape(width: int) -> tuple[int, int]:
     """(rows, columns) of a block; columns past the width are masked."""
     columns: int = triton.next_power_of_2(width)
-    return max(1, _ELEMENTS // columns), columns
+    return max(1, _BLOCK_ELEMENTS // columns), columns
 
 
 def _equal_steps(tensors: Sequence[Tensor]) -> int | None:
-    """Elements from each tensor to the next, where they lie in memory at equal distances, so that
-    a kernel can walk over them; None if they differ in that, in dtype or in strides."""
+    """The distance in elements from each tensor to the next, so that a kernel can walk over them.
+    None if distances, dtypes or strides differ."""
     first, size = tensors[0], tensors[0].element_size()
     steps = {b.data_ptr() - a.data_ptr() for a, b in pairwise(tensors)} or {0}
     step = steps.pop()
-    if steps or step % size or not _alike(tensors) or any(x.dtype != first.dtype for x in tensors):
-        return None
-    return step // size
+    alike = _same_strides(tensors) and all(x.dtype == first.dtype for x in tensors)
+    return None if steps or step % size or not alike else step // size

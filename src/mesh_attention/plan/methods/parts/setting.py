@@ -2,13 +2,13 @@
 
 A setting is a frozen dataclass; its fields are the options. Flags of the command line, their help,
 `docs/methods.md` and validation are all made from the fields, so a new option touches nothing but
-its setting. Options of a single method are declared beside its builder.
+its setting. Options of a single method are declared beside its builder; `table.py` lists the
+setting of each method, and builders read it.
 
-`Keep` is the option that needs most words: which rows of other ranks a forward pass keeps for the
-backward pass. Without them the backward pass fetches queries, keys and values again, as they were
-shared out at the beginning. Rows that were exchanged for heads take the place of the caller's
-shards, so they need no memory where every rank has as many heads of all tokens as it had tokens of
-all heads. Rows that were gathered are held besides.
+`Keep` says which rows a forward pass keeps for the backward pass, which fetches all other queries,
+keys and values from the shards again. Rows that were exchanged for heads are kept in place of the
+caller's shards: if the number of ranks in the exchange divides the number of heads, they are as
+large as the shards, and need no more memory. Rows that were gathered are kept besides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Option:
     """A field of a setting, as the command line, the docs and validation read it."""
 
     name: str
-    type: Any  # bool, int, float, a pair of int, a StrEnum, or a type without text
+    type: Any  # bool, int, float, a pair of int, a StrEnum, or a type that no flag can write
     default: Any
     help: str
     metavar: str
@@ -53,7 +53,8 @@ class Option:
         return self.type in (bool, int, float) or issubclass(self.type, StrEnum)
 
     def read(self, value: Any) -> Any:
-        """The value as declared, or a refusal that names the option; None where that is allowed."""
+        """Returns the value in the declared type, or raises an error that names the option. None is
+        allowed only where it is the default."""
         if value is None and self.default is None:
             return None
         if self.type == Stretches:
@@ -72,7 +73,7 @@ class Option:
 
 @cache  # every question of a batch asks for them
 def options_of(setting: type[Setting]) -> Mapping[str, Option]:
-    """By name.
+    """The options of a setting, by name.
 
     >>> [*options_of(Setting)]
     ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'keep', \
@@ -89,16 +90,16 @@ def options_of(setting: type[Setting]) -> Mapping[str, Option]:
 
 
 class Keep(StrEnum):
-    """The most that is kept; rows that go round in a ring are not."""
+    """What the forward pass keeps at most; rows that go round a ring are never kept."""
 
-    AUTO = "auto"  # what was exchanged, where that needs no memory
+    AUTO = "auto"  # exchanged rows, of the tensors for which they need no more memory
     SHARDS = "shards"
     EXCHANGED = "exchanged"
     GATHERED = "gathered"
 
 
 def kept_kinds(keep: Keep, problem: Problem, degree: int) -> tuple[Kind, ...]:
-    """The tensors of which a rank keeps the rows that `degree` ranks exchanged for heads.
+    """The tensors whose rows a rank keeps after `degree` ranks exchanged them for heads.
 
     >>> from mesh_attention.plan.problem.mask import Mask
     >>> few = Problem(64, num_heads=8, num_kv_heads=2, head_dim=8, mask=Mask())
@@ -153,7 +154,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class CombineSetting(Setting):
-    """An option of methods that reduce partial results in teams."""
+    """An option of methods that reduce partial results in groups of ranks."""
 
     combine: Combine = option(
         Combine.AUTO,
@@ -197,7 +198,7 @@ class RotationSetting(Setting):
 
 @dataclass(frozen=True)
 class DegreeSetting(Setting):
-    """An option of methods around which ranks exchange tokens for heads."""
+    """Options of methods that can run between two exchanges of tokens for heads (Ulysses)."""
 
     ulysses: int | None = option(
         None,
@@ -246,7 +247,7 @@ class ChunkSetting(SliceSetting):
 
 @dataclass(frozen=True)
 class CutSetting(ChunkSetting):
-    """Options of methods that gather: also in what order, and in how much memory."""
+    """Options of methods that gather: chunks, the order of communication, and a cap on memory."""
 
     gamma: float = option(
         1.05,
