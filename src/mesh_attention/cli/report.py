@@ -1,4 +1,8 @@
-"""`mesh-attention report`: one HTML page about a problem on a cluster, to look at and to send."""
+"""`mesh-attention report`: one HTML page about a problem on a cluster, to look at and to send.
+
+It searches all methods and writes the page to `--output`. With `--json` it prints the facts of the
+page, and writes the page only if `--output` is given.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     library = ""
     if output is not None:  # fail before the search, not after it
         library = plotly_js()
-        _check(output)
+        _refuse_unwritable(output)
     with progress("searching") as tell:
         choice = asked.search(tell)
     with progress("simulating and drawing") as tell:
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return show(args, facts.to_json, lambda: lines)
 
 
-def _check(path: Path) -> None:
+def _refuse_unwritable(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; --output names the page, such as {path / OUTPUT}")
     if not path.absolute().parent.is_dir():

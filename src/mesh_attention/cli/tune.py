@@ -84,7 +84,7 @@ def _log(line: str) -> None:
 
 
 def _rows(outcome: TuningOutcome, direction: Direction) -> list[dict[str, Any]]:
-    """The measured settings, the fastest first."""
+    """The measured settings of a direction, the fastest first; those that cannot run are last."""
     tuning = outcome.tuning
     known = [scored for scored in tuning.contenders[direction] if scored.key in tuning.known]
     return [

@@ -1,6 +1,7 @@
 """Readers of option values for argparse: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, JSON files.
 
-A reader takes the text of a value, and raises an error with an example if the text does not fit.
+`options.py` and the subcommands give them to flags. A reader takes the text of a value, and raises
+an error with an example if the text does not fit. Only `json_file` reads a file; none writes.
 Patterns say [0-9], since \\d would also match digits of other scripts.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 from mesh_attention.errors import did_you_mean
 from mesh_attention.files import FileError, read_text
 
-_UNITS = {"": 1, "b": 1} | {
+_UNIT_BYTES = {"": 1, "b": 1} | {
     letter + ending: base**power
     for power, letter in enumerate("kmgt", 1)
     for ending, base in (("ib", 1024), ("b", 1000))
@@ -26,6 +27,7 @@ _MOST_BYTES = 1 << 26  # of a JSON file
 
 
 def _matched(text: str, pattern: str, expected: str) -> re.Match[str]:
+    """The match of the whole text; `expected` says in the error what the text should be."""
     match = re.fullmatch(pattern, text)
     if not match:
         raise ArgumentTypeError(f"{text!r} is not {expected}")
@@ -33,7 +35,8 @@ def _matched(text: str, pattern: str, expected: str) -> re.Match[str]:
 
 
 def size(text: str) -> int:
-    """
+    """A whole number of at least 1, with k, M and G as powers of 1,024.
+
     >>> size("8"), size("128k"), size("1M"), size("1.5M")
     (8, 131072, 1048576, 1572864)
     """
@@ -41,6 +44,7 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
+    """A whole number of at least 0, otherwise as `size`."""
     return _whole_number(text, at_least=0)
 
 
@@ -57,7 +61,8 @@ def _whole_number(text: str, *, at_least: int) -> int:
 
 
 def _number(text: str) -> int:
-    """k, M and G are powers of 1,024, as is usual for the length of a context."""
+    """The whole number that a text such as 1.5M means. k, M and G are powers of 1,024, as is usual
+    for the length of a context."""
     power = " kmg".find(text[-1].lower())
     value = Fraction(text.rstrip("kKmMgG")) * 1024 ** max(power, 0)
     if value.denominator != 1:
@@ -72,6 +77,8 @@ def fraction(text: str) -> float:
 
 
 def pair(expected: str) -> Callable[[str], tuple[int, int]]:
+    """A reader of two numbers such as 3x3; `expected` says in the error what they should be."""
+
     def read(text: str) -> tuple[int, int]:
         match = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", expected)
         first, second = int(match[1]), int(match[2])
@@ -83,23 +90,25 @@ def pair(expected: str) -> Callable[[str], tuple[int, int]]:
 
 
 def byte_size(text: str) -> int:
-    """
+    """A number of bytes, at least 1: KiB is 1,024 bytes, KB is 1,000, a number alone counts bytes.
+
     >>> byte_size("512MiB"), byte_size("1.5KiB"), byte_size("2GB"), byte_size("100")
     (536870912, 1536, 2000000000, 100)
     """
     if re.match(r"\s*-\s*[0-9]", text):
         raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
-    if not match or match[2] not in _UNITS:
+    if not match or match[2] not in _UNIT_BYTES:
         raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
-    number = int(float(match[1]) * _UNITS[match[2]])
+    number = int(float(match[1]) * _UNIT_BYTES[match[2]])
     if number < 1:
         raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
     return number
 
 
 def window(text: str) -> tuple[int | None, int | None]:
-    """LEFT or LEFT:RIGHT; `inf` is no limit. LEFT alone is the causal sliding window.
+    """(LEFT, RIGHT) of LEFT or LEFT:RIGHT, with None for `inf`, no limit. LEFT alone is the causal
+    sliding window: RIGHT is 0.
 
     >>> window("4k"), window("128:64"), window("inf:0")
     ((4096, 0), (128, 64), (None, 0))
@@ -111,6 +120,7 @@ def window(text: str) -> tuple[int | None, int | None]:
 
 
 def starts(text: str) -> tuple[int, ...]:
+    """Where documents start, and the number of all tokens: numbers as `size` reads them."""
     pattern = f"{_NUMBER}(,{_NUMBER})+"
     match = _matched(text, pattern, "a list of document starts such as 0,100,400 or 0,4k,1M")
     return tuple(map(_number, match[0].split(",")))
@@ -127,6 +137,7 @@ def json_file(path: str) -> Any:
 
 
 def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
+    """A reader of one of `names`; `kind` says in the error what they are."""
     known = tuple(names)
 
     def read(text: str) -> str:

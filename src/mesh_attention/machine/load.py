@@ -1,8 +1,10 @@
-"""Clusters from TOML: the library's by name, a person's own by path.
+"""Reads clusters from TOML: the library's by name, a person's own by path. It writes nothing.
 
-Every field is required and nothing else is accepted, so that no constant is left to a default
-nobody chose. Optional are the passes of a kernel and their curves, by what the kernel has; a file
-without kernels has those of the library, or those of another file by `kernels_of`.
+The search, the simulator and `--cluster` get their clusters here, or a `ClusterError`. Every field
+is required and no other is accepted, so that no constant is a default that nobody chose. Kernels
+are the exception. Each has the passes and curves that it supports. A file without `kernels` gets
+those of the library, or with `kernels_of` those of another of the library's clusters;
+`more_kernels` adds to them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def load_cluster(name_or_file: str | Path) -> Cluster:
-    """
+    """The cluster of the library with this name, else the cluster of the TOML file at this path.
+
     >>> load_cluster("hgx-h100").node.ranks
     8
     """
@@ -58,14 +61,15 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
 
 
 def a_cluster(value: Any) -> Cluster:
-    """A cluster itself, or the cluster of a name or file."""
+    """`value` itself if it is a cluster, else the cluster of this name or file."""
     return value if isinstance(value, Cluster) else load_cluster(value)
 
 
 def parse_cluster(text: str, source: str) -> Cluster:
+    """The cluster that a TOML text describes; `source` names the text in errors."""
     if not isinstance(text, str):
         raise ClusterError(f"{source}: {type(text).__name__} is not text")
-    # A key of many thousand parts takes tomllib minutes, and what reads it more depth than it has.
+    # A key of thousands of parts takes tomllib minutes, and nests tables too deeply to be read.
     if len(text) > MOST_BYTES or max(map(len, text.splitlines()), default=0) > MOST_COLUMNS:
         raise ClusterError(
             f"{source} is not the description of a cluster: it has more than {MOST_BYTES} "
@@ -79,10 +83,10 @@ def parse_cluster(text: str, source: str) -> Cluster:
 
 
 def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
-    """The cluster of a table as TOML holds it; `source` names the file in errors."""
+    """The cluster of a table that `tomllib` has read; `source` names the file in errors."""
     own = dict(table)
-    like = own.pop("kernels_of", None)
-    if like is not None and ("kernels" in own or like not in cluster_names()):
+    kernels_of = own.pop("kernels_of", None)
+    if kernels_of is not None and ("kernels" in own or kernels_of not in cluster_names()):
         raise ClusterError(
             f"{source}: kernels_of names a cluster of the library, in place of kernels: "
             f"{', '.join(cluster_names())}"
@@ -98,8 +102,8 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
             "name, or describe all kernels of the file under [kernels]"
         )
     cluster = read_table(Cluster, {"kernels": more or {}, **own}, source)
-    if "kernels" not in own:  # those of the library, measured on Hopper GPUs
-        shared = library_kernels() if like is None else load_cluster(like).kernels
+    if "kernels" not in own:  # the library's were measured on Hopper GPUs
+        shared = library_kernels() if kernels_of is None else load_cluster(kernels_of).kernels
         cluster = replace(cluster, kernels=shared | cluster.kernels)
     if cluster.node.ranks % cluster.network.nics:
         raise ClusterError(
@@ -119,8 +123,9 @@ def read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
 
 
 def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
-    """No kernel is faster than the GPU, and every kind of call has a kernel."""
-    there: set[str] = set()
+    """Raise unless the GPU can run every kernel as fast as its curves say, and in this direction
+    every kind of call has a kernel."""
+    served: set[str] = set()
     for name, rates in cluster.passes(direction).items():
         where = f"{source}: kernels.{name}.{direction}"
         for kind, rate in rates.rates.items():
@@ -139,8 +144,8 @@ def _check_kernels(cluster: Cluster, direction: str, source: str) -> None:
         if rates.sm_margin >= (sms := cluster.gpu.sms):
             margin = rates.sm_margin
             raise ClusterError(f"{where}.sm_margin = {margin} leaves nothing of gpu.sms = {sms}")
-        there |= set(KINDS) if rates.ranges else set(rates.rates)
-    if missing := [kind for kind in KINDS if kind not in there]:
+        served |= set(KINDS) if rates.ranges else set(rates.rates)
+    if missing := [kind for kind in KINDS if kind not in served]:
         raise ClusterError(
             f"{source}: no kernel does {missing[0]} calls {direction}; add its curve to one, or a "
             "kernel with ranges = true, which does all"

@@ -1,9 +1,11 @@
 """`attend`: one attention on the plans of an object, for `ContextParallel.attention`, the function
 `mesh_attention`, models of transformers and replaced SDPA.
 
-The first of equal calls is checked and prepared. Its key holds all that this depends on, and later
-calls find the prepared call by their key. A call that has no key (DTensors, transforms, faults) is
-checked and prepared each time. Compiled code records an operator that does so when the graph runs.
+The first of equal calls is checked and prepared. The prepared call is kept by a key, which is all
+that checks and preparation depend on, and later calls with an equal key run it. A call without a
+key (DTensors, transforms, faults) is checked and prepared each time. Compiled code records an
+operator, which checks and prepares when the graph runs. Inputs are not changed; the object notes
+the plans of its latest call.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from mesh_attention.runtime.session.modes import (
 )
 from mesh_attention.runtime.session.sharding import KNOWN_LAYOUTS
 
-_MOST_WARM = 64
+_MOST_KEPT = 64  # prepared calls of an object, or of documents
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOT_SPREAD = Spread()
 
@@ -41,9 +43,9 @@ _NOT_SPREAD = Spread()
 def attend(
     calls: ObjectCalls, call: AttentionCall, fault: MeshAttentionError | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse); called inside a `collective_call`. `fault`: what is wrong already, for all ranks
-    to raise. Without `return_lse` lse may be empty; a gradient of lse is refused in backward,
-    unless the options of the call ask for it."""
+    """Returns (out, lse). Callers are inside a `collective_call`. `fault`: an error that this rank
+    knows already, which all ranks then raise. Without `return_lse` lse may be empty. The backward
+    pass refuses a gradient of lse, unless the options of the call ask for it."""
     q, k, v, sinks, documents = call[:5]
     if is_dynamo_compiling():
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
@@ -54,14 +56,14 @@ def attend(
     if autocast:
         q, k, v = as_under_autocast(q, k, v)
         call = AttentionCall(q, k, v, *call[3:])
-    around = THREAD.innermost  # a checkpoint, say, which keeps results or has them already
+    around = THREAD.innermost  # such as a checkpoint that records or replays results
     if around is not None:
         fault = around.fault() or fault
-    # What the operator names the batch by, and prepared calls by key: the object's or the batch's.
-    number, known, spread = None, calls.warm, _NOT_SPREAD
+    # The number of the documents, for the operator; kept calls, of the documents or the object.
+    number, kept_calls, spread = None, calls.warm, _NOT_SPREAD
     if isinstance(documents, Documents):
-        number, known = documents.number, documents.plans.warm
-    warm = key = None
+        number, kept_calls = documents.number, documents.plans.warm
+    prepared = key = None
     if fault is None and (documents is None or number is not None):
         key = _key(calls, call)
     if key is None:
@@ -71,36 +73,36 @@ def attend(
         needs_grad = fault is None and need_grad(q, k, v, sinks)
     else:
         needs_grad = key[0]
-        warm = known.get(key)
+        prepared = kept_calls.get(key)
     needs_grad = needs_grad or (fault is None and isinstance(around, Recording))
-    if warm is not None and warm.call.is_warm(needs_grad):
+    if prepared is not None and prepared.call.is_warm(needs_grad):
         calls.user.refuse_if_closed()
-        calls.latest, calls.batch = warm.latest, warm.batch
+        calls.latest, calls.batch = prepared.latest, prepared.batch
     else:
         keeps = not KEEPING.on
-        warm = UserCall(calls, calls.prepare(call, fault, needs_grad=needs_grad, keeps=keeps))
-        if key is not None and not warm.call.to_be_refused:
-            _keep(known, key, warm)
+        prepared = UserCall(calls, calls.prepare(call, fault, needs_grad=needs_grad, keeps=keeps))
+        if key is not None and not prepared.call.to_be_refused:
+            _keep(kept_calls, key, prepared)
     if key is not None:
-        layout = layout_of_output(warm.call.rank_plan, q, k, v)
+        layout = layout_of_output(prepared.call.rank_plan, q, k, v)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():
-            out, lse = _run(warm, call, number, needs_grad)
+            out, lse = _run(prepared, call, number, needs_grad)
     else:
-        out, lse = _run(warm, call, number, needs_grad)
+        out, lse = _run(prepared, call, number, needs_grad)
     if key is not None and layout is not None:
         KNOWN_LAYOUTS.keep(out, layout)
     return spread.whole(out), spread.whole(lse, 1)
 
 
-def _keep(known: dict[Any, UserCall], key: Any, warm: UserCall) -> None:
-    """Keeps a prepared call by its key. Those that the session has dropped go, with the memory that
-    they hold, and the oldest where there are too many."""
-    for other in [other for other, kept in known.items() if not kept.call.kind.is_kept]:
-        del known[other]
-    if len(known) >= _MOST_WARM:
-        known.pop(next(iter(known)))
-    known[key] = warm
+def _keep(kept_calls: dict[Any, UserCall], key: Any, prepared: UserCall) -> None:
+    """Keeps a prepared call by its key. Calls that the session has dropped are removed, with the
+    memory that they hold, and the oldest call if there are too many."""
+    for other in [other for other, kept in kept_calls.items() if not kept.call.kind.is_kept]:
+        del kept_calls[other]
+    if len(kept_calls) >= _MOST_KEPT:
+        kept_calls.pop(next(iter(kept_calls)))
+    kept_calls[key] = prepared
 
 
 def _run(
@@ -125,8 +127,8 @@ def _run(
 
 
 def _key(calls: ObjectCalls, call: AttentionCall) -> tuple[Any, ...] | None:
-    """All that the checks and the preparation of a call depend on, first whether gradients are
-    needed; None where they must look."""
+    """All that the checks and the preparation of a call depend on; the first item is whether
+    gradients are needed. None if such a call must be checked each time."""
     q, k, v, sinks, scale = *call[:4], call.softmax_scale
     if (
         torch._C._are_functorch_transforms_active()
@@ -146,13 +148,14 @@ def _key(calls: ObjectCalls, call: AttentionCall) -> tuple[Any, ...] | None:
     needs_grad = needs_grad and torch.is_grad_enabled()
     if needs_grad and is_inference:
         return None
-    # What was cut, where the call has no documents. A call that is made again in a backward pass
-    # was looked at in the forward pass.
+    # A call without documents is compared with what was cut before it. A call that a backward pass
+    # makes again was compared in the forward pass.
     if call.documents is None and torch._C._current_graph_task_id() == OUTSIDE_BACKWARD:
-        of, latest = calls.session.shardings.of, calls.session.shardings.latest
+        cuts, latest = calls.session.shardings.of, calls.session.shardings.latest
         for x in (q, k) if q.ndim == k.ndim == 4 else ():
             _, slots, heads, _ = x.shape
-            key += of.get((calls.name, slots)) or of.get(slots) or of.get(heads), slots == latest
+            cut = cuts.get((calls.name, slots)) or cuts.get(slots) or cuts.get(heads)
+            key += cut, slots == latest
     return (
         needs_grad,
         calls.name,
@@ -170,8 +173,8 @@ def _key(calls: ObjectCalls, call: AttentionCall) -> tuple[Any, ...] | None:
 def _traced(
     calls: ObjectCalls, call: AttentionCall, fault: MeshAttentionError | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` in code that is compiled: the operator, by the name of the object. What is wrong
-    becomes a constant of the graph, and all ranks raise it when the graph runs."""
+    """`attend` in code that is being compiled: records the operator, with the name of the object.
+    A fault becomes a constant of the graph, and all ranks raise it when the graph runs."""
     q, k, v, sinks, documents = call[:5]
     refusal = None if fault is None else fault.args[0]
     if not isinstance(documents, Documents | None):

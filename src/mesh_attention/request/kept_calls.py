@@ -1,11 +1,11 @@
 """Contexts around the code of a checkpoint, so that its recomputation does not attend again.
 
-`Recording` surrounds the forward pass and holds the results of each attention. `Replaying`
-surrounds the recomputation and hands them out in the same order: no other rank is asked. `place` is
-a result too, so the backward pass belongs to the forward call, on all ranks alike. The operator
-asks the innermost context (`operators.py`), so eager and compiled code are served alike. Meanwhile
-no rows are kept for the backward pass: q, k and v are computed again, and exchanged again.
-`train/keep_attention.py` makes the contexts.
+`Recording` surrounds the forward pass and keeps the results of each call. `Replaying` surrounds the
+recomputation and returns them in the same order, without another rank. Among them is `place`, the
+number of the call, so the backward pass belongs to the forward call on all ranks. The operator asks
+the innermost context (`operators.py`), in eager and in compiled code. In a context a forward pass
+leaves no exchanged rows to the backward pass: q, k and v are computed and exchanged again.
+`train/keep_attention.py` makes the contexts. Entering them changes `THREAD` and `KEEPING` only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError
 
-Results = tuple[Tensor, Tensor, Tensor, list[Tensor]]
-Make = Callable[..., Results]
-_CALL, _NEEDS_GRAD = 7, 10  # among the inputs of the operator
+Results = tuple[Tensor, Tensor, Tensor, list[Tensor]]  # out, lse, place, kept rows
+Make = Callable[..., Results]  # makes the call, of the inputs of the operator
+_CALL, _NEEDS_GRAD = 7, 10  # the places of `call` and `needs_grad` among the operator's inputs
 
 
 class Held:
-    """A tensor that waits for the backward pass where it is; refused if it changes meanwhile."""
+    """Keeps a tensor on its device until the backward pass, in which `take` returns it. `take`
+    raises if the tensor was changed in place meanwhile."""
 
     def __init__(self, x: Tensor) -> None:
-        # Not the tensor itself, on which autograd hangs its graph; but with its version.
+        # Detached, to keep no autograd graph; as a view, which counts the tensor's writes too.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor = x.detach()
         self._version = x._version
@@ -43,8 +44,8 @@ class Held:
 
 
 class AroundAttention:
-    """A context that answers the calls of attention in its thread. `begin` is called whenever it is
-    entered, which may happen several times."""
+    """A context whose `attend` answers the calls of attention in its thread. It may be entered
+    several times, and calls `begin` each time."""
 
     _outer: AroundAttention | None = None
 
@@ -52,12 +53,12 @@ class AroundAttention:
         self._begin = begin
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
-        """The results of a call on `inputs`, those of the operator; `make` makes the call. By
-        default what the context around this one answers, or the call."""
+        """The results of a call on `inputs` of the operator. By default they come from the context
+        around this one; if there is none, `make` makes the call."""
         return make(*inputs) if self._outer is None else self._outer.attend(make, inputs)
 
     def fault(self) -> MeshAttentionError | None:
-        """Why nothing may attend in the context; asked before a call is prepared."""
+        """Why no call may be made in the context, or None; asked before a call is prepared."""
         return None if self._outer is None else self._outer.fault()
 
     def __enter__(self) -> None:
@@ -77,9 +78,9 @@ class _Thread(local):
 
 
 class _Keeping:
-    """Whether calls keep no rows for the backward pass, because a context is entered in any thread.
-    Code that is being compiled asks it too, and can depend on no state of a thread: at worst the
-    code of another thread keeps nothing, which is right too."""
+    """`on`: some thread is in a context, so calls leave no rows to the backward pass. All threads
+    count, since code that is being compiled asks it too and cannot depend on the state of a thread.
+    Calls of other threads then leave no rows either: their results are the same."""
 
     depth, on = 0, False
 
@@ -88,14 +89,15 @@ THREAD, KEEPING = _Thread(), _Keeping()
 
 
 class Recording(AroundAttention):
-    """Around the forward pass of a block. Results are recorded also where gradients are off, as in
-    reentrant checkpoints. `hold` makes what keeps a result until the backward pass."""
+    """Around the forward pass of a block. Results are recorded even if gradients are off, as in
+    reentrant checkpoints. `hold` makes a `Held` of each result."""
 
     def __init__(
         self, hold: Callable[[Tensor], Held] = Held, begin: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(begin)
         self._hold = hold
+        # Of each call: what it was made with, its place, and its other results.
         self.calls: list[tuple[list[Any], Tensor, list[Held]]] = []
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
@@ -106,20 +108,20 @@ class Recording(AroundAttention):
 
 
 class Replaying(AroundAttention):
-    """Around the recomputation of the same block, which may come several times."""
+    """Around the recomputation of the same block. It may be entered several times."""
 
     def __init__(self, recording: Recording, begin: Callable[[], None] = lambda: None) -> None:
         super().__init__(begin)
         self._calls = recording.calls
 
     def __enter__(self) -> None:
-        self._coming = iter(self._calls)
+        self._remaining = iter(self._calls)
         super().__enter__()
 
     def attend(self, make: Make, inputs: tuple[Any, ...]) -> Results:
         now = _described(inputs)
-        nothing: tuple[Any, Any, list[Held]] = None, None, []
-        before, place, held = next(self._coming, nothing)
+        no_call: tuple[Any, Any, list[Held]] = None, None, []
+        before, place, held = next(self._remaining, no_call)
         if before != now:
             was = f"was made with {before}" if before else "was not made"
             raise MeshAttentionError(
@@ -131,14 +133,15 @@ class Replaying(AroundAttention):
 
 
 def _own_memory(x: Tensor, inputs: tuple[Any, ...]) -> Tensor:
-    """Compiled code, which names no prepared call, may write to memory that it needs no more."""
+    """A copy for compiled code, which may write to the memory of a result after its last use; `x`
+    for eager code. Only eager code names a prepared call in the inputs."""
     return x.clone() if inputs[_CALL] is None else x
 
 
 def _described(inputs: tuple[Any, ...]) -> list[Any]:
-    """What a call must have in common with its first time."""
+    """What a call of the recomputation must have in common with the call in the forward pass."""
     return [
         (*x.shape, x.dtype) if isinstance(x, Tensor) else x
-        for place, x in enumerate(inputs)
-        if place not in (_CALL, _NEEDS_GRAD)
+        for index, x in enumerate(inputs)
+        if index not in (_CALL, _NEEDS_GRAD)
     ]

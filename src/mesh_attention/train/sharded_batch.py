@@ -1,8 +1,9 @@
-"""A batch of training code, made ready for this rank: labels shifted before anything is cut.
+"""`shard_batch` cuts this rank's part of a batch of training code (`ContextParallel.shard_batch`).
 
-What goes wrong in silence by hand is done here: the target of a shard's last token is on another
-rank, padding must not count in the loss, positions are not 0, 1, 2, ..., and a padding mask must
-reach attention, as documents.
+By hand this goes wrong in silence. The target of a shard's last token is on another rank, so labels
+are shifted before anything is cut. Padding gets no target, positions are those of the whole batch,
+and a padding mask reaches attention as documents. The caller's tensors are not changed; the session
+counts the batch and remembers how it was cut.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch(Mapping[str, Any]):
-    """This rank's part of a batch: tensors of (rows, local tokens). Also a mapping, by name, of
-    those that there are.
+    """This rank's part of a batch: tensors of (rows, local tokens). It is also a mapping, by name,
+    of those that are not None.
 
-    labels        targets: what each token is to predict, `ignore_index` where nothing; with `ahead`
-                  of (rows, local tokens, ahead)
+    labels        the target of each token, `ignore_index` where it has none; with `ahead` of
+                  (rows, local tokens, ahead)
     position_ids  as given, or counted in each document
-    padding       true where a slot holds no token, or one that the mask says is padding
-    documents     to hand to `attention` and `unshard`; None where the object knows them
-    others        tensors that were given by other names: `batch.name` as well as `batch["name"]`
-    num_targets   of the whole batch, on all ranks of the group: a tensor, for which nobody waits;
-                  with `ahead` a number for each distance
-    of_model      names of the arguments of a model, where a `ModelContextParallel` knows it
-    whole         only of a Trainer: the batch as data_collator made it, labels not shifted
+    padding       true where a slot holds no token, or a token that is padding by `attention_mask`
+    documents     an argument for `attention` and `unshard`; None if the object has them already
+    others        tensors with other names: `batch.name` as well as `batch["name"]`
+    num_targets   the number of targets in the whole batch, on all ranks: a tensor, so that the
+                  host waits for no device; with `ahead` a number for each distance
+    of_model      the names that the model of a `ModelContextParallel` takes; None: any name
+    whole         set by the Trainer only: the batch as data_collator made it, labels not shifted
 
-    If rows have different documents, they became one pack, and `rows` is 1 here.
+    Rows with different documents are packed into one row: then `rows` is 1 here.
     """
 
     input_ids: Tensor | None
@@ -55,8 +56,8 @@ class ShardedBatch(Mapping[str, Any]):
     whole: Mapping[str, Any] = field(default_factory=dict)
 
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments for a model: without labels, since models that take some shift them once more,
-        and of `others` only those `of_model`."""
+        """Arguments for a model: no labels, since models would shift them once more, and of
+        `others` only the names in `of_model`."""
         names = self.others if self.of_model is None else self.of_model
         others = {name: x for name, x in self.others.items() if name in names}
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, **others}
@@ -64,17 +65,17 @@ class ShardedBatch(Mapping[str, Any]):
         return {name: x for name, x in inputs.items() if x is not None}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ShardedBatch:
-        def moved(x: Tensor | None) -> Any:
+        def move(x: Tensor | None) -> Any:
             if x is None:
                 return None
-            there = x.to(device, non_blocking=non_blocking)
+            moved = x.to(device, non_blocking=non_blocking)
             for name in (MARK, IGNORED):
-                setattr(there, name, getattr(x, name, None))
-            return there
+                setattr(moved, name, getattr(x, name, None))
+            return moved
 
         names = ("input_ids", "labels", "position_ids", "padding", "num_targets")
-        tensors: dict[str, Any] = {name: moved(getattr(self, name)) for name in names}
-        return replace(self, **tensors, others={n: moved(x) for n, x in self.others.items()})
+        tensors: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
+        return replace(self, **tensors, others={n: move(x) for n, x in self.others.items()})
 
     def _named(self) -> dict[str, Any]:
         own = {"labels": self.labels, "padding": self.padding, "num_targets": self.num_targets}
@@ -83,7 +84,7 @@ class ShardedBatch(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         others = vars(self).get("others")
-        if others is None or name.startswith("_"):  # of one that is being made
+        if others is None or name.startswith("_"):  # `copy` and `pickle` ask before fields are set
             raise AttributeError(name)
         if name not in others:
             raise AttributeError(f"the batch has no {name}; it has {', '.join(self)}")
@@ -111,14 +112,15 @@ def shard_batch(
     ignore_index: int,
     check: bool | None,
 ) -> ShardedBatch:
-    """As `ContextParallel.shard_batch` describes it."""
+    """This rank's part of the whole batch `tensors`. `ContextParallel.shard_batch` describes the
+    arguments; `calls` are those of its object."""
     batches = calls.session.batches
-    place = batches.begin()  # first: a batch that turns out to be wrong counts too
+    place = batches.begin()  # first, so that a batch that is then refused is counted too
     if check is not None:
         flag("check", check)
     whole = WholeBatch(checked_tensors(tensors), cu_seqlens, documents, check)
     if documents is not None:
-        calls.shards(documents)  # refuses what is none
+        calls.shards(documents)  # raises if it is no `Documents`
     if not isinstance(shift_labels, bool):
         raise MeshAttentionError(
             "shift_labels is True or False: give labels that are targets already as labels, with "
@@ -133,32 +135,32 @@ def shard_batch(
     ignore_index = number("ignore_index", ignore_index, least=None)
     if not whole.says_documents:
         _refuse_local_length(calls, whole)
-    # What ranks share out, and compare.
-    handle, shards, rows = _sharing(calls, whole, also)
+    # How the batch is cut, and what ranks compare of it.
+    documents, shards, rows = _documents_and_shards(calls, whole, also)
     contents = whole.contents(shift_labels=shift_labels, ahead=ahead, ignore_index=ignore_index)
     batch = batches.holds(place, contents)
-    # Labels become targets in whole rows, then all is cut.
+    # Labels become targets while rows are whole; then all tensors are cut.
     tensors, num_targets = {**whole.tensors}, None
     if "labels" in tensors:
         tensors["labels"] = _targets(whole, rows, shift_labels, ahead, ignore_index)
         num_targets = (tensors["labels"] != ignore_index).sum((0, 1))
-    device = next(iter(tensors.values())).device  # what else was kept on the CPU goes there too
+    device = next(iter(tensors.values())).device  # to which others, such as a mask, move
     local = {
         name: shards.shard(x, 1, "q").to(device, non_blocking=True) for name, x in tensors.items()
     }
-    # Slots without a token, and what was not given.
+    # Slots without a token are padding and have no target; positions may have to be counted.
     empty = shards.padding("q", device)
     size = next(iter(local.values())).shape[:2]
     if "labels" in local:
         local["labels"].masked_fill_(empty if ahead is None else empty[:, None], ignore_index)
     real = local.pop("attention_mask", None)
     padding = empty.expand(size) if real is None else ~real.bool()
-    if handle is not None:
-        handle = handle.of_batch(batch)
-        handle.position_ids, handle.padding = local.get("position_ids"), padding
+    if documents is not None:
+        documents = documents.of_batch(batch)
+        documents.position_ids, documents.padding = local.get("position_ids"), padding
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
-    for name, x in local.items():  # plain, for torch.save
+    for name, x in local.items():  # a plain tuple, which torch.save can write
         setattr(x, MARK, (batch.number, batch.contents))
         setattr(x, IGNORED, ignore_index if name == "labels" else None)
     return ShardedBatch(
@@ -166,21 +168,21 @@ def shard_batch(
         local.pop("labels", None),
         local.pop("position_ids"),
         padding=padding,
-        documents=handle,
+        documents=documents,
         num_targets=num_targets,
         others=local,
     )
 
 
 def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
-    """Raises if a batch looks like the shard of one. Contents on a device are not compared among
-    ranks, so there only the length tells."""
+    """Raise if a batch has the length of a shard. Ranks compare the contents of tensors on the CPU,
+    which shows the same mistake; of tensors on a device only the length shows it."""
     if all(x.device.type == "cpu" for x in whole.tensors.values()):
         return
     try:
         layout = calls.shards(None, is_asked=False).q_layout
     except MeshAttentionError:
-        return  # the length comes with batches
+        return  # the object has no length of its own
     if whole.shape[1] == layout.slots != layout.num_tokens:
         raise MeshAttentionError(
             f"the batch has {layout.slots} tokens, as a shard of {layout.num_tokens} has, and "
@@ -188,14 +190,14 @@ def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
         )
 
 
-def _sharing(
+def _documents_and_shards(
     calls: ObjectCalls, whole: WholeBatch, also: Sequence[Any]
 ) -> tuple[Documents | None, Shards, Rows]:
-    """How the batch is cut, and the documents of each row. The handle is None where the object is
-    for one length and mask, and these are the batch's."""
-    handle = whole.documents
+    """The documents for attention, how the batch is cut, and the starts of each row's documents.
+    The first is None if the object is for a single length and mask, which this batch has too."""
+    documents = whole.documents
     rows = whole.rows()
-    if handle is None:
+    if documents is None:
         same = all(row == rows[0] for row in rows)
         try:
             calls.layer()
@@ -205,23 +207,24 @@ def _sharing(
             if not same or rows[0] not in (own, (0, own[-1])):
                 raise
             return None, calls.cut(None), [own] * len(rows)
-        made = whole.cu_seqlens
-        if not isinstance(made, Pack):
-            made = rows[0] if same else rows
-        handle = calls.documents(made, also)
-    return handle, calls.cut(handle), rows
+        cu_seqlens = whole.cu_seqlens
+        if not isinstance(cu_seqlens, Pack):
+            cu_seqlens = rows[0] if same else rows
+        documents = calls.documents(cu_seqlens, also)
+    return documents, calls.cut(documents), rows
 
 
 def _targets(
     whole: WholeBatch, rows: Rows, shift_labels: bool, ahead: int | None, ignore_index: int
 ) -> Tensor:
-    """What each token of the whole batch is to predict: nothing behind the end of its document.
-    With `ahead`, (rows, tokens, ahead): the next token, that after it, and so on."""
+    """The target of each token of the whole batch; `ignore_index` for padding, and where the target
+    would lie behind the end of the token's document. With `ahead`, (rows, tokens, ahead): the next
+    token, the one after it, and so on."""
     labels = whole.tensors["labels"]
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
     if not torch.iinfo(labels.dtype).min <= ignore_index <= torch.iinfo(labels.dtype).max:
-        labels = labels.long()  # bytes would take `ignore_index` for another token
+        labels = labels.long()  # bytes, for example, cannot hold `ignore_index`
     if shift_labels:
         whole.refuse_next_tokens(ignore_index)
     tokens, device = labels.shape[1], labels.device
@@ -229,12 +232,12 @@ def _targets(
     ends = torch.tensor([s for row in rows for s in row[1:]], device=device)
     lengths, size = ends - starts, labels.numel()
     ends = torch.repeat_interleave(ends, lengths, output_size=size).view(labels.shape)
-    at = torch.arange(tokens, device=device)
+    positions = torch.arange(tokens, device=device)
     mask, targets = whole.tensors.get("attention_mask"), []
     for distance in range(shift_labels, shift_labels + (ahead or 1)):
         shifted = labels.roll(-distance, 1)
-        # Labels that are targets already may stand at the end of a document.
-        shifted = shifted.masked_fill(at + distance >= ends, ignore_index)
+        # At distance 0, of labels that are targets already, the end of a document keeps its label.
+        shifted = shifted.masked_fill(positions + distance >= ends, ignore_index)
         if mask is not None:
             shifted = shifted.masked_fill((mask == 0).to(device), ignore_index)
         targets.append(shifted)

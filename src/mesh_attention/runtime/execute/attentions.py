@@ -1,10 +1,11 @@
 """The attentions of a program on real tensors, by kernel calls under the masks of a plan.
 
-An executor asks `Attentions`; its method `bind` does what can be done before the tensors of an
-operation hold anything, and returns the rest as a function without arguments.
+The executor (`executor.py`) calls `Attentions.bind` for each attention, before its tensors hold
+anything. It gets a function without arguments that makes the kernel calls when it is called, and
+writes their results to the buffers of the program.
 
-Buffers hold rows first, (rows, batch, heads, width), so that any rows are contiguous memory and can
-be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
+A buffer has rows first, (rows, batch, heads, width), so that any of its rows are contiguous memory
+and can be sent as they are. Kernels take (batch, rows, heads, width) by stride, and statistics as
 (batch, heads, rows).
 """
 
@@ -43,19 +44,19 @@ from mesh_attention.runtime.execute.kernel_calls import (
 )
 from mesh_attention.runtime.execute.memory import call_size, stand_in_block
 
-Work = Callable[[], object]
+Work = Callable[[], object]  # makes the kernel calls of an attention
 
 
 class Attentions:
-    """The attentions of the program of a frame.
+    """The attentions of the program of `frame`, which has its memory and streams.
 
-    plan              whose masks the calls have
+    plan              the plan of the program, with the mask
     kernels           by name
     scores            softmax scale and softcap
-    mask_device       where kernels want row ranges to lie
-    known_ranges      masks that are made already; new masks are added
-    program_for_mask  makes the program whose calls leave SMs to transfers as the mask of a plan
-                      needs; None: the number of SMs depends on no mask
+    mask_device       the device on which kernels read row ranges
+    known_ranges      masks that exist already; new masks are added to it
+    program_for_mask  makes the program for the mask of a plan, if the mask decides how many SMs
+                      the calls leave to transfers; None: it does not
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Attentions:
         self._frame, self.operations = frame, program.operations
         self._scores, self._deterministic = scores, deterministic
         self._program_for_mask = program_for_mask
-        # The streams on which kernel calls take turns, if they do.
+        # The two streams on which kernel calls take turns; None: all calls are on one stream.
         self._turns = frame.streams if frame.two_streams else None
         self._follow = must_follow(program.operations, frame.memory) if self._turns else set()
         self._masks_for = partial(masks_of, program=program, device=mask_device)
         self.masks = self._masks_for(plan, known=known_ranges)
-        covered = cache(coverage)  # slices of heads have the same calls
+        covered = cache(coverage)  # the same for every slice of heads
         self._coverage = {
             at: [
                 covered(rows, length, fresh=fresh)
@@ -90,8 +91,8 @@ class Attentions:
         }
 
     def for_mask(self, plan: Plan, known_ranges: KnownRanges, *, by_mask: bool) -> Attentions:
-        """The same calls under the masks of another plan, which differs in its mask alone.
-        `by_mask`: the number of SMs that calls leave to transfers follows the mask too."""
+        """The same attentions for another plan, which differs in nothing but its mask. `by_mask`:
+        the calls also leave as many SMs to transfers as that mask needs."""
         other = copy(self)
         other.masks = self._masks_for(plan, known=known_ranges)
         if by_mask and self._program_for_mask is not None:
@@ -102,7 +103,7 @@ class Attentions:
         """Let kernels make their own tables of the masks before the first call."""
         frame = self._frame
         table = frame.program.buffer_table()
-        done: set[tuple[BlockMask, BlockSize]] = set()  # slices of heads are alike
+        done: set[tuple[BlockMask, BlockSize]] = set()  # the same for every slice of heads
         for at, masks in self.masks.items():
             op = self.operations[at]
             assert isinstance(op, Attend | AttendBackward)
@@ -116,7 +117,8 @@ class Attentions:
                     prepare(frame.direction, stand_in_block(frame.call_shape, size, mask))
 
     def bind(self, at: int, views: Views) -> Work:
-        """The attention at this place of the program, on the tensors of its pieces."""
+        """The kernel calls of the attention at place `at` of the program, with the tensors of its
+        pieces, as a function without arguments."""
         op, row_kernels = self.operations[at], self._frame.row_choice.rows
         assert isinstance(op, Attend | AttendBackward), f"{op.name} is no attention"
         q, k, v = (views.tokens(p) for p in (op.q, op.k, op.v))
@@ -165,8 +167,8 @@ class Attentions:
 
 
 def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...], int, bool]]:
-    """(rows of each call, how many rows there are, whether they hold nothing yet) of queries; in a
-    backward pass of keys too."""
+    """For queries, and in a backward pass for keys too: the rows that each call takes, the number
+    of all rows, and whether their results hold nothing yet."""
     assert isinstance(op, Attend | AttendBackward)
     queries = tuple([(call.q_start, call.q_stop) for call in op.calls])
     yield queries, op.q.num_rows, op.fresh if isinstance(op, Attend) else op.fresh_q
@@ -176,17 +178,17 @@ def _rows_of_calls(op: Operation) -> Iterator[tuple[tuple[tuple[int, int], ...],
 
 
 def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[int]:
-    """Attentions that may not run beside the kernel call before them, by their place: they read
-    what was computed after the last kernel call but one, or write where it is used, and beside the
-    last call and its merge it may not be there yet, or still be read."""
+    """The places of attentions that may not run beside the kernel call before them. They read what
+    that call, its merge or a later computation writes, which may not be there yet; or they let a
+    kernel write to memory that one of these still uses."""
     following = set()
     calls = 0
-    computed: dict[str, int] = {}  # calls that had begun when a buffer was last computed
-    used: dict[str, list[Piece]] = {}  # by computations since the last call
+    computed: dict[str, int] = {}  # number of calls made when a buffer was last computed
+    used: dict[str, list[Piece]] = {}  # pieces by buffer, from the last attention with calls on
     for at, op in enumerate(operations):
         if isinstance(op, Attend | AttendBackward):
             late = any(computed.get(name, -1) >= calls for name in _kernel_inputs(op))
-            if late or any(_shares(piece, used, memory) for piece in _written_by_kernels(op)):
+            if late or any(_overlaps(piece, used, memory) for piece in _written_by_kernels(op)):
                 following.add(at)
             if op.calls:
                 calls += len(op.calls)
@@ -199,14 +201,14 @@ def must_follow(operations: Sequence[Operation], memory: WorkspaceMap) -> set[in
 
 
 def _written_by_kernels(op: Attend | AttendBackward) -> list[Piece]:
-    """What a kernel may write itself, since nothing is there that results are added to."""
+    """The pieces to which a kernel may write directly, as they hold nothing to add results to."""
     if isinstance(op, Attend):
         return [op.out] if op.fresh else []
     return [op.grad_q] * op.fresh_q + [op.grad_k, op.grad_v] * op.fresh_kv
 
 
-def _shares(piece: Piece, used: Mapping[str, Sequence[Piece]], memory: WorkspaceMap) -> bool:
-    """Whether a piece has memory in common with others, listed by their buffers."""
+def _overlaps(piece: Piece, used: Mapping[str, Sequence[Piece]], memory: WorkspaceMap) -> bool:
+    """Whether a piece has memory in common with a piece in `used`, a list for each buffer."""
     if any(piece.overlaps(other) for other in used.get(piece.buffer, ())):
         return True
     if piece.buffer not in memory.offsets:
