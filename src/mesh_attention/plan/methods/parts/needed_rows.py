@@ -127,40 +127,24 @@ def visible_keys(p: QueryParts) -> tuple[Array, Array, Array]:
     return p.range, p.lo + p.lo_slope * p.low, p.hi + p.hi_slope * p.high
 
 
-def _queries_seeing(
-    p: QueryParts, keys: tuple[Array, Array], columns: Array
-) -> tuple[Array, Array, Array]:
-    """Intervals of queries that see keys of some ranges, which are disjoint and in order, each in a
-    column; with each interval its column. Intervals may be empty, and may overlap."""
-    starts, stops = keys
-    first = np.searchsorted(stops, p.lo + p.lo_slope * p.low, side="right")
-    last = np.searchsorted(starts, p.hi + p.hi_slope * p.high, side="left")
-    # Most ranges are seen whole by all queries of a part: what matters is their columns.
-    whole = np.minimum(np.searchsorted(starts, p.lo + p.lo_slope * p.high), last)
-    after = np.searchsorted(stops, p.hi + p.hi_slope * p.low, side="right")
-    after = np.maximum(after, whole)
-    before = np.zeros((len(starts) + 1, columns.max() + 1), dtype=np.int32)
-    before[np.arange(1, len(starts) + 1), columns] = 1
-    before = np.cumsum(before, axis=0, dtype=np.int32)
-    of_all, column = np.nonzero(before[after] > before[whole])
-    parts = [expanded(first, whole), expanded(after, last)]
-    at, index = (np.concatenate(several) for several in zip(*parts, strict=True))
-    _, low, high, lo, lo_slope, hi, hi_slope = (side[at] for side in p)
-    begin, end = keys[0][index], keys[1][index]
-    # A line of slope 0 bounds no query here: where it would, all of the part sees nothing.
-    none = ((lo_slope == 0) & (lo >= end)) | ((hi_slope == 0) & (hi <= begin))
-    low = np.where(hi_slope > 0, np.maximum(low, begin - hi + 1), low)
-    high = np.where(lo_slope > 0, np.minimum(high, end - lo - 1), high)
-    # Queries see nothing where their interval is empty.
-    low = np.where(hi_slope > lo_slope, np.maximum(low, lo - hi + 1), low)
-    high = np.where(lo_slope > hi_slope, np.minimum(high, hi - lo - 1), high)
-    none |= (lo_slope == hi_slope) & (lo >= hi)
-    high = np.where(none, low, high + 1)
-    return (
-        np.append(columns[index], column),
-        np.append(low, p.low[of_all]),
-        np.append(high, p.high[of_all] + 1),
-    )
+def _queries_seeing(keys: OwnedRanges, rows: RowRanges) -> tuple[Array, Array, Array]:
+    """For keys of some ranges, which are in order, the index of their range and an interval of
+    queries that see some of them; intervals may be empty, and may overlap.
+
+    On a segment of the mask later keys are seen by later queries: the first and the last key of a
+    range bound the queries that see any of the keys in between.
+    """
+    start, stop = rows.edges
+    parts: list[tuple[Array, ...]] = []
+    for lo, lo_slope, hi, hi_slope in rows.lines(np.arange(len(start))):
+        seen = lo + lo_slope * start, hi + hi_slope * (stop - 1)
+        of, index, low, high = cut(*seen, keys.starts, keys.stops)
+        # A key k is seen from query k - hi + 1 on, and up to query k - lo.
+        first = np.where(hi_slope[of] > 0, np.maximum(start[of], low - hi[of] + 1), start[of])
+        last = np.where(lo_slope[of] > 0, np.minimum(stop[of], high - lo[of]), stop[of])
+        parts.append((index, first, np.where(low < high, last, first)))
+    index, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return index, first, last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,15 +250,11 @@ def needed_queries(
 ) -> NeededRows:
     """Queries of a rank's tile row that see keys of its tile column."""
     row, column = np.divmod(np.arange(q_layout.num_ranks), columns)  # of each rank
-    key_columns = np.zeros(1, dtype=np.int64)
-    edges = (key_columns, key_columns + kv_layout.num_tokens)
-    if columns > 1:
-        keys = ranges_of(kv_layout)
-        keys = keys[np.argsort(keys.starts, kind="stable")]
-        key_columns = column[keys.places // kv_layout.slots]
-        edges = (keys.starts, keys.stops)
-    intervals = _queries_seeing(_parts_of(q_layout, rows), edges, key_columns)
-    return NeededRows(q_layout, (column, row), intervals)
+    keys = ranges_of(kv_layout)
+    keys = keys[np.argsort(keys.starts, kind="stable")]
+    index, lo, hi = _queries_seeing(keys, rows)
+    owners = keys.places[index] // kv_layout.slots
+    return NeededRows(q_layout, (column, row), (column[owners], lo, hi))
 
 
 def pairs_of_ranks(layout: Layout, rows: RowRanges) -> NDArray[np.float64]:
