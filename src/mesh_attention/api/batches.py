@@ -133,24 +133,9 @@ class Batches:
 
         Rows with different documents, or different padding, become one pack: one row.
         """
-        tensors = {
-            "input_ids": input_ids,
-            "labels": labels,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            **others,
-        }
-        return shard_batch(
-            self._calls,
-            tensors,
-            cu_seqlens=cu_seqlens,
-            documents=documents,
-            also=also,
-            shift_labels=shift_labels,
-            ahead=ahead,
-            ignore_index=ignore_index,
-            check=check,
-        )
+        arguments = dict(locals())  # all of the above, by name
+        del arguments["self"], arguments["others"]
+        return shard_batch(self._calls, **(arguments | others))
 
     @outside_compile
     def shard(
