@@ -325,10 +325,13 @@ def test_a_context_parallel_tells_which_kernel_each_pass_uses_and_why(
     [
         ({"forward": 1}, "must be KernelRates"),
         (KernelRates(PassRates(True, False, 0, 1.0)), "with at least one curve"),
-        (KernelRates(PassRates(False, False, 0, 1.0, KernelRate(0.0, 1, 1))), "tflops above 0"),
+        (
+            KernelRates(PassRates(False, False, 0, 1.0, KernelRate(0.0, 1, 1))),
+            "full.tflops = 0.0 must be above 0",
+        ),
         (
             KernelRates(None, PassRates(False, False, 0, 1.0, KernelRate(float("nan"), 1, 1))),
-            "0, n",
+            "backward.full.tflops = nan must be a number",
         ),
     ],
 )

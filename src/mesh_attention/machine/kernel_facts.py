@@ -7,15 +7,14 @@ them as an attribute, `facts`. A cluster's file has curves of its own where its 
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from mesh_attention.machine.tables import read_table
+from mesh_attention.machine.tables import ClusterError, read_table, without_none
 
 KINDS = ("full", "causal", "range")  # of calls, as `CallKind` has them
 UNKNOWN_TFLOPS = 700.0  # of a kernel without facts: it was registered to be used
@@ -133,16 +132,12 @@ def facts_fault(kernel: Any) -> str | None:
     if not isinstance(facts, KernelRates | KernelFacts):
         return f"they must be KernelRates, with a pass of PassRates each, not {facts!r}"
     for direction, rates in (("forward", facts.forward), ("backward", facts.backward)):
-        if rates is None:
-            continue
-        if not isinstance(rates, PassRates) or not rates.rates:
+        if rates is not None and not (isinstance(rates, PassRates) and rates.rates):
             return f"{direction} must be PassRates with at least one curve, not {rates!r}"
-        for kind, rate in rates.rates.items():
-            numbers = (rate.tflops, rate.half_rows, rate.half_columns, rates.launch_microseconds)
-            if not all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers):
-                return f"{direction}.{kind} must be numbers of at least 0, not {rate!r}"
-            if not rate.tflops:
-                return f"{direction}.{kind} must have tflops above 0"
+    try:
+        read_table(type(facts), without_none(asdict(facts)), type(facts).__name__)
+    except ClusterError as error:
+        return str(error)
     return None
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mesh_attention.errors import did_you_mean
 from mesh_attention.files import FileError, read_text
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.kernel_facts import KINDS, library_kernels
@@ -47,11 +47,10 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
         return parse_cluster((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), name)
     path = Path(name_or_file)
     if len(name) > 1000 or not path.is_file():
-        close = get_close_matches(name, cluster_names(), n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        known = cluster_names()
         raise ClusterError(
-            f"no cluster {name[:100]!r}{hint}: it is neither a file nor one of "
-            f"{', '.join(cluster_names())}"
+            f"no cluster {name[:100]!r}{did_you_mean(name, known)}: it is neither a file nor one "
+            f"of {', '.join(known)}"
         )
     try:
         text = read_text(path, most_bytes=MOST_BYTES)
