@@ -22,14 +22,10 @@ from mesh_attention.kernels import (
     unregister,
 )
 from mesh_attention.kernels.blockwise import Blockwise
-from mesh_attention.kernels.determinism import (
-    Determinism,
-    asked_of_torch,
-    deterministic_algorithms,
-)
 from mesh_attention.kernels.registry import _KERNELS, kernel_names
-from mesh_attention.kernels.torch_ops import CudaFlash, TorchOp
+from mesh_attention.kernels.torch_ops import CudaFlash, TorchOp, deterministic_algorithms
 from mesh_attention.plan.language.plan import Direction
+from mesh_attention.runtime.session.call_options import Determinism, asked_of_torch
 from mesh_attention.testing import run_local
 
 BACKWARD = Request(

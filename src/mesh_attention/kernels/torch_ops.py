@@ -8,14 +8,14 @@ views, and outputs, laid out like q, are transposed back. All take fewer KV head
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mesh_attention.kernels.determinism import deterministic_algorithms
 from mesh_attention.kernels.interface import Block, BlockSize, Full, Request
 from mesh_attention.kernels.ready_made import (
     DenseKernel,
@@ -160,6 +160,21 @@ class CudaFlash(TorchOp):
         device = block.q.device
         seed = torch.empty(2, dtype=torch.uint64, device=device)
         return _unused_arguments(block, seed, torch.empty((), dtype=torch.uint64, device=device))
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Some ops are asked by a switch of the whole process, and in no other way."""
+    was = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or (was and not warned):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
 
 
 class Cudnn(TorchOp):

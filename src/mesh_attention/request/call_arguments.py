@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.kernels import kernel_names
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.problem.arguments import choice, flag, real
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.call_options import CallOptions, Determinism, asked_of_torch
 from mesh_attention.runtime.session.transports import TransportName
 from mesh_attention.runtime.transport.groups import backend_of
 

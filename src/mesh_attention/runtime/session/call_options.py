@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import StrEnum
 from functools import cached_property
 
+import torch
+
 from mesh_attention.kernels import table_version
-from mesh_attention.kernels.determinism import Determinism, asked_of_torch
 from mesh_attention.machine.cluster import Links
 from mesh_attention.machine.rates import usual_links
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.transports import TransportName
+
+
+class Determinism(StrEnum):
+    """Whether the same bits are asked for every time."""
+
+    ANY = "any"
+    PREFERRED = "preferred"  # a warning where no kernel can
+    REQUIRED = "required"  # an error there
+    ANY_RANKS = "any ranks"  # besides, the bits that any other number of ranks gives
+
+
+def asked_of_torch() -> Determinism:
+    """By `torch.use_deterministic_algorithms`."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return Determinism.ANY
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return Determinism.PREFERRED if warns else Determinism.REQUIRED
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from mesh_attention.kernels import (
     choose_rows,
     table_version,
 )
-from mesh_attention.kernels.determinism import Determinism
 from mesh_attention.machine.cluster import Gpu, Links
 from mesh_attention.machine.kernel_facts import facts_of
 from mesh_attention.machine.rates import usual_cluster
@@ -41,7 +40,7 @@ from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.execute.call_masks import KnownRanges
 from mesh_attention.runtime.execute.executor import Executor, Trace
 from mesh_attention.runtime.execute.frame import Frame
-from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.call_options import CallOptions, Determinism
 from mesh_attention.runtime.transport.interface import Transport
 
 _LOG = logging.getLogger("mesh_attention")
