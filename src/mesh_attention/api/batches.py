@@ -133,9 +133,24 @@ class Batches:
 
         Rows with different documents, or different padding, become one pack: one row.
         """
-        arguments = dict(locals())  # all of the above, by name
-        del arguments["self"], arguments["others"]
-        return shard_batch(self._calls, **(arguments | others))
+        tensors = {
+            "input_ids": input_ids,
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            **others,
+        }
+        return shard_batch(
+            self._calls,
+            tensors,
+            cu_seqlens=cu_seqlens,
+            documents=documents,
+            also=also,
+            shift_labels=shift_labels,
+            ahead=ahead,
+            ignore_index=ignore_index,
+            check=check,
+        )
 
     @outside_compile
     def shard(

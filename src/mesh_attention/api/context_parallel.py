@@ -125,8 +125,36 @@ class ContextParallel(Batches, Training, Reports):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        arguments = dict(locals())  # all of the above, by name
-        del arguments["self"], arguments["group_or_mesh"], arguments["options"]
+        arguments = {
+            "plan": plan,
+            "seq_len": seq_len,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "causal": causal,
+            "num_kv_heads": num_kv_heads,
+            "v_head_dim": v_head_dim,
+            "kv_seq_len": kv_seq_len,
+            "mask": mask,
+            "window_size": window_size,
+            "softmax_scale": softmax_scale,
+            "softcap": softcap,
+            "differentiable_lse": differentiable_lse,
+            "method": method,
+            "tile": tile,
+            "layout": layout,
+            "relayout": relayout,
+            "chunks": chunks,
+            "cluster": cluster,
+            "tuned": tuned,
+            "dtype": dtype,
+            "kernel": kernel,
+            "transport": transport,
+            "cuda_graph": cuda_graph,
+            "deterministic": deterministic,
+            "same_bits": same_bits,
+            "nvtx": nvtx,
+            "timeout": timeout,
+        }
         self._calls = ObjectCalls.of_object(group_or_mesh, arguments | options)
 
     @property

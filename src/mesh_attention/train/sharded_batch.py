@@ -102,7 +102,7 @@ class ShardedBatch(Mapping[str, Any]):
 
 def shard_batch(
     calls: ObjectCalls,
-    /,
+    tensors: Mapping[str, Any],
     *,
     cu_seqlens: Any,
     documents: Documents | None,
@@ -111,7 +111,6 @@ def shard_batch(
     ahead: int | None,
     ignore_index: int,
     check: bool | None,
-    **tensors: Any,
 ) -> ShardedBatch:
     """This rank's part of the whole batch `tensors`. `ContextParallel.shard_batch` describes the
     arguments; `calls` are those of its object."""
