@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.local_ranks import CheckedCase, local_ranks
+from mesh_attention.cli.local_ranks import local_ranks
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cost.pictures import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
@@ -29,6 +29,9 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
+
+if TYPE_CHECKING:
+    from mesh_attention.measure.exactness import MethodRun
 
 NUM_RANKS = 9
 TOLERANCE = 1e-10  # of errors against float64 attention
@@ -68,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
             "ok": ok,
             "cases": [
                 {"paper_units": case.paper_units, "ok": _is_right(case, x), "case": case.title}
-                | x._asdict()
+                | {"counted_units": x.counted_units, "planned_units": x.planned_units}
+                | x.errors.to_json()
                 for case, x in checked.items()
             ],
             "pictures": pictures,
@@ -79,17 +83,16 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _is_right(case: Case, checked: CheckedCase) -> bool:
-    counted, planned, *errors = checked
-    return max(errors) <= TOLERANCE and counted == planned == case.paper_units
+def _is_right(case: Case, checked: MethodRun) -> bool:
+    counted, planned, errors = checked
+    return errors.are_within(TOLERANCE) and counted == planned == case.paper_units
 
 
-def _to_lines(checked: Mapping[Case, CheckedCase]) -> list[str]:
+def _to_lines(checked: Mapping[Case, MethodRun]) -> list[str]:
     rows = [("assignment of work", "counted", "predicted", "error", "of gradients", "")]
     for case, x in checked.items():
-        errors = (f"{x.output_error:.1e}", f"{x.gradient_error:.1e}")
         units = (f"{x.counted_units:g} units", f"{case.paper_units} units")
-        rows.append((case.title, *units, *errors, "ok" if _is_right(case, x) else "WRONG"))
+        rows.append((case.title, *units, *x.errors.texts, "ok" if _is_right(case, x) else "WRONG"))
     return [
         f"\n{NUM_RANKS} gloo ranks, forward and backward, checked against float64 attention\n",
         table(rows),

@@ -1,7 +1,4 @@
-"""Ranks on this computer: processes joined by gloo that hold methods against float64 attention.
-
-Only they import torch, not the process of the command.
-"""
+"""Ranks on this computer: processes joined by gloo that hold methods against float64 attention."""
 
 from __future__ import annotations
 
@@ -14,35 +11,28 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mesh_attention.cli.output import progress
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.mask import Mask
 
+if TYPE_CHECKING:
+    from mesh_attention.measure.exactness import MethodRun
+
 _TIMEOUT = timedelta(seconds=100)
 # Gradients import the last of these, for half a second on each rank.
-_NEEDED = ("mesh_attention.api.context_parallel", "torch.fx.experimental.symbolic_shapes")
-
-
-class CheckedCase(NamedTuple):
-    """Units of all ranks, counted at the transport and by the plan, and the largest errors."""
-
-    counted_units: float
-    planned_units: float
-    output_error: float
-    gradient_error: float
+_NEEDED = ("mesh_attention.measure.exactness", "torch.fx.experimental.symbolic_shapes")
 
 
 @contextmanager
-def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., CheckedCase]]:
+def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., MethodRun]]:
     """Yields `check(name, mask, options, **sizes)`. As ranks communicate in a case, none of its
     tasks ends before all have begun, and each process takes one of them. `num_cases` cases fill the
     bar; without a bar, standard error says what was checked."""
-    if find_spec("torch") is None:  # the server that forks would fail without a word
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    from mesh_attention.measure.exactness import run_method  # imports torch
+
     context, steps = mp.get_context("forkserver"), count(1)
     context.set_forkserver_preload([__name__, *_NEEDED])
     with (
@@ -64,13 +54,12 @@ def local_ranks(num_ranks: int, num_cases: int) -> Iterator[Callable[..., Checke
                 raise MeshAttentionError(f"a rank on this computer failed:\n{cause}") from error
             return [task.result() for task in tasks]
 
-        def check(name: str, mask: Mask, options: dict[str, Any], **sizes: int) -> CheckedCase:
-            tasks = [processes.submit(_run_case, mask, options, sizes) for _ in range(num_ranks)]
-            counted, planned, errors = zip(*results(tasks), strict=True)
+        def check(name: str, mask: Mask, options: dict[str, Any], **sizes: int) -> MethodRun:
+            tasks = [processes.submit(run_method, mask, options, **sizes) for _ in range(num_ranks)]
+            run: MethodRun = results(tasks)[0]
             if tell is None:
                 print(f"checked: {name}", file=sys.stderr, flush=True)
-            (of_first_rank,) = filter(None, errors)
-            return CheckedCase(sum(counted), planned[0], *of_first_rank)
+            return run
 
         results([processes.submit(_join, r, num_ranks, folder) for r in range(num_ranks)])
         yield check
@@ -97,13 +86,3 @@ def _join(rank: int, num_ranks: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
     sizes: Any = {"rank": rank, "world_size": num_ranks}
     dist.init_process_group("gloo", store=store, timeout=_TIMEOUT, **sizes)
-
-
-def _run_case(
-    mask: Mask, options: dict[str, Any], sizes: dict[str, int]
-) -> tuple[float, float, tuple[float, ...]]:
-    """`run_method` on this rank, as numbers: the process of the command cannot read its classes."""
-    from mesh_attention.measure.exactness import run_method
-
-    ran = run_method(mask, options, **sizes)
-    return ran.counted_units, ran.planned_units, tuple(ran.errors or ())

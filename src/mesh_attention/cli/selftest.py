@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_attention.cli.command import Command, Flag
 from mesh_attention.cli.local_ranks import local_ranks
@@ -22,7 +21,7 @@ from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.version import __version__
 
 if TYPE_CHECKING:
-    from mesh_attention.measure.exactness import KernelCheck
+    from mesh_attention.measure.exactness import Errors, KernelCheck
 
 NUM_RANKS = 4
 TOLERANCE = 1e-10
@@ -34,23 +33,19 @@ _MASKS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MethodCheck:
+class MethodCheck(NamedTuple):
     method: str
     mask: str
-    output_error: float
-    gradient_error: float
+    errors: Errors
     failure: str = ""  # what a rank raised
 
     @property
     def ok(self) -> bool:
-        return all(error <= TOLERANCE for error in (self.output_error, self.gradient_error))
+        return self.errors.are_within(TOLERANCE)
 
     def to_json(self) -> dict[str, Any]:
-        errors = {"output_error": self.output_error, "gradient_error": self.gradient_error}
-        known = {name: None if math.isnan(x) else x for name, x in errors.items()}  # JSON has none
-        failure = {"failure": self.failure} if self.failure else {}
-        return {"method": self.method, "mask": self.mask, "ok": self.ok, **known, **failure}
+        head = {"method": self.method, "mask": self.mask, "ok": self.ok}
+        return head | self.errors.to_json() | ({"failure": self.failure} if self.failure else {})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,16 +81,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_methods(cases: list[tuple[str, str, Mask]]) -> list[MethodCheck]:
     """Runs the cases up to the first that raises: its ranks are gone, and the others do not run."""
+    from mesh_attention.measure.exactness import Errors  # imports torch
+
     checks: list[MethodCheck] = []
     with local_ranks(NUM_RANKS, len(cases)) as check:
         for name, mask_name, mask in cases:
             try:
-                checked = check(f"{name}, {mask_name}", mask, {"method": name})
-                errors = (checked.output_error, checked.gradient_error)
-                checks.append(MethodCheck(name, mask_name, *errors))
+                errors = check(f"{name}, {mask_name}", mask, {"method": name}).errors
+                checks.append(MethodCheck(name, mask_name, errors))
             except MeshAttentionError as error:
                 lines = str(error).strip().splitlines()
-                checks.append(MethodCheck(name, mask_name, math.nan, math.nan, lines[-1]))
+                checks.append(MethodCheck(name, mask_name, Errors(math.nan, math.nan), lines[-1]))
                 break
     return checks
 
@@ -115,9 +111,8 @@ def _check_kernels() -> tuple[list[KernelCheck], str | None]:
 def _methods_lines(checks: list[MethodCheck]) -> list[str]:
     rows = [("method", "mask", "error", "of gradients", "")]
     for check in checks:
-        errors = (f"{check.output_error:.1e}", f"{check.gradient_error:.1e}")
         word = "ok" if check.ok else f"WRONG {check.failure}"
-        rows += [(check.method, check.mask, *errors, word)]
+        rows.append((check.method, check.mask, *check.errors.texts, word))
     return [f"{NUM_RANKS} processes, float64, forward and backward", table(rows), ""]
 
 
@@ -125,9 +120,8 @@ def _kernels_lines(checks: list[KernelCheck], device: str | None) -> list[str]:
     rows = [("kernel", "on", "error", "of gradients", "")]
     for check in checks:
         if check.errors is not None:
-            errors = (f"{check.errors.output:.1e}", f"{check.errors.gradients:.1e}")
             word = "ok" if check.ok else f"WRONG in {check.note}"
-            rows.append((check.kernel, check.device, *errors, word))
+            rows.append((check.kernel, check.device, *check.errors.texts, word))
     lines = [f"kernels on {'the CPU' if device is None else f'the CPU and {device}'}", table(rows)]
     for check in checks:
         if check.install is not None:

@@ -46,6 +46,14 @@ class Errors(NamedTuple):
     def are_within(self, tolerance: float) -> bool:
         return all(error <= tolerance for error in self)  # NaN is not
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        return f"{self.output:.1e}", f"{self.gradients:.1e}"
+
+    def to_json(self) -> dict[str, float | None]:
+        output, gradients = (None if math.isnan(x) else x for x in self)  # JSON has no NaN
+        return {"output_error": output, "gradient_error": gradients}
+
 
 class KernelCheck(NamedTuple):
     """`errors`: of all calls that the kernel takes here; None if it takes none, and `note` says
@@ -67,12 +75,12 @@ class KernelCheck(NamedTuple):
 
 
 class MethodRun(NamedTuple):
-    """`errors` on the first rank only; units of the forward pass that this rank received, and that
-    all ranks together receive by the plan."""
+    """Units of the forward pass that all ranks together received, and that they receive by the
+    plan; and the errors. The same on all ranks."""
 
-    errors: Errors | None
     counted_units: float
     planned_units: float
+    errors: Errors
 
 
 def run_method(
@@ -101,11 +109,13 @@ def run_method(
         planned = cp.volume()["forward"]
         units = cp.traffic["forward"].total.token_bytes / planned.unit_bytes
         whole = [cp.unshard(x, 1) for x in results]
-    errors = None
+    numbers = torch.tensor([units, 0.0, 0.0], dtype=torch.float64)
     if dist.get_rank() == 0:
         output, *gradients = map(_error, whole, _truth(q, k, v, grad, mask))
-        errors = Errors(output, _largest(gradients))
-    return MethodRun(errors, units, float(planned.units_total))
+        numbers[1:] = torch.tensor([output, _largest(gradients)])
+    dist.all_reduce(numbers)
+    counted, output, gradient = numbers.tolist()
+    return MethodRun(counted, float(planned.units_total), Errors(output, gradient))
 
 
 def kernel_checks(device: str) -> list[KernelCheck]:
