@@ -6,6 +6,7 @@ import pickle
 import re
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_windows_choose_a_halo_on_contiguous_shards(ranks: int) -> None:
     assert f"a rank receives up to {halo:.3g} MiB" in choice.reason
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(256, 8), (128, 64)])
+@pytest.mark.parametrize(("count", "ranks"), [(64, 16), (128, 64)])
 def test_many_short_documents_stay_at_home_on_balanced_shards(count: int, ranks: int) -> None:
     choice = choose([layer(MANY_HEADS)], ranks, documents(count, 8192 * ranks))
     assert (choice.layout, choice.strategies[0].method) == (LayoutKind.LISTED, "seen")
@@ -151,7 +152,7 @@ def test_the_unevenness_of_a_mesh_is_that_of_its_tiles(kind: LayoutKind) -> None
         mask = Mask(causal=rng.random() < 0.6, documents=random_cuts(rng, tokens, 3))
         problem = Problem(tokens, 4, 8, mask=mask)
         layout = Layout(kind, tokens, ranks)
-        predicted = LayerCosts(problem, ranks).mesh(tile, (layout, layout)).unevenness
+        predicted = LayerCosts(problem, ranks).cost("mesh", tile, (layout, layout)).unevenness
         plan = make_plan(problem, ranks, method="mesh", layout=kind, tile=tile)
         assert predicted == pytest.approx(balance(plan, plan.forward).ratio), (problem, tile)
 
@@ -161,17 +162,23 @@ def test_predicted_bytes_are_those_that_plans_count(kind: str) -> None:
     """What the worst rank receives in the forward pass, but for statistics and padding."""
     starts = (0, 300, 301, 1200, 4096)
     problem = Problem(4096, 8, 64, num_kv_heads=4, mask=Mask(causal=True, documents=starts))
-    costs = LayerCosts(problem, 8)
     layout = Layout(LayoutKind(kind), 4096, 8)
-    for method, cost in (
-        ("seen", costs.seen(layout, layout)),
-        ("ulysses", costs.heads_first()),
-        ("mesh", costs.mesh((2, 4), (layout, layout))),
-    ):
-        tile = (2, 4) if method == "mesh" else None
-        plan = make_plan(problem, 8, method=method, layout=kind, tile=tile)
+    for method, tile in (("seen", (1, 8)), ("ulysses", (1, 1)), ("mesh", (2, 4))):
+        cost = LayerCosts(problem, 8).cost(method, tile, (layout, layout))
+        how: dict[str, Any] = {"tile": tile} if method == "mesh" else {}
+        plan = make_plan(problem, 8, method=method, layout=kind, **how)
         counted = count(plan)[Direction.FORWARD].to_json()["bytes_per_rank"]["max"]
         assert cost.received_bytes == pytest.approx(counted, rel=0.06), method
+
+
+def test_padding_costs_what_the_kernel_that_takes_it_costs() -> None:
+    def seconds(tokens: int) -> float:
+        starts = (0, tokens // 2, tokens)
+        problem = Problem(tokens, 16, 128, mask=Mask(causal=True, documents=starts))
+        layout = Layout(LayoutKind.ZIGZAG, tokens, 8)
+        return LayerCosts(problem, 8).cost("seen", (1, 8), (layout, layout)).seconds
+
+    assert seconds(1 << 17) * 1.1 < seconds((1 << 17) - 1)
 
 
 def test_choosing_for_128_documents_on_64_ranks_takes_milliseconds() -> None:

@@ -104,14 +104,18 @@ def needed_tokens(
     """How many tokens each rank sends and receives one by one, where tiles have `a` rows: arrays
     (sent or received, rank) of queries and keys inside its node, and of those of other nodes."""
     nears, fars = [], []
+    node = np.arange(q_layout.num_ranks) // per_node
+    same_node = node[:, None] == node
     for find in (needed_queries, needed_keys):
+        if a == 1 and find is needed_queries:  # every rank has the queries of its row
+            nears.append(np.zeros((2, len(node))))
+            fars.append(nears[0])
+            continue
         tokens = find(q_layout, kv_layout, rows, a).tokens_between()
-        near = np.zeros((2, len(tokens)))
-        for first in range(0, len(tokens), per_node):
-            node = slice(first, first + per_node)
-            near[:, node] = tokens[node, node].sum(0), tokens[node, node].sum(1)
-        fars.append(np.stack([tokens.sum(0), tokens.sum(1)]) - near)
-        nears.append(near - tokens.diagonal())
+        np.fill_diagonal(tokens, 0)
+        near = tokens * same_node
+        nears.append(np.stack([near.sum(0), near.sum(1)]))
+        fars.append(np.stack([tokens.sum(0), tokens.sum(1)]) - nears[-1])
     return (nears[0], nears[1]), (fars[0], fars[1])
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mesh_attention.choose.document_costs import Cost, LayerCosts
@@ -121,19 +122,19 @@ class _LayoutCosts:
         can_relayout = not self._has_relayout or (has_few_ranges(layout) and few_kv_ranges)
         self._problems, self._tile = problems, tile
         self._costs: dict[Problem, dict[str, Cost]] = {}
+        layouts = layout, kv_layout
         for problem, cost in costs.items():
             by_method = self._costs[problem] = {}
             if layout.num_ranks <= problem.num_heads:
-                by_method[HEADS_FIRST] = cost.heads_first()
-            relayout_seconds = cost.relayout() if self._has_relayout else 0.0
+                by_method[HEADS_FIRST] = cost.heads_first(layouts)
+            how = partial(cost.cost, relayout=self._has_relayout)
             if few_kv_ranges and can_relayout:
-                by_method[SEEN_ROWS] = cost.seen(layout, kv_layout).longer_by(relayout_seconds)
+                by_method[SEEN_ROWS] = how(SEEN_ROWS, (1, layout.num_ranks), layouts)
             if tile is not None and layout.num_ranks > 1 and can_relayout:
                 # Counting the pairs of its tiles takes time: not where a mesh cannot be the best.
                 best_score = min((_score(*item) for item in by_method.items()), default=math.inf)
-                if WORTH_A_PLAN * (cost.mesh(tile).seconds + relayout_seconds) < best_score:
-                    mesh = cost.mesh(tile, (layout, kv_layout))
-                    by_method[TILES] = mesh.longer_by(relayout_seconds)
+                if _score(TILES, how(TILES, tile, layouts, even=True)) < best_score:
+                    by_method[TILES] = how(TILES, tile, layouts)
 
     def best_method(self, problem: Problem) -> str:
         costs = self._costs[problem]

@@ -9,21 +9,22 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mesh_attention.machine.cluster import Cluster
-from mesh_attention.machine.kernel_facts import KINDS, PassRates
+from mesh_attention.machine.kernel_facts import KINDS
 from mesh_attention.machine.load import a_cluster
 from mesh_attention.machine.rates import costs_of
 from mesh_attention.machine.tables import ClusterError
 from mesh_attention.machine.target import Target
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
+from mesh_attention.plan.methods.parts.needed_rows import pairs_of_ranks
 from mesh_attention.plan.methods.question import BOTH, Question, ask
 from mesh_attention.plan.problem.arguments import number
-from mesh_attention.plan.problem.layout import LayoutKind
+from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.problem import Problem
-from mesh_attention.plan.problem.runs import Run, num_visible
 
 
 def plan_on(
@@ -91,9 +92,11 @@ def setting_of(plan: Plan, pass_: Pass, options: Mapping[str, Any]) -> dict[str,
     return setting
 
 
+@lru_cache(maxsize=16)  # both passes of a search ask for it
 def num_pairs(problem: Problem) -> int:
     """Pairs of queries and keys that the mask shows, as if there were one head."""
-    return num_visible((Run(0, problem.q_tokens),), (Run(0, problem.keys),), problem.rows)
+    of_one_rank = Layout(LayoutKind.CONTIGUOUS, problem.q_tokens, 1)
+    return int(pairs_of_ranks(of_one_rank, problem.rows)[0])
 
 
 def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = None) -> Target:
@@ -103,11 +106,9 @@ def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = No
     if kernel is not None and kernel not in cluster.kernels:
         known = ", ".join(cluster.kernels)
         raise ClusterError(f"kernel={kernel}: {cluster.name} has curves of {known}")
-    layouts = plan.q_layout, plan.kv_layout
-    padded = any(layout.padded_tokens > layout.num_tokens for layout in layouts)
-    scattered = padded or plan.kv_layout.kind is LayoutKind.STRIPED
+    scattered = is_scattered((plan.q_layout, plan.kv_layout))
     by_kind = {
-        direction: _by_kind(cluster.passes(direction), kernel, scattered=scattered)
+        direction: kernels_of_calls(cluster, direction, kernel, scattered=scattered)
         for direction in ("forward", "backward")
     }
     return Target(
@@ -127,18 +128,25 @@ def target_on(cluster: Cluster | str | Path, plan: Plan, kernel: str | None = No
     )
 
 
-def _by_kind(
-    kernels: Mapping[str, PassRates], forced: str | None, *, scattered: bool
+def is_scattered(layouts: tuple[Layout, Layout]) -> bool:
+    """Whether tensors have keys one by one, or rows that hold nothing, which some kernels
+    refuse."""
+    padded = any(layout.padded_tokens > layout.num_tokens for layout in layouts)
+    return padded or layouts[1].kind is LayoutKind.STRIPED
+
+
+@lru_cache(maxsize=64)  # batches of documents ask for the same
+def kernels_of_calls(
+    cluster: Cluster, direction: str, forced: str | None = None, *, scattered: bool
 ) -> dict[str, str]:
     """The kernel for each kind of call: the fastest, by the preferences of the runtime."""
-    fastest: dict[str, str] = {}
+    kernels, fastest = cluster.passes(direction), dict[str, str]()
     for kind in KINDS:
         curves = {name: curve for name, x in kernels.items() if (curve := x.curve(kind))}
         takes = [*curves]
         if forced in takes:
             takes = [forced]
         elif kind == "range":
-            # Keys one by one, and rows that hold nothing, are refused by some.
             others = [n for n in takes if not (scattered and kernels[n].keys_in_runs)] or takes
             takes = [n for n in others if kernels[n].ranges] or others
         else:
