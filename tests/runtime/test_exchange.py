@@ -154,6 +154,18 @@ def test_pieces_side_by_side_are_one_run_in_heads_or_in_rows_in_either_order() -
     assert {len(run.members) for run in uneven if not run.sent} == {1, 2}
 
 
+def test_a_piece_that_goes_to_all_members_is_one_run_and_one_view() -> None:
+    sent, places = Piece("part", 2, 5), [Piece("whole", 3 * i, 3 * i + 3) for i in range(RANKS)]
+    moved = Transfers(((sent,),) * RANKS, tuple((place,) for place in places))
+    received, given = runs_of(moved)
+    assert (received.apart, received.piece) == ("rows", Piece("whole", 0, 3 * RANKS))
+    assert (given.apart, given.piece, given.members) == (None, sent, tuple(range(RANKS)))
+    x = torch.randn(3, 1, EACH, 4)
+    messages = given.messages(lambda _: x, [7, 5, 3, 1])
+    assert messages.ranks == (7, 5, 3, 1)
+    assert [part.data_ptr() for part in messages.tensor] == [x.data_ptr()] * RANKS
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_rank_that_sends_to_itself_alone_posts_nothing(
     pack: bool, monkeypatch: pytest.MonkeyPatch

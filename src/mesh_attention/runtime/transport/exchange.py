@@ -1,19 +1,21 @@
 """Exchanges: tensors that travel between ranks at the same time, in few messages and few calls.
 
 `runs_of` works out once for an operation which pieces go to which member. Equal pieces of several
-members that lie side by side, in heads or in rows, are one `PieceRun`: one view, one copy and one
-split serve all these members. With its tensors a run becomes `Messages`, which `exchange` makes
-ready to begin. In an exchange of tokens for heads several small pieces go between the same two
-ranks; they are packed into one message. So the host's time for an exchange grows with the number of
-runs and the number of ranks, and not with their product.
+members that lie side by side, in heads or in rows, are one `PieceRun`, and so is a piece that goes
+to several members: one view, one copy and one split serve all these members. With its tensors a run
+becomes `Messages`, which `exchange` makes ready to begin. In an exchange of tokens for heads
+several small pieces go between the same two ranks; they are packed into one message. So the host's
+time for an exchange grows with the number of runs and the number of ranks, and not with their
+product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +33,12 @@ _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its el
 
 class PieceRun(NamedTuple):
     """`piece` consists of equal pieces, one for each of these members, in this order, side by side
-    in heads or in rows. `tag`: the number of these pieces between two ranks, the same on both
-    sides. `sent`: they are sent, and not received."""
+    in rows or in heads; or, with `apart` None, all of it is for each. `tag`: the number of these
+    pieces between two ranks, the same on both sides. `sent`: they are sent, and not received."""
 
     piece: Piece
     members: tuple[int, ...]
-    by_heads: bool
+    apart: Literal["rows", "heads"] | None
     tag: int
     sent: bool
 
@@ -44,9 +46,9 @@ class PieceRun(NamedTuple):
         """On tensors. `ranks`: the global ranks of all members of the group."""
         x, count = view(self.piece), len(self.members)
         rows, batch, heads, width = x.shape
-        if count == 1:
-            x = x[None]
-        elif self.by_heads:
+        if self.apart is None:
+            x = x.expand(count, rows, batch, heads, width)
+        elif self.apart == "heads":
             x = x.view(rows, batch, count, heads // count, width).movedim(2, 0)
         else:
             x = x.view(count, rows // count, batch, heads, width)
@@ -56,7 +58,7 @@ class PieceRun(NamedTuple):
 def runs_of(moved: Transfers) -> tuple[PieceRun, ...]:
     """The runs of all that a member sends and receives, itself included."""
     single = [
-        PieceRun(piece, (member,), False, tag, sent)
+        PieceRun(piece, (member,), None, tag, sent)
         for sent, by_member in ((False, moved.receives), (True, moved.sends))
         for member, pieces in enumerate(by_member)
         for tag, piece in enumerate(pieces)
@@ -81,21 +83,21 @@ def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
     a, b, count = first.piece, second.piece, len(first.members)
     if (first.sent, first.tag, a.buffer) != (second.sent, second.tag, b.buffer):
         return None
-    members = (*first.members, *second.members)
-    if (a.start, a.stop) == (b.start, b.stop) and a.heads and b.heads:
+    apart: Literal["rows", "heads"] | None = None
+    piece = a
+    if (a.start, a.stop) == (b.start, b.stop) and a.heads and b.heads and a != b:
         width = b.heads[1] - b.heads[0]
         if a.heads[1] != b.heads[0] or a.heads[1] - a.heads[0] != count * width:
             return None
-        if count > 1 and not first.by_heads:
+        apart, piece = "heads", replace(a, heads=(a.heads[0], b.heads[1]))
+    elif a != b:
+        rows = b.stop - b.start
+        if a.heads != b.heads or a.stop != b.start or a.stop - a.start != count * rows:
             return None
-        piece = replace(a, heads=(a.heads[0], b.heads[1]))
-        return PieceRun(piece, members, True, first.tag, first.sent)
-    rows = b.stop - b.start
-    if a.heads != b.heads or a.stop != b.start or a.stop - a.start != count * rows:
+        apart, piece = "rows", replace(a, stop=b.stop)
+    if count > 1 and apart != first.apart:
         return None
-    if count > 1 and first.by_heads:
-        return None
-    return PieceRun(replace(a, stop=b.stop), members, False, first.tag, first.sent)
+    return PieceRun(piece, (*first.members, *second.members), apart, first.tag, first.sent)
 
 
 class Messages(NamedTuple):
@@ -115,28 +117,35 @@ class Messages(NamedTuple):
 def exchange(
     messages: Sequence[Messages], group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False
 ) -> Begin:
-    """Makes messages ready that travel together; those of a rank to itself are copied.
-    `host_driven`: the group is over gloo. `pack`: small messages between two ranks become one."""
-    me, bundles = dist.get_rank(), _bundles(messages, pack)
+    """Makes messages ready that travel together; those of a rank to itself are copied. They are in
+    the order of their tags. `host_driven`: the group is over gloo. `pack`: small messages between
+    two ranks become one."""
+    me, bundles = dist.get_rank(), _bundles(messages, pack=pack, on_host=host_driven)
 
     def post(finish: LaterCopies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
         posted: dict[bool, list[dist.P2POp]] = {False: [], True: []}  # by whether they are sent
         own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
-        for bundle in bundles:
-            sent, work = bundle[0].sent, _one_by_one if len(bundle) == 1 else _packed
+        for bundle, copied in bundles:
+            first, sent = bundle[0], bundle[0].sent
             call = dist.isend if sent else dist.irecv
-            own_parts, others = work(bundle, me, finish, on_host=host_driven)
-            own[sent].update(own_parts)
-            posted[sent] += [dist.P2POp(call, x, rank, group, tag) for x, rank, tag in others]
+            parts: Iterable[_Part]
+            if copied:
+                parts = _packed(bundle, me, finish, on_host=host_driven)
+            else:
+                parts = zip(first.tensor.unbind(), first.ranks, repeat(first.tag))
+            for x, rank, tag in parts:
+                if rank == me:
+                    own[sent][tag] = x
+                else:
+                    posted[sent].append(dist.P2POp(call, x, rank, group, tag))
         # Receives first: gloo sends once it hears that the other side receives, and would hear it
         # behind all that the other side sends itself. NCCL goes by the order between two ranks.
         return posted[False] + posted[True], [(x, own[True][tag]) for tag, x in own[False].items()]
 
-    as_they_lie = all(len(x) == 1 and _usable(x[0].tensor, on_host=host_driven) for x in bundles)
-    ready = post([]) if as_they_lie else None
+    ready = None if any(copied for _, copied in bundles) else post([])
 
     def begin(works: Works, finish: LaterCopies) -> None:
-        posted, own = post(finish) if ready is None else ready
+        posted, own = ready or post(finish)
         if posted:
             works += dist.batch_isend_irecv(posted)
         copy_all(own)
@@ -144,44 +153,30 @@ def exchange(
     return begin
 
 
-def _bundles(messages: Sequence[Messages], pack: bool) -> list[list[Messages]]:
-    """What is packed together, and each other message alone. On both sides of a pair of ranks what
-    is small comes first."""
-    bundles: list[list[Messages]] = []
+_Part = tuple[Tensor, int, int]  # goes to this rank, or comes from it, with this tag
+
+
+def _bundles(
+    messages: Sequence[Messages], *, pack: bool, on_host: bool
+) -> list[tuple[list[Messages], bool]]:
+    """What is packed together, and each other message alone; each with whether it is copied, or can
+    travel as it lies: gloo's point-to-point reads host memory only. On both sides of a pair of
+    ranks what is small comes first."""
+    bundles: list[tuple[list[Messages], bool]] = []
     for sent in (False, True):
-        ordered = sorted((x for x in messages if x.sent == sent), key=lambda x: x.tag)
-        small = [x for x in ordered if pack and x.part_bytes <= SMALL_BYTES]
-        large = [x for x in ordered if not (pack and x.part_bytes <= SMALL_BYTES)]
+        small: list[Messages] = []
+        large: list[Messages] = []
+        for x in messages:
+            if x.sent == sent:
+                (small if pack and x.part_bytes <= SMALL_BYTES else large).append(x)
         ranks = [rank for x in small for rank in x.ranks]
-        several = len(ranks) > len({*ranks})
-        bundles += [small] if several else [[x] for x in small]
-        bundles += [[x] for x in large]
+        if len(ranks) > len({*ranks}):
+            bundles.append((small, True))
+            small = []
+        for x in small + large:
+            as_it_lies = x.tensor[0].is_contiguous() and not (on_host and x.tensor.is_cuda)
+            bundles.append(([x], not as_it_lies))
     return bundles
-
-
-def _usable(tensor: Tensor, *, on_host: bool) -> bool:
-    """gloo's point-to-point reads host memory only; its collectives take CUDA tensors."""
-    return tensor[0].is_contiguous() and not (on_host and tensor.is_cuda)
-
-
-# What a rank sends to itself or receives from itself, by tag; (tensor, rank, tag) of all else.
-_Parts = tuple[dict[int, Tensor], list[tuple[Tensor, int, int]]]
-
-
-def _one_by_one(
-    messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool
-) -> _Parts:
-    ((tensor, ranks, tag, sent),) = messages
-    x = tensor
-    if not _usable(tensor, on_host=on_host):
-        x = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if on_host else x.device)
-        if sent:
-            x.copy_(tensor)
-        else:
-            finish.append(partial(tensor.copy_, x))
-    own = {tag: x[ranks.index(me)]} if me in ranks else {}
-    parts = zip(x.unbind(), ranks, strict=True)
-    return own, [(part, rank, tag) for part, rank in parts if rank != me]
 
 
 class _Place(NamedTuple):
@@ -242,25 +237,32 @@ def _layout(sizes: tuple[tuple[tuple[int, ...], int, int], ...]) -> _Layout:
     return _Layout(tuple(places), messages, max(ends.values()))
 
 
-def _packed(messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool) -> _Parts:
+def _packed(
+    messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool
+) -> list[_Part]:
+    """What a rank sends to itself, or receives from itself, is not joined to one message."""
     layout = _layout(tuple([(x.ranks, x.part_bytes, x.tag) for x in messages]))
-    sent, first = messages[0].sent, messages[0].tensor
+    first = messages[0].tensor
     shape, device = (len(layout.messages), layout.width), "cpu" if on_host else first.device
     pack = torch.empty(shape, dtype=torch.uint8, device=device)
     pairs: list[tuple[Tensor, Tensor]] = []
-    own: dict[int, Tensor] = {}
+    parts: list[_Part] = []
     for x, place in zip(messages, layout.places, strict=True):
         of_tensor = place.pairs(x.tensor, pack)
         pairs += of_tensor
         if me in x.ranks:
             at = x.ranks.index(me)
-            own[x.tag] = of_tensor[0][0][at] if len(of_tensor) == 1 else of_tensor[at][0]
-    if sent:
+            own = of_tensor[0][0][at] if len(of_tensor) == 1 else of_tensor[at][0]
+            parts.append((own, me, x.tag))
+    if messages[0].sent:
         copy_all(pairs)
     else:
         finish.append(partial(copy_all, [(tensor, there) for there, tensor in pairs]))
-    parts = zip(pack.unbind(), layout.messages, strict=True)
-    return own, [(x[:size], rank, tag) for x, (rank, size, tag) in parts if rank != me]
+    dtype = first.dtype if len(messages) == 1 else torch.uint8
+    for row, (rank, size, tag) in zip(pack.unbind(), layout.messages, strict=True):
+        if rank != me:
+            parts.append((row[:size].view(dtype), rank, tag))
+    return parts
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
