@@ -120,13 +120,13 @@ def test_a_transfer_begins_on_its_stream_after_what_it_reads_was_computed(
     transport._stream = Noted("transfers", log) if on_stream else None
     event: Any = Noted("done", log) if on_stream else None
     op: Any = None
-    known = _Known(op, "KV-0", lambda _: [], event)
 
     def begin(works: list[Any], copies: list[Any]) -> None:
         log.append("begin KV-0")
         works.append(SimpleNamespace(wait=lambda: log.append("wait")))
 
-    transport._start(known, [begin], (Noted("rows", log),))
+    transport._known = {id(op): _Known(op, "KV-0", lambda _: [begin], event)}
+    transport.prepare(op, None)((Noted("rows", log),))
     before, after = ["transfers waits for rows"], ["wait", "done on transfers"]
     assert log == (before * on_stream + ["begin KV-0"] + after * on_stream)
 

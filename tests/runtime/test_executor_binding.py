@@ -22,11 +22,10 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Role
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Free, Merge, Operation
 from mesh_attention.runtime.device import Workspace
-from mesh_attention.runtime.execute import frame
+from mesh_attention.runtime.execute import binding
 from mesh_attention.runtime.execute.attentions import Attentions
-from mesh_attention.runtime.execute.binding import Views
+from mesh_attention.runtime.execute.binding import Views, Work, merge_work
 from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_end
-from mesh_attention.runtime.execute.frame import Work, merge_work
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 from mesh_attention.runtime.session.prepared_call import PassReport
@@ -85,7 +84,7 @@ def test_a_warm_call_binds_only_what_touches_the_callers_tensors(
         bound.append(op)
         return merge_work(rows, op, views)
 
-    monkeypatch.setattr(frame, "merge_work", watched)
+    monkeypatch.setattr(binding, "merge_work", watched)
     monkeypatch.delattr(Attentions, "bind")  # attention works on gathered buffers
     second = run_to_end(executor.run(tensors))
     table = pass_.programs[0].buffer_table()

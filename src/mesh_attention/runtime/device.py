@@ -167,8 +167,9 @@ class WorkspaceBlock:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around a call. Calls share the memory, so one on another CUDA stream follows the one
-        before it. Those of one stream do so by themselves, and so does what a graph captures."""
+        """Around a call on a GPU. Calls share the memory, so one on another CUDA stream follows the
+        one before it. Those of one stream do so by themselves, and so does what a graph captures.
+        """
         if not self.memory.is_cuda or torch.cuda.is_current_stream_capturing():
             yield
             return

@@ -1,22 +1,35 @@
-"""The tensors behind a program's buffers, for the executor.
+"""The tensors behind a program's buffers, and its transfers and merges bound to them.
 
-Views of workspace buffers are made once and kept with their block of memory. Nothing keeps the
-caller's tensors.
+`Frame` binds operations on the workspace once, the executor those on the caller's tensors in every
+call. Views of workspace buffers are made once and kept with their block of memory. Nothing keeps
+the caller's tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mesh_attention.kernels import RowKernels
 from mesh_attention.plan.language.buffers import Buffer, Piece, Precision, Role
-from mesh_attention.plan.language.program import Operation, Program
+from mesh_attention.plan.language.program import (
+    Communication,
+    Merge,
+    MergeRule,
+    Operation,
+    Program,
+)
 from mesh_attention.plan.language.workspace import WorkspaceMap
 from mesh_attention.plan.problem.problem import Problem
+from mesh_attention.runtime.transport.interface import Transport
 
+Work = Callable[..., Any]  # a bound operation: a communication takes its marks, others nothing
 GRAD_LSE = "grad_lse"  # beside the inputs of a backward program: rows as those of `lse`
 
 
@@ -68,11 +81,19 @@ class Views:
 
 
 class Bindings:
-    """Makes tensors of the buffers of a program, for calls of one shape."""
+    """Makes tensors of the buffers of a program, for calls of one shape, and binds transfers and
+    merges to them. `rows`: the kernels that merge."""
 
     def __init__(
-        self, program: Program, problem: Problem, memory: WorkspaceMap, call_shape: CallShape
+        self,
+        program: Program,
+        problem: Problem,
+        memory: WorkspaceMap,
+        call_shape: CallShape,
+        transport: Transport,
+        rows: RowKernels,
     ) -> None:
+        self._transport, self._row_kernels = transport, rows
         self._call_shape = call_shape
         self._memory = memory
         self._sizes = {b.name: b.num_bytes(problem) * call_shape.batch for b in program.buffers}
@@ -112,9 +133,62 @@ class Bindings:
             assert x.dtype == dtype, (name, x.dtype, dtype)
         if GRAD_LSE in inputs:
             passed[GRAD_LSE] = inputs[GRAD_LSE]
-        return replace(views, passed=passed), outputs
+        return Views(views.workspace, passed, views._rows), outputs
+
+    def work(self, op: Operation, views: Views) -> Work:
+        """A transfer or a merge on its tensors."""
+        if isinstance(op, Communication):
+            return self._transport.prepare(op, views.rows)
+        assert isinstance(op, Merge), f"{op.name} is neither a transfer nor a merge"
+        return merge_work(self._row_kernels, op, views)
 
 
 def cut(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     """`start..stop` of a dimension; the tensor itself where that is all of it, as most often."""
     return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
+def merge_work(rows: RowKernels, op: Merge, views: Views) -> Work:
+    tokens, statistics = views.tokens, views.statistics
+    inputs, outputs = op.inputs, op.outputs
+    match op.rule:
+        case MergeRule.SOFTMAX:
+            out, lse = tokens(outputs[0]), statistics(outputs[1])
+            if not inputs:
+                return partial(_clear, out, lse)
+            outs, lses = map(tokens, inputs[::2]), map(statistics, inputs[1::2])
+            return partial(rows.merge_all, tuple(outs), tuple(lses), out, lse)
+        case MergeRule.LSE:
+            if not inputs:
+                return partial(statistics(outputs[0]).fill_, -inf)
+            return partial(rows.merge_lse, [*map(statistics, inputs)], statistics(outputs[0]))
+        case MergeRule.RESCALE:
+            out, partial_lse, global_lse = tokens(inputs[0]), *map(statistics, inputs[1:])
+            return partial(rows.rescale, out, partial_lse, global_lse, tokens(outputs[0]))
+        case MergeRule.SUM:
+            total = tokens(outputs[0])
+            if not inputs:
+                return total.zero_
+            return partial(rows.sum, tuple(map(tokens, inputs)), total)
+        case MergeRule.DELTA:
+            out, grad_out = map(tokens, inputs)
+            delta = statistics(outputs[0])
+            if GRAD_LSE not in views.passed:
+                return partial(rows.delta, out, grad_out, delta)
+            grad_lse = statistics(replace(inputs[0], buffer=GRAD_LSE))
+            return partial(_delta_less, rows, out, grad_out, grad_lse, delta)
+
+
+def _clear(out: Tensor, lse: Tensor) -> None:
+    """Rows that have seen no key."""
+    out.zero_()
+    lse.fill_(-inf)
+
+
+def _delta_less(
+    rows: RowKernels, out: Tensor, grad_out: Tensor, grad_lse: Tensor, delta: Tensor
+) -> None:
+    """Delta less the gradient of lse. In the gradient of a score both are multiplied by the weight
+    of the score, with opposite signs."""
+    rows.delta(out, grad_out, delta)
+    delta.sub_(grad_lse)

@@ -2,8 +2,8 @@
 
 `make_executor` (`runtime/session/prepare.py`) makes it, `PreparedCall` runs it. Communication is
 started in program order and waited for only by the operations that need it. Operations on workspace
-buffers are bound to their tensors once, operations on the caller's tensors in every call. `Frame`
-binds transfers and merges, `Attentions` binds attentions.
+buffers are bound to their tensors once, operations on the caller's tensors in every call:
+`Bindings` binds transfers and merges, `Attentions` binds attentions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.language.program import Attention, Operation
 from mesh_attention.runtime.device import PassMemory, WorkspaceBlock
 from mesh_attention.runtime.execute.attentions import Attentions
-from mesh_attention.runtime.execute.binding import CallShape, Views
+from mesh_attention.runtime.execute.binding import CallShape, Views, Work
 from mesh_attention.runtime.execute.call_masks import KnownRanges
-from mesh_attention.runtime.execute.frame import Frame, ProgramStep, Work
+from mesh_attention.runtime.execute.frame import Frame, ProgramStep
 from mesh_attention.runtime.execute.memory import mask_bytes, scratch_bytes
 from mesh_attention.runtime.transport.interface import Counters, Handle
 
@@ -77,7 +77,8 @@ class Executor:
         streams = frame.streams
         in_flight: dict[int, Handle] = {}
         with ExitStack() as stack:
-            stack.enter_context(block.in_use())
+            if streams is not None:
+                stack.enter_context(block.in_use())
             if frame.workspace.poisons:  # before `streams` mark the begin, which transfers wait for
                 frame.workspace.poison(block.memory, outputs.values())
             if streams is not None:
@@ -120,7 +121,7 @@ class Executor:
         if isinstance(step.op, Attention):
             work = self.attentions.bind(step.at, views)
         elif work is None:
-            work = self.frame.work(step, views)
+            work = self.frame.bindings.work(step.op, views)
         return work if self._trace is None else partial(_traced, self._trace, step.op, work)
 
     def _bind(self, block: WorkspaceBlock) -> tuple[Views, list[Work | None]]:

@@ -203,22 +203,29 @@ class DistributedTransport:
             what = f"{op.name} among ranks {self.ranks[op.group]}"
             event = None if self._stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._known[id(op)] = known = _Known(op, what, self._bind(op), event)
-        return partial(self._start, known, known.bind(view))
-
-    def _start(self, known: _Known, ready: Ready, after: Marks) -> Handle:
         if known.event is None or self._stream is None:
-            return self._begin(known.what, ready)
-        with torch.cuda.stream(self._stream):
-            for mark in after:
-                self._stream.wait_event(mark)
-            in_flight = self._begin(known.what, ready)
-            if self._host_driven:
-                return OnStream(self._stream, known.event, in_flight)
-            in_flight.wait()
-            known.event.record(self._stream)
-        return OnStream(self._stream, known.event)
+            return partial(self._begin, known.what, known.bind(view))
+        return partial(self._begin_on, self._stream, known.event, known.what, known.bind(view))
 
-    def _begin(self, what: str, ready: Ready) -> _InFlight:
+    def _begin_on(
+        self,
+        stream: torch.cuda.Stream,
+        event: torch.cuda.Event,
+        what: str,
+        ready: Ready,
+        after: Marks,
+    ) -> Handle:
+        with torch.cuda.stream(stream):
+            for mark in after:
+                stream.wait_event(mark)
+            in_flight = self._begin(what, ready)
+            if self._host_driven:
+                return OnStream(stream, event, in_flight)
+            in_flight.wait()
+            event.record(stream)
+        return OnStream(stream, event)
+
+    def _begin(self, what: str, ready: Ready, _: Marks = ()) -> _InFlight:
         works: Works = []
         copies: LaterCopies = []
         try:
