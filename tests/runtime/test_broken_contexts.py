@@ -38,8 +38,7 @@ def session(*, broken: bool, log: list[str]) -> Any:
     groups: Any = SimpleNamespace(
         abort=lambda: log.append("abort"),
         close=lambda abort: log.append(f"close groups, abort {abort}"),
-        timeout=lambda timeout: timeout,
-        set_timeout=lambda timeout: None,
+        set_timeout=lambda timeout: timeout,
     )
     transports: Any = SimpleNamespace(
         close=lambda abandon: log.append(f"close transports, abandon {abandon}")
@@ -123,9 +122,7 @@ def test_only_calls_on_a_device_over_nccl_are_compared_there(
     log: list[str] = []
     bare: Any = object.__new__(Guard)
     bare.place, bare._comparison = 1, None
-    bare._groups = SimpleNamespace(
-        everybody=lambda: None, timeout=lambda _: None, set_timeout=lambda _: None
-    )
+    bare._groups = SimpleNamespace(everybody=lambda: None, asked_timeout=None, limit=None)
     begin = SimpleNamespace(begin=lambda *_: log.append("device"))
     monkeypatch.setattr(Guard, "_watched", lambda self, stream: begin)
 
@@ -150,7 +147,7 @@ def test_an_error_breaks_a_call_off_once_ranks_have_compared_it() -> None:
     made.calls = SimpleNamespace(agree=lambda *_: log.append("agreed"))
     made.guard = of_call = object.__new__(Guard)
     of_call.place, of_call._alone, of_call._cause = 0, False, None
-    of_call._handshake = SimpleNamespace(hear_silent=lambda: None)  # type: ignore[assignment]
+    of_call._handshake = SimpleNamespace(unheard=None)  # type: ignore[assignment]
     of_call._compare = lambda *_: True  # type: ignore[method-assign]
     of_call.break_off = lambda _: log.append("broken off")  # type: ignore[assignment,method-assign]
     for is_compared in (False, True):

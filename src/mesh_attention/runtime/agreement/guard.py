@@ -102,11 +102,12 @@ class Guard:
         """
         if self._alone:
             return
-        with self.whole_or_broken():
-            lost = self._handshake.hear_silent()
-        if lost is not None:
-            self._break_off(self._faults.tell(lost))
-            self.refuse_if_broken()
+        if self._handshake.unheard is not None:
+            with self.whole_or_broken():
+                lost = self._handshake.hear_silent()
+            if lost is not None:
+                self._break_off(self._faults.tell(lost))
+                self.refuse_if_broken()
         self.compared = True
         self.place += 1
         self._current = identity
@@ -130,8 +131,9 @@ class Guard:
         self, identity: Identity, timeout: timedelta | None, stream: torch.cuda.Stream | None
     ) -> bool:
         with communicating("the ranks could not compare calls"):
-            self._timeout = self._groups.timeout(timeout)
-            self._groups.set_timeout(self._timeout)
+            if timeout != self._groups.asked_timeout:
+                self._groups.set_timeout(timeout)
+            self._timeout = self._groups.limit
             if self._nccl and stream is not None:
                 self._watched(stream).begin(identity, self.place, self._timeout)
                 return True  # for now

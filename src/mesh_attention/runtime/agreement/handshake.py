@@ -63,7 +63,7 @@ class Handshake:
         self._first_kept = 1  # rounds before it have no keys in the store any more
         self.followed: str | None = None  # what the first rank chose by, where others differed
         self.left_in_flight = False  # a rank was in a call when the last agreement failed
-        self._unheard: str | None = None  # a round that failed before all ranks had spoken
+        self.unheard: str | None = None  # a round that failed before all had spoken
         self.left_to_the_call = False  # ranks differ; those that asked must go on and compare
 
     def is_called_for(self, call: int) -> bool:
@@ -117,9 +117,9 @@ class Handshake:
             except Exception:
                 heard = self._statements(prefix, {})
                 self.left_in_flight = any(s["in_flight"] for s in heard.values())
-                self._unheard = None if first or len(heard) == len(self._ranks) else prefix
+                self.unheard = None if first or len(heard) == len(self._ranks) else prefix
                 raise
-            self._unheard = None
+            self.unheard = None
             self._forget_earlier_rounds()
             follow = verdict.startswith(FOLLOW)
             self.followed = verdict.removeprefix(FOLLOW) if follow else None
@@ -131,7 +131,7 @@ class Handshake:
         a call that waits for us, whose data the next call must not take for its own: wait until
         they say which, as they do when they come, or see that others have asked. Returns why all
         is lost, if it is."""
-        prefix = self._unheard
+        prefix = self.unheard
         if prefix is None:
             return None
         limit = self._timeout.total_seconds()
@@ -146,7 +146,7 @@ class Handshake:
             if now - begun > limit:
                 return f"{self._missing(prefix)} did not come within {limit:.0f} s; {OUT_OF_STEP}"
             time.sleep(_PAUSE_SECONDS)
-        self._unheard = None
+        self.unheard = None
         in_flight = any(its["in_flight"] for its in heard.values())
         return as_words(self.store.get(f"{prefix}/verdict")) if in_flight else None
 

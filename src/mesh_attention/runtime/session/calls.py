@@ -211,8 +211,7 @@ class Calls:
     def agree(self, statement: Statement, options: CallOptions, error: Exception | None) -> bool:
         """As `Handshake.agree`: raises unless ranks agree, and returns whether they must compare
         their programs too. An error that may leave ranks inside a call breaks the group."""
-        guard, timeout = self._guard, self._groups.timeout(options.timeout)
-        self._groups.set_timeout(timeout)
+        guard, timeout = self._guard, self._groups.set_timeout(options.timeout)
         # Other ranks can be inside a call already only if its kind was agreed on before.
         first = not any((*self._caches.values(), self._agreed))
         try:

@@ -60,8 +60,9 @@ class Groups:
         base = f"{OUR_NAMES}{'-'.join(map(str, self.ranks))}"
         number = str(c10d._world.pg_names.get(parent, ""))
         base += f"/{number}" if number.isdigit() else ""
-        self._limit = self.timeout(None)
-        store = JobStore(base, default_store(), self._limit.total_seconds())
+        self.asked_timeout: timedelta | None = None  # by the latest call; None: that of the parent
+        self.limit = self.timeout(None)  # which is this
+        store = JobStore(base, default_store(), self.limit.total_seconds())
         ordinal = store.add(f"contexts/{self.global_rank_of_self}", 1)
         self.lasting_name = f"{base}/{ordinal}"
 
@@ -73,16 +74,17 @@ class Groups:
     def timeout(self, timeout: timedelta | None) -> timedelta:
         return min(timeout or self._timeout_of_parent, _LONGEST_TIMEOUT)
 
-    def set_timeout(self, timeout: timedelta | None) -> None:
+    def set_timeout(self, timeout: timedelta | None) -> timedelta:
         """Of collectives over gloo from now on; messages, and NCCL, are told when they are waited
         for. A group for each timeout would let ranks at different calls wait in different groups.
-        """
-        limit = self.timeout(timeout)
-        if limit != self._limit:
-            self._limit = limit
+        Returns how long ranks will wait."""
+        self.asked_timeout, limit = timeout, self.timeout(timeout)
+        if limit != self.limit:
+            self.limit = limit
             if self.backend == dist.Backend.GLOO:
                 for backend in chain.from_iterable(map(backends_of, self._there())):
                     backend._set_default_timeout(limit)
+        return limit
 
     def global_rank(self, plan: Plan, rank: int) -> int:
         return self.ranks[plan.devices[rank]]
@@ -98,7 +100,7 @@ class Groups:
     def of(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The process group of these global ranks, of which this one must be a member. Made if it
         is not there: then all members call this, in the same order."""
-        ranks, limit = tuple(sorted(members)), self._limit
+        ranks, limit = tuple(sorted(members)), self.limit
         if ranks not in self._made:
             name = f"{self.name}/{'-'.join(map(str, ranks))}"
             backend = self.backend
