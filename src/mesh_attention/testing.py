@@ -28,9 +28,9 @@ from mesh_attention.runtime.execute.sinks import (
     gradient_of_sinks,
 )
 from mesh_attention.runtime.session.call_options import CallOptions
+from mesh_attention.runtime.session.layouts import join_shards, take_shard
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.prepare import make_executor
-from mesh_attention.runtime.session.sharding import join_shards, take_shard
 from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.runtime.transport.local import LocalTransport, Meetings
 

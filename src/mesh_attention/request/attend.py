@@ -19,25 +19,24 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
-from mesh_attention.request.compiled_attention import OfCall, label_constants
+from mesh_attention.request.compiled_attention import OfCall, UserCall, label_constants
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
-from mesh_attention.request.object_calls import ObjectCalls, UserCall
+from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.operators import attention_op, need_grad
 from mesh_attention.request.port_checks import layout_of_output
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.distributed_tensors import Spread, is_dtensor, own_heads
 from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.runtime.session.layouts import KNOWN_LAYOUTS
 from mesh_attention.runtime.session.modes import (
     OUTSIDE_BACKWARD,
     as_under_autocast,
     outside_autocast,
     outside_inference_mode,
 )
-from mesh_attention.runtime.session.sharding import KNOWN_LAYOUTS
 
 _MOST_KEPT = 64  # prepared calls of an object, or of documents
 _PLAIN = (Tensor, torch.nn.Parameter)
-_NOT_SPREAD = Spread()
 
 
 def attend(
@@ -47,6 +46,7 @@ def attend(
     knows already, which all ranks then raise. Without `return_lse` lse may be empty. The backward
     pass refuses a gradient of lse, unless the options of the call ask for it."""
     q, k, v, sinks, documents = call[:5]
+    spread: Spread | None = None  # of DTensors, and of other calls that are checked each time
     if is_dynamo_compiling():
         (q, k, v), sinks, spread = own_heads(calls.ranks, 2, sinks, q=q, k=k, v=v)
         call = AttentionCall(q, k, v, sinks, *call[4:])
@@ -60,7 +60,7 @@ def attend(
     if around is not None:
         fault = around.fault() or fault
     # The number of the documents, for the operator; kept calls, of the documents or the object.
-    number, kept_calls, spread = None, calls.warm, _NOT_SPREAD
+    number, kept_calls = None, calls.warm
     if isinstance(documents, Documents):
         number, kept_calls = documents.number, documents.plans.warm
     prepared = key = None
@@ -79,20 +79,23 @@ def attend(
         calls.user.refuse_if_closed()
         calls.latest, calls.batch = prepared.latest, prepared.batch
     else:
-        keeps = not KEEPING.on
-        prepared = UserCall(calls, calls.prepare(call, fault, needs_grad=needs_grad, keeps=keeps))
+        how = {"needs_grad": needs_grad, "keeps": not KEEPING.on}
+        prepared = UserCall(calls, calls.prepare(call, fault, **how), **how)
         if key is not None and not prepared.call.to_be_refused:
             _keep(kept_calls, key, prepared)
-    if key is not None:
-        layout = layout_of_output(prepared.call.rank_plan, q, k, v)
+    layout = prepared.layout
+    if spread is None and any(known := [KNOWN_LAYOUTS.of(x) for x in (q, k, v)]):
+        layout = layout_of_output(prepared.call.rank_plan, (q, k, v), known)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():
-            out, lse = _run(prepared, call, number, needs_grad)
+            out, lse = _run(prepared, call, number)
     else:
-        out, lse = _run(prepared, call, number, needs_grad)
-    if key is not None and layout is not None:
+        out, lse = _run(prepared, call, number)
+    if spread is not None:
+        return spread.whole(out), spread.whole(lse, 1)
+    if layout is not None:
         KNOWN_LAYOUTS.keep(out, layout)
-    return spread.whole(out), spread.whole(lse, 1)
+    return out, lse
 
 
 def _keep(kept_calls: dict[Any, UserCall], key: Any, prepared: UserCall) -> None:
@@ -106,19 +109,13 @@ def _keep(kept_calls: dict[Any, UserCall], key: Any, prepared: UserCall) -> None
 
 
 def _run(
-    prepared: UserCall, call: AttentionCall, documents: Tensor | None, needs_grad: bool
+    prepared: UserCall, call: AttentionCall, documents: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    options = prepared.call.options
-    of_call = OfCall(
-        prepared.name,
-        prepared.number,
-        not KEEPING.on,
-        options.return_lse,
-        needs_grad,
-        *label_constants(call.label),
-        options.softmax_scale,
-    )
-    if needs_grad:
+    of_call = prepared.of_call
+    if call.label is not None:
+        text, number = label_constants(call.label)
+        of_call = of_call._replace(label_text=text, label_number=number)
+    if of_call.needs_grad:
         out, lse, *_ = Attention.apply(*call[:4], documents, None, of_call)  # type: ignore[no-untyped-call]
     else:
         with torch._C._AutoDispatchBelowAutograd():

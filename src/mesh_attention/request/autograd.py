@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.library import fallthrough_kernel
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.compiled_attention import OfCall, keep_in_checkpoints, plan_of_graph
-from mesh_attention.request.object_calls import OBJECT_CALLS, USER_CALLS
+from mesh_attention.request.compiled_attention import (
+    USER_CALLS,
+    OfCall,
+    keep_in_checkpoints,
+    plan_of_graph,
+)
+from mesh_attention.request.object_calls import OBJECT_CALLS
 from mesh_attention.request.operators import (
     LIBRARY,
     attention_backward_op,

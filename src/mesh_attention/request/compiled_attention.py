@@ -1,7 +1,7 @@
-"""Attention in code that `torch.compile` traces: what a graph knows of its operators, and how their
-call is prepared when it runs.
+"""What operators know of their call, in eager code and in code that `torch.compile` traces, and how
+the call of a graph is prepared when it runs.
 
-A graph holds tensors and constants. So an operator knows its `ContextParallel` by a name, which is
+An eager call names its prepared call by a number, and that names all else. A graph holds tensors and constants. So an operator knows its `ContextParallel` by a name, which is
 its number in `OBJECT_CALLS`, and the documents of a batch by a tensor that holds their number: a
 number as a constant would compile the graph again for each batch. Nothing else is kept for a
 backward pass that may never come.
@@ -18,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mesh_attention.errors import MeshAttentionError
-from mesh_attention.request.object_calls import OBJECT_CALLS
+from mesh_attention.request.object_calls import OBJECT_CALLS, ObjectCalls
+from mesh_attention.request.port_checks import layout_of_output
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.execute.executor import CallShape
+from mesh_attention.runtime.session.caches import WeakRegistry
 from mesh_attention.runtime.session.collective_call import (
     SessionAndOptions,
     collective_call,
@@ -55,10 +57,6 @@ class OfCall(NamedTuple):
     is_causal: bool | None = None
     refusal: str | None = None
 
-    @property
-    def label(self) -> str | int | None:
-        return self.label_number if self.label_text is None else self.label_text
-
 
 class OfBackward(NamedTuple):
     """The inputs of the backward operator, before the constants. `place`: of the forward call;
@@ -78,6 +76,36 @@ class OfBackward(NamedTuple):
     documents: Tensor | None
     k_shape: Sequence[int]
     needed: Sequence[bool]
+
+
+class UserCall:
+    """A prepared call of a user, which operators name by a number. Whoever may need it later, such
+    as an autograd graph, holds it. When it runs again, `latest` and `batch` become those of the
+    object.
+
+    of_call   the constants of the forward operator, but for the label
+    layout    of its output, where nothing is known of its inputs
+    """
+
+    def __init__(
+        self, calls: ObjectCalls, call: PreparedCall, *, keeps: bool, needs_grad: bool
+    ) -> None:
+        self.user, self.call = calls.user, call
+        self.latest, self.batch = calls.latest, calls.batch
+        self.layout = layout_of_output(call.rank_plan)
+        number, options = USER_CALLS.add(self), call.options
+        self.of_call = OfCall(
+            calls.name,
+            number,
+            keeps,
+            options.return_lse,
+            needs_grad,
+            *label_constants(None),
+            options.softmax_scale,
+        )
+
+
+USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this number is gone")
 
 
 def label_constants(label: str | int | None) -> tuple[str | None, int | None]:
@@ -113,8 +141,8 @@ def prepared_in_graph(
         except MeshAttentionError as gone:  # the others must not wait for us
             fault = fault or gone
     q, k, v, sinks = tensors
-    label, scale, causal = of_call.label, of_call.softmax_scale, of_call.is_causal
-    call = AttentionCall(q, k, v, sinks, plans, label, scale, causal, return_lse=of_call.return_lse)
+    of_tensors = AttentionCall(q, k, v, sinks, plans, return_lse=of_call.return_lse)
+    call = of_tensors._replace(softmax_scale=of_call.softmax_scale, is_causal=of_call.is_causal)
     how = {"needs_grad": of_call.needs_grad, "keeps": of_call.keeps, "in_backward": in_backward}
     with outside_inference_mode(), outside_autocast():
         return run(calls.user, calls.prepare(call, fault, **how))

@@ -52,20 +52,6 @@ from mesh_attention.runtime.session.session import User, process_group, session_
 from mesh_attention.runtime.session.sharding import Shards
 
 
-class UserCall:
-    """A prepared call of a user, which operators name by a number. Whoever may need it later, such
-    as an autograd graph, holds it. When it runs again, `latest` and `batch` become those of the
-    object."""
-
-    def __init__(self, calls: ObjectCalls, call: PreparedCall) -> None:
-        self.user, self.call, self.name = calls.user, call, calls.name
-        self.latest, self.batch = calls.latest, calls.batch
-        self.number = USER_CALLS.add(self)
-
-
-USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this number is gone")
-
-
 class ObjectCalls:
     """
     arguments   of the object, or of the function, by name
@@ -88,7 +74,7 @@ class ObjectCalls:
         self.latest: PlanSource | None = None
         self.batch: tuple[Plan, Pack, Layer] | None = None
         self.chosen_by: str | None = None
-        self.warm: dict[Any, UserCall] = {}
+        self.warm: dict[Any, Any] = {}
         self.is_asked = False
         self.companions: list[ObjectCalls] = []
         self.modules = count()

@@ -18,6 +18,7 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    USER_CALLS,
     OfBackward,
     OfCall,
     fake_attention,
@@ -26,7 +27,7 @@ from mesh_attention.request.compiled_attention import (
     stand_ins,
 )
 from mesh_attention.request.kept_calls import THREAD, Results
-from mesh_attention.request.object_calls import BLOCKS, USER_CALLS
+from mesh_attention.request.object_calls import BLOCKS
 from mesh_attention.runtime.agreement.identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, add_sinks_to_kept, gradient_of_sinks
@@ -105,10 +106,10 @@ def _attention_backward(*inputs: Any) -> list[Tensor]:
         raise fault_of_second_derivative()
     prepared = None if of_call.call is None else USER_CALLS.get(of_call.call)
     if prepared is not None:
-        return _backward_pass(prepared.user, prepared.call, of_call.label, backward)
+        return _backward_pass(prepared.user, prepared.call, of_call, backward)
     return prepared_in_graph(
         of_call,
-        lambda user, call: _backward_pass(user, call, of_call.label, backward),
+        lambda user, call: _backward_pass(user, call, of_call, backward),
         (*stand_ins(backward.out, backward.k_shape), backward.sinks),
         backward.documents,
         in_backward=True,
@@ -127,6 +128,23 @@ def fault_of_second_derivative() -> MeshAttentionError:
     )
 
 
+def _begin(
+    user: User,
+    call: PreparedCall,
+    of_call: OfCall,
+    direction: Direction,
+    device: torch.device,
+    sinks: Tensor | None,
+    batch: BatchIdentity | None,
+    place: int = 0,
+) -> None:
+    """All ranks are about to make this pass of the call, or none gets a result."""
+    kind, options = call.kind.agreed[of_call.needs_grad], call.options
+    label = of_call.label_number if of_call.label_text is None else of_call.label_text
+    with_sinks = sinks is not None
+    user.begin(kind, direction, options, device, label, place, sinks=with_sinks, batch=batch)
+
+
 def _forward_pass(
     user: User,
     call: PreparedCall,
@@ -136,14 +154,10 @@ def _forward_pass(
     batch: BatchIdentity | None,
 ) -> Results:
     """Begins the call, which ranks compare, runs the program and adds sinks to its results."""
-    needs_grad, label = of_call.needs_grad, of_call.label
     guard, device = user.session.guard, tensors[0].device
     with guard.whole_or_broken():
         inputs = {name: rows_first(x) for name, x in zip("qkv", tensors, strict=True)}
-    kind, options = call.kind.agreed[needs_grad], call.options
-    user.begin(
-        kind, Direction.FORWARD, options, device, label, sinks=sinks is not None, batch=batch
-    )
+    _begin(user, call, of_call, Direction.FORWARD, device, sinks, batch)
     with guard.whole_or_broken():
         user.reports |= call.reports
         result = call.run(Direction.FORWARD, inputs, user.counters[Direction.FORWARD])
@@ -158,7 +172,7 @@ def _forward_pass(
         if lse is None:  # not asked for
             dtype = torch.promote_types(out.dtype, torch.float32)
             lse = out.new_empty((out.shape[0], out.shape[2], 0), dtype=dtype)
-        kept = [result[b.name] for b in call.rank_plan.recalled] if needs_grad else []
+        kept = [result[b.name] for b in call.rank_plan.recalled] if of_call.needs_grad else []
         if sinks is not None:
             add_sinks(out, lse, sinks)
             if kept:
@@ -173,7 +187,7 @@ _GRADIENTS = ("grad_q", "grad_k", "grad_v")
 def _backward_pass(
     user: User,
     call: PreparedCall,
-    label: str | int | None,
+    of_call: OfCall,
     backward: OfBackward,
 ) -> list[Tensor]:
     """The `needed` gradients among those of q, k, v and the sinks."""
@@ -196,12 +210,8 @@ def _backward_pass(
             padding = Shards.of(call.rank_plan).padding("q", grad_of_lse.device)
             grad_of_lse.masked_fill_(padding, 0.0)
         inputs[GRAD_LSE] = _rows_of_statistics(grad_of_lse)
-    kind, options = call.kind.agreed[True], call.options
-    has_sinks, batch = sinks is not None, OF_FORWARD_CALL
-    place = int(backward.place)
-    user.begin(
-        kind, Direction.BACKWARD, options, out.device, label, place, sinks=has_sinks, batch=batch
-    )
+    place, batch = int(backward.place), OF_FORWARD_CALL
+    _begin(user, call, of_call, Direction.BACKWARD, out.device, sinks, batch, place)
     guard = user.session.guard
     with guard.whole_or_broken(), outside_autocast():
         user.reports |= call.reports

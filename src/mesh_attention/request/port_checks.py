@@ -11,7 +11,7 @@ positions, by `fault_of_positions`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -27,15 +27,10 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
+from mesh_attention.runtime.session.layouts import in_documents, same_rows
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import Session
-from mesh_attention.runtime.session.sharding import (
-    KNOWN_LAYOUTS,
-    Shards,
-    Side,
-    in_documents,
-    same_rows,
-)
+from mesh_attention.runtime.session.sharding import Shards, Side
 
 Positions = NDArray[np.int64]
 _MOST_HEADS = 256  # no model has more
@@ -143,13 +138,14 @@ def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
             )
 
 
-def layout_of_output(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> Layout | None:
-    """How the output of a call lies; None if that is not known. Raises if a tensor of the call, or
-    the tensor that it is a view of, was cut in another layout than the plan assumes, whatever sizes
-    and layout the caller names."""
+def layout_of_output(
+    rank_plan: RankPlan, tensors: Sequence[Tensor] = (), known: Sequence[Layout | None] = ()
+) -> Layout | None:
+    """How the output of a call lies; None if that is not known. `known`: the layouts of q, k and v,
+    as far as any are. Raises if a tensor of the call was cut in another layout than the plan
+    assumes, whatever sizes and layout the caller names."""
     of_q, of_kv = rank_plan.shards
-    for name, x, layout in (("q", q, of_q), ("k", k, of_kv), ("v", v, of_kv)):
-        cut = KNOWN_LAYOUTS.of(x)
+    for name, x, cut, layout in zip("qkv", tensors, known, (of_q, of_kv, of_kv), strict=False):
         if cut is None or cut.slots != x.shape[1] or _fits(cut, layout, {}, rank_plan.plan):
             continue
         if cut.num_tokens != layout.num_tokens or not same_rows(cut, layout):
@@ -159,9 +155,8 @@ def layout_of_output(rank_plan: RankPlan, q: Tensor, k: Tensor, v: Tensor) -> La
                 "cut it by the object that is called, and give shard and attention the same "
                 "documents="
             )
-    cut = KNOWN_LAYOUTS.of(q)
-    if cut is not None and cut.slots == q.shape[1]:
-        return cut
+    if known and known[0] is not None and known[0].slots == tensors[0].shape[1]:
+        return known[0]
     return None if _has_no_order(rank_plan.plan.problem.mask) else of_q
 
 

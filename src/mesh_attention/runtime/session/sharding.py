@@ -7,9 +7,7 @@ out on the way back.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -18,7 +16,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag
@@ -26,6 +23,14 @@ from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.identity import AgreedKind, BatchIdentity
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.collective_call import collective_call
+from mesh_attention.runtime.session.layouts import (
+    KNOWN_LAYOUTS,
+    document_of,
+    in_documents,
+    join_shards,
+    same_rows,
+    take_shard,
+)
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import Session, User
 from mesh_attention.runtime.transport.distributed import all_gather, communicating
@@ -33,52 +38,6 @@ from mesh_attention.runtime.transport.distributed import all_gather, communicati
 Side = Literal["q", "kv"]
 Grad = Literal["sum", "mean", "own"]
 _NOTED = 4  # layouts of documents with the same bounds
-
-
-def take_shard(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """The slots of one rank along `dim`; padding slots are zero."""
-    positions = torch.from_numpy(layout.positions(rank)).to(whole.device)
-    padding = positions >= layout.num_tokens
-    shard = whole.index_select(dim, positions.clamp(max=layout.num_tokens - 1))
-    if layout.padded_tokens == layout.num_tokens:
-        return shard
-    shape = [1] * whole.ndim
-    shape[dim] = -1
-    return shard.masked_fill(padding.view(shape), 0)
-
-
-def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """The whole tensor from the shards of all ranks in order, without padding."""
-    joined = torch.cat(shards, dim=dim)
-    places = torch.empty(layout.padded_tokens, dtype=torch.int64, device="cpu")
-    for rank in range(layout.num_ranks):
-        first = rank * layout.slots
-        positions = torch.from_numpy(layout.positions(rank))
-        places[positions] = torch.arange(first, first + layout.slots, device="cpu")
-    return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
-
-
-class KnownLayouts:
-    """The layouts of tensors that were cut here or that attention returned, as long as they live
-    and nothing is written to them. What is computed from them is not known, but views are."""
-
-    def __init__(self) -> None:
-        self._of: MutableMapping[Tensor, tuple[Layout, int]] = WeakIdKeyDictionary()
-
-    def keep(self, x: Tensor, layout: Layout) -> None:
-        if not x.is_inference():  # whose writes are not counted
-            self._of[x] = layout, x._version
-
-    def of(self, x: Tensor) -> Layout | None:
-        for known in (x, x._base):
-            if known is not None and known in self._of:
-                layout, version = self._of[known]
-                if version == x._version:  # a view has that of its base
-                    return layout
-        return None
-
-
-KNOWN_LAYOUTS = KnownLayouts()
 
 
 # Of gloo, whose error for others would end the process group; NCCL gathers little else.
@@ -279,7 +238,7 @@ class Shards:
         """The number of the document of each slot; padding has the number after the last."""
         layout, starts = self.layout(side), self.starts[side == "kv"]
         positions = layout.positions(self.rank)
-        at = _document_of(positions, starts)
+        at = document_of(positions, starts)
         return np.where(positions < layout.num_tokens, at, len(starts) - 1)
 
     def padding(self, side: Side, device: torch.device | str | None) -> Tensor:
@@ -296,32 +255,6 @@ class Shards:
                 f"dimension before dim {dim} must be the rows, but the shape is {tuple(x.shape)}"
             )
         return x.flatten(dim - 1, dim).unsqueeze(dim - 1)
-
-
-@lru_cache(64)
-def same_rows(cut: Layout, layout: Layout) -> bool:
-    """Whether all ranks have all tokens of `layout` in the same slots in layout `cut`."""
-    if cut == layout or (cut.slots, cut.num_ranks) != (layout.slots, layout.num_ranks):
-        return cut == layout
-    for rank in range(layout.num_ranks):
-        positions = layout.positions(rank)
-        real = positions < layout.num_tokens
-        if not np.array_equal(cut.positions(rank)[real], positions[real]):
-            return False
-    return True
-
-
-def in_documents(
-    positions: NDArray[np.int64], starts: tuple[int, ...], num_tokens: int
-) -> NDArray[np.int64]:
-    """These positions, counted from the start of their documents; padding is at 0."""
-    begun = np.array(starts, dtype=np.int64)[_document_of(positions, starts)]
-    return np.where(positions < num_tokens, positions - begun, 0)
-
-
-def _document_of(positions: NDArray[np.int64], starts: tuple[int, ...]) -> NDArray[np.int64]:
-    """Of documents that begin at the same token the last one has it."""
-    return np.searchsorted(starts[:-1], positions, side="right") - 1
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
