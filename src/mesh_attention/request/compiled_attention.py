@@ -1,10 +1,11 @@
 """What operators know of their call, in eager code and in code that `torch.compile` traces, and how
 the call of a graph is prepared when it runs.
 
-An eager call names its prepared call by a number, and that names all else. A graph holds tensors and constants. So an operator knows its `ContextParallel` by a name, which is
-its number in `OBJECT_CALLS`, and the documents of a batch by a tensor that holds their number: a
-number as a constant would compile the graph again for each batch. Nothing else is kept for a
-backward pass that may never come.
+An eager call names its prepared call by a number, by which all else is known. A graph holds tensors
+and constants. So in a graph an operator knows its `ContextParallel` by a name, which is its number
+in `OBJECT_CALLS`, and the documents of a batch by a tensor that holds their number: a number as a
+constant would compile the graph again for each batch. Nothing else is kept for a backward pass that
+may never come.
 """
 
 from __future__ import annotations
