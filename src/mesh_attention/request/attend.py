@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.autograd import Attention
-from mesh_attention.request.compiled_attention import OfCall, UserCall, label_constants
+from mesh_attention.request.compiled_attention import OfCall, UserCall
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.operators import attention_op, need_grad
@@ -113,7 +113,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     of_call = prepared.of_call
     if call.label is not None:
-        text, number = label_constants(call.label)
+        text, number = _label_constants(call.label)
         of_call = of_call._replace(label_text=text, label_number=number)
     if of_call.needs_grad:
         out, lse, *_ = Attention.apply(*call[:4], documents, None, of_call)  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ def _traced(
         documents is None and calls.fixed is not None and (not KEEPING.on or calls.fixed.is_given),
         call.return_lse,
         need_grad(q, k, v, sinks),
-        *label_constants(call.label),
+        *_label_constants(call.label),
         call.softmax_scale,
         call.is_causal,
         refusal,
@@ -201,3 +201,7 @@ def _traced(
     number = None if documents is None else documents.number
     out, lse, _, _ = attention_op(q, k, v, sinks, number, call.block, *of_call)
     return out, lse
+
+
+def _label_constants(label: str | int | None) -> tuple[str | None, int | None]:
+    return label if isinstance(label, str) else None, label if isinstance(label, int) else None

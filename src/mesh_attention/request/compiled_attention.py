@@ -101,16 +101,15 @@ class UserCall:
             keeps,
             options.return_lse,
             needs_grad,
-            *label_constants(None),
-            options.softmax_scale,
+            label_text=None,
+            label_number=None,
+            softmax_scale=options.softmax_scale,
         )
 
 
 USER_CALLS: WeakRegistry[UserCall] = WeakRegistry("the prepared call of this number is gone")
-
-
-def label_constants(label: str | int | None) -> tuple[str | None, int | None]:
-    return label if isinstance(label, str) else None, label if isinstance(label, int) else None
+# Blocks of code in which PyTorch's attention is replaced (`train/replaced_attention.py`).
+BLOCKS: WeakRegistry[Any] = WeakRegistry("the block of context_parallel around this call is over")
 
 
 def _session_of(of_call: OfCall, _: Any, tensors: Any, *__: Any, **___: Any) -> SessionAndOptions:

@@ -301,10 +301,6 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
 )
 
 
-# Blocks of code in which PyTorch's attention is replaced (`train/replaced_attention.py`).
-BLOCKS: WeakRegistry[Any] = WeakRegistry("the block of context_parallel around this call is over")
-
-
 def checked(documents: Any) -> Documents:
     if not isinstance(documents, Documents):
         raise MeshAttentionError(

@@ -18,6 +18,7 @@ from torch.library import Library, _register_effectful_op, register_fake
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.request.compiled_attention import (
+    BLOCKS,
     USER_CALLS,
     OfBackward,
     OfCall,
@@ -27,7 +28,6 @@ from mesh_attention.request.compiled_attention import (
     stand_ins,
 )
 from mesh_attention.request.kept_calls import THREAD, Results
-from mesh_attention.request.object_calls import BLOCKS
 from mesh_attention.runtime.agreement.identity import OF_FORWARD_CALL, BatchIdentity
 from mesh_attention.runtime.execute.binding import GRAD_LSE
 from mesh_attention.runtime.execute.sinks import add_sinks, add_sinks_to_kept, gradient_of_sinks

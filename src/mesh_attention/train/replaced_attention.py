@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.attend import attend
-from mesh_attention.request.object_calls import BLOCKS, ObjectCalls
+from mesh_attention.request.compiled_attention import BLOCKS
+from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind, fault_of_unsupported
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_heads
