@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class HostMemory:
 
     def next_block(self) -> OffloadedBlock:
         if self._latest is not None:
-            for held in self._latest.tensors:
+            for held in self._latest.tensors.values():
                 with suppress(MeshAttentionError):  # changed: its own backward pass says so
                     held.leave()
         self._latest = OffloadedBlock(self, self._latest)
@@ -153,25 +153,20 @@ class OffloadedBlock:
 
     def __init__(self, memory: HostMemory, before: OffloadedBlock | None) -> None:
         self._memory = memory
-        self._before = [] if before is None else before._held
-        self._held: list[ref[Offloaded]] = []
-
-    @property
-    def tensors(self) -> list[Offloaded]:
-        return [held for weak in self._held if (held := weak()) is not None]
+        self.tensors = WeakValueDictionary[int, Offloaded]()  # that somebody still needs
+        self._before = None if before is None else before.tensors
 
     def hold(self, x: Tensor) -> Held:
         held = self._memory.hold(x) if x.numel() else None
         if held is None:
             return Held(x)
-        self._held.append(ref(held))
+        self.tensors[id(held)] = held
         return held
 
     def fetch_ahead(self) -> None:
         """Starts copies back: of what this block needs, then of what the block before it needs."""
-        for weak in (*self._held, *self._before):
-            if (held := weak()) is not None:
-                held.fetch()
+        for held in (*self.tensors.values(), *(self._before or {}).values()):
+            held.fetch()
 
 
 class Offloaded(Held):
