@@ -20,10 +20,9 @@ from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
-from mesh_attention.plan.problem.spans import Spans, slice_spans
+from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
 
 Array = NDArray[np.int64]
-_FEW_BLOCKS = 4  # are counted faster as runs
 
 
 def pairs_of_tasks(plan: Plan, pass_: Pass) -> Iterator[tuple[int, Task, float]]:
@@ -64,38 +63,30 @@ class CallPairs:
             if pairs is None:
                 queries = slice_spans(q_rows, q, q + height)
                 keys = slice_spans(k_rows, k, k + width)
-                pairs = _visible_pairs(*self._layouts, queries, keys, self._mask)
+                pairs = pairs_of_rows(*self._layouts, queries, keys, self._mask)
             counted = self._by_rows[key] = pairs, q_rows, k_rows
         return counted[0]
 
 
 @lru_cache(maxsize=512)  # the passes and the cuts of a search ask for the same
-def _visible_pairs(
+def pairs_of_rows(
     q_layout: Layout, kv_layout: Layout, queries: Spans, keys: Spans, mask: RowRanges
 ) -> int:
-    q, k = _runs_of(q_layout, queries), _runs_of(kv_layout, keys)
-    if isinstance(q, list) or isinstance(k, list):
-        return num_visible(_as_runs(q), _as_runs(k), mask)
-    return pairs_of_blocks(q, k, mask)
+    """Visible pairs of the queries and the keys at these places."""
+    if LayoutKind.STRIPED in (q_layout.kind, kv_layout.kind):
+        return num_visible(_runs_of(q_layout, queries), _runs_of(kv_layout, keys), mask)
+    return pairs_of_blocks(_blocks_of(q_layout, queries), _blocks_of(kv_layout, keys), mask)
 
 
 @lru_cache(maxsize=512)
-def _runs_of(layout: Layout, spans: Spans) -> list[Run] | Array:
-    """The positions of intervals of places, as few runs as join simply, in any order; many blocks
-    as an array of their starts and stops, in order."""
-    blocks = layout.blocks_of(spans)
-    if blocks is None:
-        return _join([run for span in spans for run in layout.runs(*span)])
-    starts, stops = np.array(sorted(blocks), dtype=np.int64).T
-    new = np.append(True, starts[1:] != stops[:-1])
-    joined = np.stack([starts[new], stops[np.append(new[1:], True)]], 1)
-    return joined if len(joined) > _FEW_BLOCKS else _as_runs(joined)
+def _blocks_of(layout: Layout, spans: Spans) -> Array:
+    """Starts and stops of the blocks of positions at these places, in order."""
+    return np.array(joined(sorted(layout.blocks_of(spans) or ())), dtype=np.int64)
 
 
-def _as_runs(side: list[Run] | Array) -> list[Run]:
-    if isinstance(side, list):
-        return side
-    return [Run(start, stop - start) for start, stop in side.tolist()]
+@lru_cache(maxsize=512)
+def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
+    return _join([run for span in spans for run in layout.runs(*span)])
 
 
 def _join(runs: list[Run]) -> list[Run]:
@@ -105,16 +96,16 @@ def _join(runs: list[Run]) -> list[Run]:
     >>> _join([Run(0, 1, 8, 4), Run(1, 1, 8, 4)])
     [Run(start=0, block=2, stride=8, count=4)]
     """
-    joined: list[Run] = []
+    wide: list[Run] = []
     for run in sorted(runs, key=lambda r: r.start):
-        last = joined[-1] if joined else run
+        last = wide[-1] if wide else run
         wider = Run(last.start, last.block + run.block, run.stride, run.count)
         touches = last.start + last.block == run.start and wider.block <= run.stride
         if touches and last.stride == run.stride and last.count == run.count > 1:
-            joined[-1] = wider
+            wide[-1] = wider
         else:
-            joined.append(run)
-    return joined
+            wide.append(run)
+    return wide
 
 
 @dataclass(frozen=True, slots=True)

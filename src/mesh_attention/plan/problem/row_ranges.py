@@ -83,9 +83,9 @@ class RowRanges:
         first = max(int(np.searchsorted(self._starts, start, side="right")) - 1, 0)
         return range(first, int(np.searchsorted(self._starts, stop, side="left")))
 
-    def segments_of(self, blocks: Sequence[tuple[int, int]]) -> list[Segment]:
+    def segments_of(self, starts: Array, stops: Array) -> list[Segment]:
         """Those that hold queries of these stretches, each once and in order."""
-        _, at, _, _ = cut(*np.array(blocks, dtype=np.int64).T, *self.edges)
+        _, at, _, _ = cut(starts, stops, *self.edges)
         return [self.segments[i] for i in np.unique(at).tolist()]
 
     def lines(self, at: Array) -> tuple[tuple[Array, ...], ...]:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from mesh_attention.plan.language.program import Call, CallKind
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.plan.problem.runs import Run
 from mesh_attention.plan.problem.spans import Spans, joined
 
 # A list of more blocks is not looked at block by block: token stripes would take seconds. Zigzag
@@ -30,6 +29,7 @@ _ONES = re.compile(rb"\x01+")
 
 Array = NDArray[np.int64]
 Cells = NDArray[np.bool_]
+_NO_EDGES = np.zeros((2, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,7 @@ class RowList:
     first: int  # smallest and largest position
     last: int
     blocks: Spans  # of consecutive positions, in row order; none: too many to look at one by one
+    edges: Array  # their starts and stops
     first_rows: tuple[int, ...]  # of each block, and one past the last row
 
     @staticmethod
@@ -49,24 +50,17 @@ class RowList:
         num_rows = sum([stop - start for start, stop in spans])
         pairs = layout.blocks_of(spans)
         if pairs is None or len(pairs) > MAX_BLOCKS:
-            runs = _runs_of(layout, spans)
+            runs = [run for span in spans for run in layout.runs(*span)]
             if sum(run.count for run in runs) > MAX_BLOCKS:
                 first = min(run.start for run in runs)
                 last = max(run.stop for run in runs) - 1
-                return RowList(layout, spans, num_rows, first, last, (), ())
+                return RowList(layout, spans, num_rows, first, last, (), _NO_EDGES, ())
             pairs = [block for run in runs for block in run.blocks()]
         blocks = joined(pairs)
         first, last = min(a for a, _ in blocks), max(b for _, b in blocks) - 1
         first_rows = tuple(accumulate((b - a for a, b in blocks), initial=0))
-        return RowList(layout, spans, num_rows, first, last, blocks, first_rows)
-
-    @property
-    def runs(self) -> list[Run]:
-        return _runs_of(self.layout, self.spans)
-
-
-def _runs_of(layout: Layout, spans: Spans) -> list[Run]:
-    return [run for span in spans for run in layout.runs(*span)]
+        edges = np.array(blocks, dtype=np.int64).T
+        return RowList(layout, spans, num_rows, first, last, blocks, edges, first_rows)
 
 
 row_list = lru_cache(maxsize=64)(RowList.of)  # rows stay where they are when a mask changes

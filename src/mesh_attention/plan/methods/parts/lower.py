@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from mesh_attention.plan.language.computed_pairs import pairs_of_rows
 from mesh_attention.plan.language.program import Call, CallKind
 from mesh_attention.plan.methods.parts.blocks import (
     Array,
@@ -30,10 +31,8 @@ from mesh_attention.plan.methods.parts.blocks import (
     grid_calls,
     row_list,
 )
-from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.row_ranges import RowRanges, Segment
-from mesh_attention.plan.problem.runs import num_visible
 from mesh_attention.plan.problem.spans import expanded
 
 # A launch costs tens of microseconds: a task that would shatter into more calls than this (token
@@ -63,7 +62,7 @@ class Queries:
     def of(q: RowList, rows: RowRanges) -> Queries:
         if not q.blocks:
             return Queries(q, rows, (0, rows.kv_tokens))
-        pieces = SegmentPieces.of(q.blocks, rows, rows.segments_of(q.blocks))
+        pieces = SegmentPieces.of(q.edges, rows, rows.segments_of(*q.edges))
         every = int(pieces.lo_last[0].max()), int(pieces.hi_first[0].min())
         sees = pieces.lo_first < pieces.hi_last
         if not sees.any():
@@ -82,17 +81,10 @@ def lower(q: Queries, k: RowList) -> tuple[Call, ...]:
     if q.pieces is not None and k.blocks and len(q.list.blocks) * len(k.blocks) <= MAX_PAIRS:
         calls = _calls(q.pieces, k, q.rows)
     if calls is None:
-        pairs = _num_visible(q.list, k, q.rows)
+        pairs = pairs_of_rows(q.list.layout, k.layout, q.list.spans, k.spans, q.rows)
         kind = CallKind.FULL if pairs == q.list.num_rows * k.num_rows else CallKind.RANGE
         return (Call(kind, *rows),) if pairs else ()
     return (Call(CallKind.RANGE, *rows),) if len(calls) > MAX_CALLS else calls
-
-
-def _num_visible(q: RowList, k: RowList, rows: RowRanges) -> int:
-    if not q.blocks or not k.blocks:
-        return num_visible(q.runs, k.runs, rows)
-    queries, keys = (np.array(sorted(side.blocks), dtype=np.int64) for side in (q, k))
-    return pairs_of_blocks(queries, keys, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +94,7 @@ class SegmentPieces:
     fewer intervals."""
 
     near: list[Segment]
-    blocks: BlockList
+    edges: Array  # of the blocks
     starts: Array
     stops: Array
     first_rows: tuple[int, ...]
@@ -113,13 +105,13 @@ class SegmentPieces:
 
     @staticmethod
     def of(
-        blocks: BlockList, rows: RowRanges, near: list[Segment], cuts: Iterable[int] = ()
+        edges: Array, rows: RowRanges, near: list[Segment], cuts: Iterable[int] = ()
     ) -> SegmentPieces:
         """`near`: the segments that these queries are in; `cuts`: where blocks are cut besides."""
         own = {*cuts, *(s.start for s in near), rows.q_tokens}
-        starts, stops, first_rows = _cut(blocks, sorted(own))
+        starts, stops, first_rows = _cut(edges, sorted(own))
         ends = (*rows.intervals(starts), *rows.intervals(stops - 1))
-        return SegmentPieces(near, blocks, starts, stops, first_rows, *ends)
+        return SegmentPieces(near, edges, starts, stops, first_rows, *ends)
 
     def picture(self, keys: BlockList) -> bytes | None:
         """For each (piece, key block) 1 if all is visible and 0 if nothing is, row by row; None
@@ -176,21 +168,20 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
     picture = q.picture(keys)
     if picture is not None:
         return full_calls(picture, q.first_rows, k.first_rows)
-    starts, stops = np.array(keys, dtype=np.int64).T
-    if not q.see(starts, stops):
+    if not q.see(*k.edges):
         return ()
-    if q.shatter(starts, stops):
+    if q.shatter(*k.edges):
         return (Call(CallKind.RANGE, 0, q.first_rows[-1], 0, k.num_rows),)
     if len(q.near) > _MOST_SEGMENTS:
         return None
     q_cuts, k_cuts = _cuts(q, keys, rows)
-    q = SegmentPieces.of(q.blocks, rows, q.near, q_cuts)
-    starts, stops, first_rows = _cut(keys, k_cuts)
+    q = SegmentPieces.of(q.edges, rows, q.near, q_cuts)
+    starts, stops, first_rows = _cut(k.edges, k_cuts)
     if len(q.starts) * len(starts) > MAX_PAIRS:
         return None
     size = (q.stops - q.starts)[:, None]
     full, square = np.zeros((2, len(q.starts), len(starts)), dtype=np.bool_)
-    times_seen = np.zeros(full.shape, dtype=np.int64)
+    times_seen = np.zeros(full.shape, dtype=np.int16)
     for lo0, hi0, lo1, hi1 in zip(q.lo_first, q.hi_first, q.lo_last, q.hi_last, strict=True):
         below = lo1[:, None] <= starts
         full |= below & (stops <= hi0[:, None])
@@ -202,13 +193,13 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
     return grid_calls(full, ragged, square, q.first_rows, first_rows)
 
 
-def _cut(blocks: BlockList, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
+def _cut(edges: Array, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
     """Starts and stops of the pieces, and the first row of each and one past the last."""
-    (starts, stops), at = np.array(blocks, dtype=np.int64).T, np.array(cuts, dtype=np.int64)
+    (starts, stops), at = edges, np.array(cuts, dtype=np.int64)
     first, last = np.searchsorted(at, starts, "right"), np.searchsorted(at, stops)
     of, cut = expanded(first, last + 1)  # of each piece its block, and the cut where it ends
     ends = np.where(cut == last[of], stops[of], np.append(at, 0)[cut])
-    begins = np.where(cut == first[of], starts[of], np.roll(ends, 1))
+    begins = np.where(cut == first[of], starts[of], at[cut - 1])
     rows = np.append(0, np.cumsum(ends - begins))
     return begins, ends, tuple(rows.tolist())
 
