@@ -158,7 +158,7 @@ class LinkMeter:
         where: str,
         kinds: Sequence[str] = ("all-gather", "reduce-scatter"),
     ) -> list[Sample]:
-        members = self.transfers.group(groups)
+        members = next((group for group in groups if self.ranks.rank in group), None)
         size, num_ranks = len(groups[0]), sum(map(len, groups))
         samples = []
         for kind in kinds:

@@ -15,7 +15,6 @@ from threading import Thread
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.measure.ranks import Ranks, Work, cuda_event
@@ -28,7 +27,7 @@ from mesh_attention.runtime.transport.distributed import (
     reduce_by_messages,
 )
 from mesh_attention.runtime.transport.exchange import Messages, Works, exchange
-from mesh_attention.runtime.transport.groups import nccl_options, timeout_of
+from mesh_attention.runtime.transport.groups import Groups
 
 Begin = Callable[[], Works]  # begins a transfer
 _MOST_LOST = 0.95
@@ -36,53 +35,34 @@ _MOST_CALLS = 2000
 
 
 class TimedTransfers:
-    """Makes the transfers to be timed; process groups are made once for the same ranks."""
+    """Makes the transfers to be timed, on process groups as the runtime makes them."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._ranks, self._groups = ranks, Groups(ranks.group)
         self._over_gloo = ranks.backend != "nccl"
-        self._global = dist.get_process_group_ranks(ranks.group)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        everybody = tuple(range(ranks.size))
-        self.group([everybody])
-        self._group = self._groups[everybody]
-
-    def group(self, every: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """The members of this rank's group among groups that have no rank in common. All ranks of
-        the job call this with the same groups, as they make them together."""
-        own = None
-        for members in map(tuple, every):
-            if members not in self._groups:
-                options = None if self._over_gloo else nccl_options(timeout_of(self._ranks.group))
-                backend = self._ranks.backend  # left out, it would be that of the default group
-                global_ranks = [self._global[m] for m in members]
-                made = dist.new_group(global_ranks, backend=backend, pg_options=options)
-                if self._ranks.rank in members:
-                    self._groups[members] = made
-            if self._ranks.rank in members:
-                own = members
-        return own
+        self._everybody = self._groups.everybody()
 
     def _tensor(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes // 4, device=self._ranks.device)
 
-    def collective(self, kind: str, members: tuple[int, ...], part_bytes: int) -> Begin:
-        size = len(members)
+    def collective(self, kind: str, members: Sequence[int], part_bytes: int) -> Begin:
+        """Members that have none yet make their group: all of them call this, in one order."""
+        size, group = len(members), self._groups.of([self._groups.ranks[m] for m in members])
         gathers = kind == "all-gather"
         if gathers and gathers_by_messages(size, host_driven=self._over_gloo):
             return self.all_to_all(members, part_bytes)
         part, whole = self._tensor(part_bytes), self._tensor(size * part_bytes)
         call = gather if gathers else reduce_by_messages if self._over_gloo else reduce
-        rows = CollectiveRows(part, whole, self._groups[members], range(size))
+        rows = CollectiveRows(part, whole, group, range(size))
         return _begin(partial(call, rows))
 
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""
         messages = [
-            Messages(self._tensor(part_bytes)[None], (self._global[peer],), 0, sent)
+            Messages(self._tensor(part_bytes)[None], (self._groups.ranks[peer],), 0, sent)
             for peer, sent in peers
         ]
-        return _begin(exchange(messages, self._group, host_driven=self._over_gloo))
+        return _begin(exchange(messages, self._everybody, host_driven=self._over_gloo))
 
     def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
         others = [m for m in members if m != self._ranks.rank]
