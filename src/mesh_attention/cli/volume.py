@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from mesh_attention.choose.scored import options_text
 from mesh_attention.cli.command import Command, Flag, UsageError
 from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
@@ -116,11 +117,7 @@ def _compared_lines(rows: Sequence[Compared], batch: int) -> list[str]:
 
 
 def _cells(row: Compared, batch: int) -> list[str]:
-    words = [
-        f"{name}={'x'.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in row.setting.items()
-    ]
-    cells = [row.method, (" ".join(words) or "-") if row.reason is None else "cannot"]
+    cells = [row.method, options_text(row.setting) or "-" if row.reason is None else "cannot"]
     for direction in Direction:
         counted = row.counts.get(direction)
         if counted is None:

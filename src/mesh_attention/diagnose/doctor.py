@@ -27,6 +27,7 @@ from mesh_attention.diagnose.record import LOW_PRECISION, Recorder
 from mesh_attention.diagnose.report import Cause, Diagnosis, Limits
 from mesh_attention.diagnose.runs import Step, StepRun, inner, nothing_changed, on_one_rank, run
 from mesh_attention.errors import MeshAttentionError
+from mesh_attention.runtime.agreement.verdict import error_text
 
 _CLOSE = 1 / 30  # of the tolerance: up to here losses and gradients show no mistake at all
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -228,8 +229,7 @@ def _tried(
     try:
         done = run(step, model, batch, record, **how)
     except Exception as error:
-        name = "" if isinstance(error, MeshAttentionError) else f"{type(error).__name__}: "
-        failed = f"{name}{error}"
+        failed = error_text(error)
     failed = _first(gathered(everyone, failed))
     return (done, None) if failed is None else (None, failed)
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -26,8 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from mesh_attention.errors import MeshAttentionError, PlanError
 from mesh_attention.kernels.registry import KernelRefusedError
+from mesh_attention.runtime.session.session import process_group
 from mesh_attention.runtime.transport.groups import backend_of, default_store
-from mesh_attention.runtime.transport.job_store import asking_the_store
+from mesh_attention.runtime.transport.job_store import asking_the_store, wait_for
 from mesh_attention.version import __version__
 
 Work = Callable[[], object]
@@ -36,7 +37,6 @@ MOST_REPEATS = 50
 LEAST_REPEATS = 3
 TIMEOUT = timedelta(minutes=5)
 _MOST_CHARACTERS = 240  # of a refusal
-_PAUSE_SECONDS = 0.01
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -174,10 +174,9 @@ def attempt(
     keys = [str(rank) for rank in range(ranks.size)]
     with asking_the_store():
         store.set(keys[ranks.rank], f"{kind}\n{reason}")
-        end = time.monotonic() + patience
-        while not (complete := store.check(keys)) and time.monotonic() < end:
-            time.sleep(_PAUSE_SECONDS)
-        answers = [store.get(key).decode() for key in keys] if complete else []
+        with suppress(dist.DistStoreError):  # some ranks may never answer
+            wait_for(store, keys, timedelta(seconds=patience))
+        answers = [store.get(key).decode() for key in keys] if store.check(keys) else []
     if len({answer.split("\n")[0] for answer in answers}) != 1:
         raise MeshAttentionError(
             f"rank {ranks.rank} could not run a setting, and not all ranks say the same: {reason}"
@@ -239,8 +238,7 @@ def ranks_of_group(
 ) -> Ranks:
     """All ranks of the group call this, and all refuse where they do not fit together. All ranks
     are on one node where nothing says how large a node is."""
-    if group is None:
-        group = dist.distributed_c10d._get_default_group()
+    group = process_group(group)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     per_node = ranks_per_node
     if not per_node:
