@@ -81,6 +81,10 @@ def test_packs_of_natural_lengths_have_even_work_and_tokens(documents: int, rank
         work = pairs_of_ranks(pack, CAUSAL, stretches)
         assert max(work) <= 1.05 * sum(work) / ranks
         assert max(tokens_of(stretches)) <= (1 + 2 * TOKEN_SLACK) * SHARD
+        stretches = balanced_stretches(pack, ranks, [CAUSAL], exact=True)
+        work = pairs_of_ranks(pack, CAUSAL, stretches)
+        assert max(work) <= 1.05 * sum(work) / ranks
+        assert {*tokens_of(stretches)} == {SHARD}
 
 
 def test_documents_shorter_than_a_shard_mostly_stay_at_home() -> None:
@@ -106,7 +110,11 @@ def test_any_pack_has_every_token_on_one_rank_and_even_tokens(part: int) -> None
     for _ in range(150):
         pack, ranks = random_pack(rng), rng.choice((1, 2, 3, 5, 8, 16, 64))
         masks = [random_layer(rng) for _ in range(rng.randint(1, 3))]
-        stretches = balanced_stretches(pack, ranks, masks)
+        if rng.random() < 0.5:
+            pack = (*pack, -(-pack[-1] // ranks) * ranks)
+        exact = pack[-1] % ranks == 0 and rng.random() < 0.7
+        stretches = balanced_stretches(pack, ranks, masks, exact=exact)
+        assert not exact or {*tokens_of(stretches)} == {pack[-1] // ranks}
         layout = Layout(LayoutKind.LISTED, pack[-1], ranks, stretches=stretches)
         assert layout.stretches == stretches, "sorted, joined, none empty"
         assert all(own == tuple(sorted(own)) for own in stretches)

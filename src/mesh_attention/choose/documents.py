@@ -98,7 +98,8 @@ def _candidates(
     shards: list[Shards] = [(LayoutKind.CONTIGUOUS, None), (LayoutKind.ZIGZAG, None)]
     if kv_documents == documents and num_ranks > 1:
         masks, weights = [layer.mask for layer in layers], [layer.flops(1) for layer in layers]
-        listed = balanced_stretches(documents, num_ranks, masks, weights)
+        exact = documents[-1] % num_ranks == 0  # then there is no padding
+        listed = balanced_stretches(documents, num_ranks, masks, weights, exact=exact)
         shards.append((LayoutKind.LISTED, listed))
     return shards
 

@@ -10,7 +10,8 @@ sparser tokens than a rank still needs, and a share of each makes it even.
 Ranks are filled one after the other with whole documents: first the longest whose remainder others
 can fill, then documents as dense as that remainder, at last two that make it even. Where no whole
 documents fit within the slack, shares of two documents do. Targets are cumulative: what one rank
-lacks, the next one gets, so differences do not add up.
+lacks, the next one gets, so differences do not add up. Shards of equally many tokens have no
+padding, which some kernels do not take: there the last tokens come from short documents.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ def balanced_stretches(
     num_ranks: int,
     masks: Sequence[Mask],
     weights: Sequence[float] | None = None,
+    *,
+    exact: bool = False,
 ) -> Stretches:
     """The positions of each rank, for documents given by their cumulative starts. `masks` are those
-    of the layers inside a document; `weights`, how much a pair of each costs.
+    of the layers inside a document; `weights`, how much a pair of each costs. `exact`: all ranks
+    have equally many tokens, for which more documents are cut.
 
     >>> balanced_stretches((0, 16), 2, [Mask(causal=True)])  # one document: a zigzag
     (((0, 4), (12, 16)), ((4, 12),))
@@ -60,7 +64,9 @@ def balanced_stretches(
         )
     if num_ranks < 1:
         raise PlanError(f"ranks={num_ranks}: must be a whole number of at least 1")
-    left = _Left(documents, num_ranks, masks, weights)
+    if exact and documents[-1] % num_ranks:
+        raise PlanError(f"{documents[-1]} tokens: {num_ranks} ranks cannot have equally many")
+    left = _Left(documents, num_ranks, masks, weights, exact)
     return tuple(joined(sorted(left.next_rank())) for _ in range(num_ranks))
 
 
@@ -79,6 +85,10 @@ class _Kind:
 
 def _density(kind: _Kind) -> float:
     return kind.density
+
+
+def _length(kind: _Kind) -> int:
+    return kind.length
 
 
 # Negative, so that they grow and can be searched.
@@ -128,7 +138,9 @@ class _Left:
         num_ranks: int,
         masks: Sequence[Mask],
         weights: Sequence[float] | None,
+        exact: bool,
     ) -> None:
+        self._exact = exact
         self._rows = DocumentWork(masks, weights)
         starts: defaultdict[int, list[int]] = defaultdict(list)  # by length, the last ones first
         for stop, start in pairwise(reversed(documents)):
@@ -147,6 +159,7 @@ class _Left:
         self._need_tokens, self._need_work = 0, 0.0  # of this rank and all before it
         self._own: list[tuple[int, int]] = []
         self._token_slack = int(TOKEN_SLACK * self._tokens / num_ranks)
+        self._token_excess = 0 if exact else self._token_slack  # that a rank may have too many
         self._work_slack = WORK_SLACK * self._work / num_ranks
         long = self._tokens >= _LONG_SHARD * num_ranks
         self._align = ALIGN * (2 if self._rows.folded else 1) if long else 1
@@ -168,6 +181,10 @@ class _Left:
         self._take_whole()
         while self._take_share():
             pass
+        while self._exact and self._need_tokens > 0:
+            # Of a short document few rows travel.
+            shortest = min((*self._cut, *self._whole[-1:]), key=_length)
+            self._take(shortest, self._need_tokens, aligned=False)
         return self._own
 
     def _is_met(self) -> bool:
@@ -178,7 +195,7 @@ class _Left:
         """Whether others can fill the rest, in tokens and in work, up to the slack."""
         tokens = self._need_tokens - count * kind.tokens
         work = self._need_work - count * kind.work
-        if tokens < -self._token_slack:
+        if tokens < -self._token_excess:
             return False
         rest, slack = max(tokens, 0), self._work_slack
         return self._fewest.work(rest) - slack <= work <= self._most.work(rest) + slack
@@ -188,7 +205,7 @@ class _Left:
         whole, first = self._whole, True
         while not self._is_met() and not self._finish():
             tokens, work = self._need_tokens, self._need_work + self._work_slack
-            fitting = bisect_left(whole, -tokens - self._token_slack, key=_shorter)
+            fitting = bisect_left(whole, -tokens - self._token_excess, key=_shorter)
 
             def leaves_enough(kind: _Kind, tokens: int = tokens, work: float = work) -> bool:
                 """Longer documents leave too little work for the tokens of the rest."""
@@ -227,9 +244,10 @@ class _Left:
         for kind in whole[max(low - 2, 0) : low + 3]:
             at = partner(kind)
             for other in whole[max(at - 1, 0) : at + 1]:
+                left = tokens - kind.length - other.length
                 if (
                     (other is not kind or len(kind.starts) > 1)
-                    and abs(tokens - kind.length - other.length) <= self._token_slack
+                    and -self._token_excess <= left <= self._token_slack
                     and abs(work - kind.work - other.work) <= self._work_slack
                 ):
                     self._take(kind)
@@ -241,7 +259,7 @@ class _Left:
         """Take shares of a document denser than what is needed and of a sparser one, so that both
         together are even; cut documents come first. False where nothing is needed any more."""
         tokens, work = self._need_tokens, self._need_work
-        if tokens <= self._align // 2 or self._is_met():
+        if self._aligned(tokens) == 0 or self._is_met():
             return False
         needed = work / tokens
         at = bisect_right(self._whole, -needed, key=_sparser)
@@ -275,7 +293,8 @@ class _Left:
         return True
 
     def _aligned(self, tokens: float) -> int:
-        return round(tokens / self._align) * self._align
+        count = tokens / self._align
+        return self._align * (int(count) if self._exact else round(count))
 
     def _spans(self, kind: _Kind, tokens: int) -> list[tuple[int, int]]:
         """The next tokens of a document, counted from its start."""
