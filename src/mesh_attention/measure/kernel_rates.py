@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from mesh_attention.cost.planning import num_pairs
 from mesh_attention.kernels import (
     BackwardInputs,
     Block,
@@ -125,40 +126,27 @@ class KernelMeter:
         self.kinds = [CallKind.FULL, CallKind.RANGE] if self.ranges else sorted(kinds)
 
     def call(self, kind: CallKind, rows: int, columns: int, heads: int) -> KernelCall:
-        mask: BlockMask
-        if kind is CallKind.CAUSAL:
-            mask, pairs = Causal(), rows * (rows + 1) // 2
-        elif kind is CallKind.FULL:
-            mask = self._row_range(rows, columns, Mask()) if self.ranges else Full()
-            pairs = rows * columns
-        else:
-            mask = self._row_range(rows, columns, Mask(causal=True))
-            pairs = rows * (rows + 1) // 2 + rows * (columns - rows)
         kernel, dtype, head_dim = self._kernel, self._sizes.dtype, self._sizes.head_dim
+        is_full = kind is CallKind.FULL
+        problem = Problem(rows, heads, head_dim, kv_tokens=columns, mask=Mask(causal=not is_full))
+        mask: BlockMask = Full() if is_full else Causal()
+        if self.ranges or kind is CallKind.RANGE:
+            where = self._ranks.device if self.ranges else torch.device("cpu")
+            mask = row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
         q, k, v = (
             torch.randn(1, n, heads, head_dim, device=self._ranks.device, dtype=dtype)
             for n in (rows, columns, columns)
         )
-        block = partial(Block, q, k, v, mask, head_dim**-0.5)
-        flops = 4.0 * head_dim * heads * pairs
-        if self._direction is Direction.FORWARD:
-            return KernelCall(
-                pairs, flops, lambda sms: partial(kernel.forward, block(leave_sms=sms))
-            )
-        out, lse = kernel.forward(block())
-        grad_out = torch.randn_like(out, dtype=dtype)
-        out, lse = out.to(dtype), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
-        inputs = BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))
-        return KernelCall(
-            pairs,
-            2.5 * flops,
-            lambda sms: partial(kernel.backward, block(leave_sms=sms), inputs),
-        )
-
-    def _row_range(self, rows: int, columns: int, mask: Mask) -> BlockMask:
-        problem = Problem(rows, 1, self._sizes.head_dim, kv_tokens=columns, mask=mask)
-        where = self._ranks.device if self.ranges else torch.device("cpu")
-        return row_range(problem.rows, (Run(0, rows),), (Run(0, columns),), where)
+        block, inputs = partial(Block, q, k, v, mask, head_dim**-0.5), list[BackwardInputs]()
+        is_backward = self._direction is Direction.BACKWARD
+        if is_backward:
+            out, lse = kernel.forward(block())
+            grad_out = torch.randn_like(out, dtype=dtype)
+            out, lse = out.to(dtype), lse.masked_fill(lse == -torch.inf, 1e4)  # exp(x - lse) = 0
+            inputs = [BackwardInputs(grad_out, out, lse.contiguous(), delta(out, grad_out))]
+        compute, pairs = getattr(kernel, self._direction), num_pairs(problem)
+        flops = problem.flops(pairs, backward=is_backward)
+        return KernelCall(pairs, flops, lambda sms: partial(compute, block(leave_sms=sms), *inputs))
 
     def measured(
         self, gap: float, transfer: Work
