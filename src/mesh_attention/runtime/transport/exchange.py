@@ -125,14 +125,15 @@ def exchange(
     def post(finish: LaterCopies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
         posted: dict[bool, list[dist.P2POp]] = {False: [], True: []}  # by whether they are sent
         own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
-        for bundle, copied in bundles:
+        for bundle, as_it_lies in bundles:
             first, sent = bundle[0], bundle[0].sent
             call = dist.isend if sent else dist.irecv
             parts: Iterable[_Part]
-            if copied:
+            if len(bundle) > 1:
                 parts = _packed(bundle, me, finish, on_host=host_driven)
             else:
-                parts = zip(first.tensor.unbind(), first.ranks, repeat(first.tag))
+                whole = first.tensor if as_it_lies else _copy(first, finish, on_host=host_driven)
+                parts = zip(whole.unbind(), first.ranks, repeat(first.tag))
             for x, rank, tag in parts:
                 if rank == me:
                     own[sent][tag] = x
@@ -142,7 +143,7 @@ def exchange(
         # behind all that the other side sends itself. NCCL goes by the order between two ranks.
         return posted[False] + posted[True], [(x, own[True][tag]) for tag, x in own[False].items()]
 
-    ready = None if any(copied for _, copied in bundles) else post([])
+    ready = post([]) if all(as_it_lies for _, as_it_lies in bundles) else None
 
     def begin(works: Works, finish: LaterCopies) -> None:
         posted, own = ready or post(finish)
@@ -159,9 +160,9 @@ _Part = tuple[Tensor, int, int]  # goes to this rank, or comes from it, with thi
 def _bundles(
     messages: Sequence[Messages], *, pack: bool, on_host: bool
 ) -> list[tuple[list[Messages], bool]]:
-    """What is packed together, and each other message alone; each with whether it is copied, or can
-    travel as it lies: gloo's point-to-point reads host memory only. On both sides of a pair of
-    ranks what is small comes first."""
+    """What is packed together, and each other message alone, with whether it can travel as it lies:
+    gloo's point-to-point reads host memory only. On both sides of a pair of ranks what is small
+    comes first."""
     bundles: list[tuple[list[Messages], bool]] = []
     for sent in (False, True):
         small: list[Messages] = []
@@ -171,12 +172,23 @@ def _bundles(
                 (small if pack and x.part_bytes <= SMALL_BYTES else large).append(x)
         ranks = [rank for x in small for rank in x.ranks]
         if len(ranks) > len({*ranks}):
-            bundles.append((small, True))
+            bundles.append((small, False))
             small = []
         for x in small + large:
             as_it_lies = x.tensor[0].is_contiguous() and not (on_host and x.tensor.is_cuda)
-            bundles.append(([x], not as_it_lies))
+            bundles.append(([x], as_it_lies))
     return bundles
+
+
+def _copy(message: Messages, finish: LaterCopies, *, on_host: bool) -> Tensor:
+    """A tensor that can travel in place of the one that cannot."""
+    x = message.tensor
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu" if on_host else x.device)
+    if message.sent:
+        copy.copy_(x)
+    else:
+        finish.append(partial(x.copy_, copy))
+    return copy
 
 
 class _Place(NamedTuple):
@@ -258,10 +270,9 @@ def _packed(
         copy_all(pairs)
     else:
         finish.append(partial(copy_all, [(tensor, there) for there, tensor in pairs]))
-    dtype = first.dtype if len(messages) == 1 else torch.uint8
     for row, (rank, size, tag) in zip(pack.unbind(), layout.messages, strict=True):
         if rank != me:
-            parts.append((row[:size].view(dtype), rank, tag))
+            parts.append((row[:size], rank, tag))
     return parts
 
 
