@@ -125,7 +125,7 @@ def test_tokens_come_for_heads_and_back_whatever_is_packed(
         moved = transfers_to_heads(stretches, rank, len(truth))
         if back:
             moved = Transfers(moved.receives, moved.sends)
-        messages = [run.messages(view, range(RANKS)) for run in runs_of(moved)]
+        messages = [run.messages(view) for run in runs_of(moved, range(RANKS))]
         network.exchange(rank, messages, pack=True)
     network.deliver()
     if small_bytes > 400:
@@ -137,8 +137,8 @@ def test_tokens_come_for_heads_and_back_whatever_is_packed(
 
 
 def test_pieces_side_by_side_are_one_run_in_heads_or_in_rows_in_either_order() -> None:
-    runs = runs_of(transfers_to_heads(ZIGZAG, 1, kinds=1))
-    assert [(run.sent, run.tag, run.members) for run in runs] == [
+    runs = runs_of(transfers_to_heads(ZIGZAG, 1, kinds=1), range(RANKS))
+    assert [(run.sent, run.tag, run.ranks) for run in runs] == [
         (False, 0, (0, 1, 2, 3)),
         (False, 1, (3, 2, 1, 0)),
         (True, 0, (0, 1, 2, 3)),
@@ -150,18 +150,18 @@ def test_pieces_side_by_side_are_one_run_in_heads_or_in_rows_in_either_order() -
         Piece("shard0", 0, 2, (0, 8)),
         Piece("shard0", 2, 4, (0, 8)),
     ]
-    uneven = runs_of(transfers_to_heads(UNEVEN, 1, kinds=1))
-    assert {len(run.members) for run in uneven if not run.sent} == {1, 2}
+    uneven = runs_of(transfers_to_heads(UNEVEN, 1, kinds=1), range(RANKS))
+    assert {len(run.ranks) for run in uneven if not run.sent} == {1, 2}
 
 
 def test_a_piece_that_goes_to_all_members_is_one_run_and_one_view() -> None:
     sent, places = Piece("part", 2, 5), [Piece("whole", 3 * i, 3 * i + 3) for i in range(RANKS)]
     moved = Transfers(((sent,),) * RANKS, tuple((place,) for place in places))
-    received, given = runs_of(moved)
+    received, given = runs_of(moved, [7, 5, 3, 1])
     assert (received.apart, received.piece) == ("rows", Piece("whole", 0, 3 * RANKS))
-    assert (given.apart, given.piece, given.members) == (None, sent, tuple(range(RANKS)))
+    assert (given.apart, given.piece, given.ranks) == (None, sent, (7, 5, 3, 1))
     x = torch.randn(3, 1, EACH, 4)
-    messages = given.messages(lambda _: x, [7, 5, 3, 1])
+    messages = given.messages(lambda _: x)
     assert messages.ranks == (7, 5, 3, 1)
     assert [part.data_ptr() for part in messages.tensor] == [x.data_ptr()] * RANKS
 

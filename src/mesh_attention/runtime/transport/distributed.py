@@ -242,10 +242,10 @@ class DistributedTransport:
         group = self._groups.of(ranks) if collective else self._groups.everybody()
         by_messages = gathers_by_messages(len(ranks), host_driven=self._host_driven)
         if not collective or (isinstance(op, AllGather) and by_messages):
-            runs = runs_of(moved)
+            runs = runs_of(moved, ranks)
             pack = isinstance(op, AllToAll)  # others have few pieces, which lie as they travel
             how = {"host_driven": self._host_driven, "pack": pack}
-            return lambda view: [exchange([r.messages(view, ranks) for r in runs], group, **how)]
+            return lambda view: [exchange([r.messages(view) for r in runs], group, **how)]
         if isinstance(op, AllGather):
             call, parts, places = gather, moved.sends[0], moved.receives
         else:

@@ -32,19 +32,19 @@ _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its el
 
 
 class PieceRun(NamedTuple):
-    """`piece` consists of equal pieces, one for each of these members, in this order, side by side
-    in rows or in heads; or, with `apart` None, all of it is for each. `tag`: the number of these
+    """`piece` consists of equal pieces, one for each of these ranks, in this order, side by side in
+    rows or in heads; or, with `apart` None, all of it is for each. `tag`: the number of these
     pieces between two ranks, the same on both sides. `sent`: they are sent, and not received."""
 
     piece: Piece
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
     apart: Literal["rows", "heads"] | None
     tag: int
     sent: bool
 
-    def messages(self, view: View, ranks: Sequence[int]) -> Messages:
-        """On tensors. `ranks`: the global ranks of all members of the group."""
-        x, count = view(self.piece), len(self.members)
+    def messages(self, view: View) -> Messages:
+        """On tensors."""
+        x, count = view(self.piece), len(self.ranks)
         rows, batch, heads, width = x.shape
         if self.apart is None:
             x = x.expand(count, rows, batch, heads, width)
@@ -52,13 +52,14 @@ class PieceRun(NamedTuple):
             x = x.view(rows, batch, count, heads // count, width).movedim(2, 0)
         else:
             x = x.view(count, rows // count, batch, heads, width)
-        return Messages(x, tuple([ranks[member] for member in self.members]), self.tag, self.sent)
+        return Messages(x, self.ranks, self.tag, self.sent)
 
 
-def runs_of(moved: Transfers) -> tuple[PieceRun, ...]:
-    """The runs of all that a member sends and receives, itself included."""
+def runs_of(moved: Transfers, ranks: Sequence[int]) -> tuple[PieceRun, ...]:
+    """The runs of all that a member sends and receives, itself included. `ranks`: the global ranks
+    of all members of the group."""
     single = [
-        PieceRun(piece, (member,), None, tag, sent)
+        PieceRun(piece, (ranks[member],), None, tag, sent)
         for sent, by_member in ((False, moved.receives), (True, moved.sends))
         for member, pieces in enumerate(by_member)
         for tag, piece in enumerate(pieces)
@@ -80,7 +81,7 @@ def _place(run: PieceRun) -> tuple[Any, ...]:
 
 def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
     """None if they are no neighbours, or not of equal size."""
-    a, b, count = first.piece, second.piece, len(first.members)
+    a, b, count = first.piece, second.piece, len(first.ranks)
     if (first.sent, first.tag, a.buffer) != (second.sent, second.tag, b.buffer):
         return None
     apart: Literal["rows", "heads"] | None = None
@@ -97,7 +98,7 @@ def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
         apart, piece = "rows", replace(a, stop=b.stop)
     if count > 1 and apart != first.apart:
         return None
-    return PieceRun(piece, (*first.members, *second.members), apart, first.tag, first.sent)
+    return PieceRun(piece, (*first.ranks, *second.ranks), apart, first.tag, first.sent)
 
 
 class Messages(NamedTuple):
