@@ -204,7 +204,7 @@ class _Place(NamedTuple):
 
     def pairs(self, tensor: Tensor, pack: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(view of the pack, what belongs there), in few views."""
-        size = tensor.nbytes // len(tensor)
+        size = tensor.nbytes // tensor.shape[0]
         if self.rows is None:
             return [
                 (pack[row, at : at + size].view(part.dtype).view(part.shape), part)
