@@ -261,7 +261,7 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
     real = torch.arange(21) < torch.tensor([[21], [13]])
     batch = {"input_ids": ids, "labels": ids.masked_fill(~real, -100), "attention_mask": real}
     cp: Any
-    with ContextParallel(mesh["cp"], causal=True) as cp:
+    with ContextParallel(mesh["cp"], causal=True, layout="contiguous") as cp:
 
         def step(model: Any, whole: Any, fault: bool = False) -> Any:
             part = cp.shard_batch(**whole)
@@ -278,7 +278,7 @@ def in_the_middle(rank: int, size: int, way: str) -> list[str]:
         before = state(model, optimizer)
         answers: list[str] = []
         long = {"input_ids": ids.reshape(1, 42), "labels": ids.reshape(1, 42)}
-        # Documents that lie on one rank each have the right distances also if counted there.
+        # Rows lie on one rank each, and have the right distances also if counted there.
         for wrong, whole in (False, batch), (True, batch), (True, long), (False, batch):
             report = doctor(lambda m, x: step(m, x, wrong), whole, model, cp)  # noqa: B023
             answers.append(report.cause.kind)
