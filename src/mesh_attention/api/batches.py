@@ -11,12 +11,17 @@ from torch import Tensor
 
 from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError, raise_fault
-from mesh_attention.request.object_calls import ObjectCalls, checked
+from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.request.port_checks import fault_of_positions
 from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
-from mesh_attention.runtime.session.documents import Batch, Documents, prefetch
+from mesh_attention.runtime.session.documents import (
+    Batch,
+    Documents,
+    checked_documents,
+    prefetch,
+)
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.runtime.session.sharding import Grad, Side
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
@@ -219,7 +224,7 @@ class Batches:
         calls = self._calls
         calls.user.refuse_if_closed()
         try:
-            own = None if documents is None else checked(documents).position_ids
+            own = None if documents is None else checked_documents(documents).position_ids
             fault = fault_of_positions(calls.shards(documents), side, position_ids, own)
         except MeshAttentionError as error:  # the others must not wait for us
             fault = error

@@ -43,9 +43,10 @@ from mesh_attention.request.sizes import (
 )
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_call
 from mesh_attention.runtime.execute.binding import CallShape
-from mesh_attention.runtime.session.caches import Cut, PlanSource, WeakRegistry
+from mesh_attention.runtime.session.caches import PlanSource, WeakRegistry
 from mesh_attention.runtime.session.call_options import CallOptions
-from mesh_attention.runtime.session.documents import BatchPlans, Documents
+from mesh_attention.runtime.session.documents import BatchPlans, Documents, checked_documents
+from mesh_attention.runtime.session.layouts import Cut
 from mesh_attention.runtime.session.modes import OUTSIDE_BACKWARD
 from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User, process_group, session_of
@@ -208,7 +209,9 @@ class ObjectCalls:
         if sizes:
             sizes |= {"seq_len": USUAL_TOKENS, "kv_seq_len": USUAL_TOKENS}
         layer = self.layer(sizes)
-        plans = documents if isinstance(documents, BatchPlans) else checked(documents).plans
+        plans = (
+            documents if isinstance(documents, BatchPlans) else checked_documents(documents).plans
+        )
         source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
         return source, self.options.of_batch
@@ -269,7 +272,7 @@ class ObjectCalls:
         """How the tensors of a batch, or of every batch, lie on the ranks. `is_asked`: the caller
         of the library is told."""
         if documents is not None:
-            shards = checked(documents).shards
+            shards = checked_documents(documents).shards
         else:
             self.is_asked = self.is_asked or is_asked
             source = self.fixed
@@ -299,11 +302,3 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
     "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
     "and its backward passes may run"
 )
-
-
-def checked(documents: Any) -> Documents:
-    if not isinstance(documents, Documents):
-        raise MeshAttentionError(
-            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
-        )
-    return documents

@@ -1,4 +1,4 @@
-"""What a session keeps: prepared calls by kind, plans by question, and what was cut.
+"""What a session keeps: prepared calls by kind, and plans by question.
 
 What ranks have agreed on must be the same on each of them, also after one of them met an error. So
 `AgreedCache` drops by the last call that all ranks made together, not by what one rank looked up.
@@ -14,13 +14,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from threading import RLock, local
+from threading import RLock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.methods.question import Question
-from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.runtime.agreement.identity import AgreedKind
 from mesh_attention.runtime.execute.binding import CallShape
 from mesh_attention.runtime.session.call_options import CallOptions
@@ -33,7 +32,6 @@ T = TypeVar("T")
 Kind = TypeVar("Kind", bound="AgreedKind | CallsOfKind")
 CallKey = tuple[tuple[str, str], CallOptions, CallShape]  # the first is that of the plan
 NUM_CALLS = 64  # kinds of call, with their executors
-_NUM_CUT = 64  # layouts, of each kind
 NUM_CHOICES = 4  # calls that differ in what this rank chooses alone, for each kind
 
 
@@ -213,80 +211,3 @@ class PlanSource:
             return self.first
         problem = replace(asked.problem, element_bytes=element_bytes)
         return self._find(asked.with_problem(problem))
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What was cut. `layout`: None where it has several documents; `of_batch`: a batch said its
-    length; `by`: the name of the object."""
-
-    layout: Layout | None
-    of_batch: bool
-    by: str
-
-
-@dataclass(frozen=True, eq=False)
-class Cuts:
-    """Equal ones are one object, which costs a key nothing."""
-
-    all: tuple[Cut, ...]
-
-    @property
-    def plain(self) -> dict[Layout, bool]:
-        """Layouts of one document, and whether a batch said its length."""
-        return {cut.layout: cut.of_batch for cut in self.all if cut.layout is not None}
-
-    @property
-    def is_packed(self) -> bool:
-        return not self.plain
-
-
-class Shardings(local):
-    """What a thread has cut on a process group: calls without documents are held against it
-    (`port_checks.py`). Other threads, as those of loaders, may be batches ahead.
-
-    What an object cut before the latest call is forgotten when it cuts as many slots in another
-    way: whoever means both takes two objects, or gives documents. Batches that said their length
-    are forgotten as soon as any object cuts by documents.
-
-    of       what calls may be made on, by the slots of a rank, and by object and slots
-    latest   tokens of what was cut last
-    """
-
-    def __init__(self) -> None:
-        self.of: LruCache[int | tuple[str, int], Cuts] = LruCache(2 * _NUM_CUT)
-        self.latest = 0
-        self._same: LruCache[tuple[Cut, ...], Cuts] = LruCache(_NUM_CUT)
-        self._since_call: LruCache[tuple[int, Cut], None] = LruCache(_NUM_CUT)
-        self._num_calls = 0
-
-    def keep(self, layout: Layout, cut: Cut, num_calls: int) -> None:
-        """`num_calls`: how many have begun on the process group."""
-        if num_calls != self._num_calls:
-            self._since_call.clear()
-            self._num_calls = num_calls
-        slots, self.latest = layout.slots, layout.num_tokens
-        before = self.of[slots].all if slots in self.of else ()
-        now = (*[x for x in before if x != cut and self._stays(slots, x, cut)], cut)[-_NUM_CUT:]
-        self._since_call.keep((slots, cut), None)
-        self._put(slots, now)
-        for by in {x.by for x in (*before, cut)}:
-            self._put((by, slots), tuple(x for x in now if x.by == by))
-
-    def of_slots(self, by: str, slots: int) -> Cuts | None:
-        """Where an object has cut nothing of so many slots, what others have cut."""
-        return self.of.get((by, slots)) or self.of.get(slots)
-
-    def _stays(self, slots: int, old: Cut, new: Cut) -> bool:
-        is_new, by_another = (slots, old) in self._since_call, old.by != new.by
-        if old.layout is None:
-            return is_new and by_another
-        if new.layout is None and old.of_batch:
-            return False
-        return is_new or by_another
-
-    def _put(self, place: int | tuple[str, int], cuts: tuple[Cut, ...]) -> None:
-        if cuts:
-            self.of.keep(place, self._same.find(cuts) or self._same.keep(cuts, Cuts(cuts)))
-        else:
-            self.of.pop(place, None)

@@ -153,6 +153,14 @@ class Documents:
         return chunks
 
 
+def checked_documents(documents: Any) -> Documents:
+    if not isinstance(documents, Documents):
+        raise MeshAttentionError(
+            f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
+        )
+    return documents
+
+
 def prefetch(
     loader: Iterable[Batch], make: Callable[[Batch], Documents]
 ) -> Iterator[tuple[Batch, Documents]]:

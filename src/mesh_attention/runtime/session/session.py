@@ -31,9 +31,10 @@ from mesh_attention.runtime.agreement.identity import (
     BatchIdentity,
     Identity,
 )
-from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, Plans, PlanSource, Shardings
+from mesh_attention.runtime.session.caches import NUM_CALLS, LruCache, Plans, PlanSource
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.calls import Calls
+from mesh_attention.runtime.session.layouts import Shardings
 from mesh_attention.runtime.session.prepared_call import PassReport
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.transports import Transports
