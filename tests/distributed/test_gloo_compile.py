@@ -53,7 +53,7 @@ def qkv(cp: ContextParallel, documents: Any, dtype: torch.dtype = torch.float32)
 def forms(rank: int, world_size: int) -> dict[str, float]:
     """Calls as code makes them, compiled against eager."""
     results: dict[str, float] = {}
-    with ContextParallel(causal=True, differentiable_lse=True) as cp:
+    with ContextParallel(causal=True, differentiable_lse=True, layout="zigzag") as cp:
         docs = cp.documents([0, 5, 16])
         q, k, v = leaves = qkv(cp, docs)
         sinks = torch.randn(HEADS, requires_grad=True)
