@@ -42,7 +42,7 @@ def ranks_to_simulate(plan: Plan, pass_: Pass, cluster: Cluster, overlap: Overla
     everybody, firsts = range(plan.num_ranks), range(0, plan.num_ranks, pass_.copies)
     if pass_.copies == 1 or cluster.ranks_share_nics or transfers_at_once(cluster, overlap):
         return everybody
-    nodes = [cluster.links.node_of(device) for device in plan.devices]
+    nodes = cluster.links.nodes_of(plan.devices)
     if not _are_alike(nodes, pass_.copies) or _flows_leave_nodes(pass_, firsts, nodes):
         return everybody
     return firsts
@@ -77,7 +77,7 @@ class SharedWork:
     ) -> None:
         self._compiled, self._overlap = compiled, overlap
         self._at_once, self._alike = transfers_at_once(cluster, overlap), Alike()
-        self.nodes = [cluster.links.node_of(device) for device in compiled.plan.devices]
+        self.nodes = cluster.links.nodes_of(compiled.plan.devices)
         self.workspace_bytes = 0  # of the ranks asked for so far, the most
         self._waits: dict[object, Waits] = {}
         self._tables: dict[int, tuple[int, Mapping[str, Buffer]]] = {}

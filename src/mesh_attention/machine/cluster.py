@@ -7,6 +7,7 @@ reaches half of its rate by that side alone: `1 / (1 + half_rows / rows + half_c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mesh_attention.machine.kernel_facts import KernelRates, PassRates
@@ -96,6 +97,10 @@ class Links:
 
     def node_of(self, device: int) -> int:
         return device // self.node.ranks
+
+    def nodes_of(self, devices: Sequence[int]) -> list[int]:
+        ranks = self.node.ranks
+        return [device // ranks for device in devices]
 
     def nic_of(self, device: int) -> tuple[int, int]:
         """(node, NIC) through which a rank reaches the network."""

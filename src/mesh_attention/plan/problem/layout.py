@@ -25,7 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -152,8 +152,7 @@ class Layout:
     def on_devices(self, devices: Sequence[int]) -> Layout:
         """The same tokens on the same devices, with ranks numbered in another way: rank r owns what
         rank `devices[r]` owns here."""
-        order = devices if self.order is None else [self.order[device] for device in devices]
-        return replace(self, order=tuple(order))
+        return _on_devices(self, tuple(devices))
 
     def by_device(self, devices: Sequence[int]) -> Layout:
         """The inverse of `on_devices`: what each device owns, where rank r is `devices[r]`.
@@ -218,6 +217,12 @@ class Layout:
         owned = [s for rank in range(self.num_ranks) for s in partitions[self.partition(rank)]]
         return list(accumulate((b - a for a, b in owned), initial=0)), [a for a, _ in owned]
 
+    @cached_property
+    def _shifts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The places of `_stretches` as an array, and from the places of each to its positions."""
+        places, firsts = map(np.array, self._stretches)
+        return places, firsts - places[:-1]
+
     def parts(self, rank: int) -> Spans:
         """Slots of a rank, cut so that the positions of each part are consecutive; a striped rank
         is one part nevertheless."""
@@ -258,10 +263,11 @@ class Layout:
         """As `blocks_of`, but cut where another rank or another stretch begins."""
         places, firsts = self._stretches
         if len(spans) >= _MANY_SPANS:
-            edges, (starts, stops) = np.array(places), np.array(spans, dtype=np.int64).T
+            edges, shifts = self._shifts
+            starts, stops = np.array(spans, dtype=np.int64).T
             _, index, low, high = cut(starts, stops, edges[:-1], edges[1:])
-            shifts = np.array(firsts)[index] - edges[index]
-            return list(zip((low + shifts).tolist(), (high + shifts).tolist(), strict=True))
+            by = shifts[index]
+            return list(zip((low + by).tolist(), (high + by).tolist(), strict=True))
         blocks = []
         for start, stop in spans:
             at = bisect_right(places, start) - 1
@@ -316,3 +322,9 @@ class Layout:
     def tokens(self, rank: int) -> list[int | None]:
         """Positions of a rank's slots with None for padding; for reading, not for speed."""
         return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
+
+
+@lru_cache(maxsize=32)  # plans of a search, and both passes, have the same
+def _on_devices(layout: Layout, devices: tuple[int, ...]) -> Layout:
+    order = devices if layout.order is None else tuple([layout.order[x] for x in devices])
+    return replace(layout, order=order)

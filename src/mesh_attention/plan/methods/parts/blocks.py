@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,16 +104,19 @@ def grid_calls(
     square: Cells | None,
     q_rows: Sequence[int],
     k_rows: Sequence[int],
+    most: int | None = None,
 ) -> tuple[Call, ...]:
     """Calls for cells that are visible whole, in part, and as causal squares; a square may also be
-    among the ragged cells. `q_rows`, `k_rows`: the first row of each block, and the end."""
+    among the ragged cells. `q_rows`, `k_rows`: the first row of each block, and the end. `most`:
+    the first so many are enough."""
     rectangles_of = {CallKind.FULL: rectangles(full)}
     if ragged is not None and square is not None:
         rectangles_of[CallKind.RANGE] = rectangles(ragged & ~square)
         squares = zip(*(axis.tolist() for axis in square.nonzero()), strict=True)
         rectangles_of[CallKind.CAUSAL] = ((i, i + 1, j, j + 1) for i, j in squares)
-    return tuple(
+    calls = (
         Call(kind, q_rows[i0], q_rows[i1], k_rows[j0], k_rows[j1])
         for kind, cells in rectangles_of.items()
         for i0, i1, j0, j1 in cells
     )
+    return tuple(islice(calls, most))

@@ -190,7 +190,7 @@ def _calls(q: SegmentPieces, k: RowList, rows: RowRanges) -> tuple[Call, ...] | 
         square |= below & on_edge & (stops == starts + size)
     ragged = (times_seen > 0) & ~full
     square &= ragged & (times_seen == 1)  # a square cannot show a second interval
-    return grid_calls(full, ragged, square, q.first_rows, first_rows)
+    return grid_calls(full, ragged, square, q.first_rows, first_rows, most=MAX_CALLS + 1)
 
 
 def _cut(edges: Array, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:

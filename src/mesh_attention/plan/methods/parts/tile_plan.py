@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Self
 
 from mesh_attention.errors import PlanError
@@ -108,6 +109,13 @@ def _reduce_by(problem: Problem, box: Box, tile: Tile, nodes: tuple[int, ...]) -
     return ReduceBy.REDUCE_SCATTER if exact else ReduceBy.NODES
 
 
+@lru_cache(maxsize=64)  # of both passes, and all cuts
+def _members_per_node(tile: Tile, nodes: tuple[int, ...]) -> tuple[int, int]:
+    """Units of a row, and of a column, that follow each other in a node."""
+    rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
+    return members_per_node(rows, nodes), members_per_node(columns, nodes)
+
+
 def cut_of(box: Box, direction: Direction, problem: Problem) -> PassCut:
     """Chunks, and sizes of the slices of heads. The backward pass has the options of the forward
     pass unless it has its own."""
@@ -169,8 +177,7 @@ class TilePlanner:
         whether keys, go round and are not gathered."""
         problem, box, nodes = self._problem, self._box, self.nodes
         tile = self.tile if direction is Direction.FORWARD else self.backward_tile
-        rows, columns = map(tile.q_group, range(tile.b)), map(tile.kv_group, range(tile.a))
-        per_node = members_per_node(rows, nodes), members_per_node(columns, nodes)
+        per_node = _members_per_node(tile, nodes)
         # Rows that change their layout are exchanged whole.
         whole = cut.chunks == (1, 1) and len(cut.slices) == 1
         at_once = box.ulysses == 1 or self.shards is not None or whole
