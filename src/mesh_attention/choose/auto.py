@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mesh_attention.choose.busiest import shows_little
+from mesh_attention.choose.pass_scores import sum_of
 from mesh_attention.choose.passes_together import (
     PassSearches,
     in_one_place,
     methods_at_their_best,
     search_together,
-    sum_of,
 )
 from mesh_attention.choose.scored import (
     DEFAULT,

@@ -11,13 +11,14 @@ least. Both are bounds: no simulation of all ranks is shorter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from mesh_attention.choose.busiest import busiest_ranks, corner_ranks, degree_and_tile, shows_little
 from mesh_attention.choose.scored import Score, Scored, SearchQuestion, gpu_bytes
-from mesh_attention.choose.shapes import setting_key
+from mesh_attention.choose.shapes import setting_key, shape_key
 from mesh_attention.cost.estimate import estimate
 from mesh_attention.cost.operation_costs import Compiled, compiled_on
 from mesh_attention.cost.planning import tokens_stay
@@ -29,7 +30,11 @@ from mesh_attention.plan.methods.parts.reduce import Combine
 from mesh_attention.plan.methods.table import METHODS, Method
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 
-_CUTS = ("chunks", "head_slices", "even_chunks", "short_start")
+_MOST_WAITING = 8  # compiled plans take memory
+
+
+def sum_of(scored: Sequence[Scored]) -> Score:
+    return any(not setting.fits for setting in scored), sum(s.seconds for s in scored)
 
 
 def best_first(scored: Iterable[Scored]) -> list[Scored]:
@@ -49,6 +54,7 @@ class PassScores:
         self.is_backward = direction is Direction.BACKWARD
         self._known: dict[str, Scored | None] = {}
         self._last: dict[Layout, Plan] = {}  # the next of this layout lowers the same tasks
+        self._waiting: dict[str, Compiled] = {}  # the last few of which too little is known
         self.best: Score | None = None
         self.refusals: dict[str, PlanError] = {}
         # Ranks wait for each other where chunks are of unlike work.
@@ -68,14 +74,42 @@ class PassScores:
         try:
             plan = self._asked.plan(self._direction, method, setting)
             self._last[plan.q_layout] = plan
-            scored = self._estimated(plan, method, setting)
+            compiled = compiled_on(plan, self._direction, self._asked.cluster, self._asked.kernel)
+            scored = self._known[key] = self._estimated(compiled, method, setting)
+            if _knows_too_little(scored):
+                self._waiting[key] = compiled
+                if len(self._waiting) > _MOST_WAITING:
+                    del self._waiting[next(iter(self._waiting))]
+                if self.best is not None and scored.score < self.best:
+                    scored = self.met(scored)
+            elif not scored.may_wait:
+                self.best = min(self.best or scored.score, scored.score)
         except PlanError as error:
             self.refusals.setdefault(method, error)
-        self._known[key] = scored
-        if scored is not None and not scored.may_wait:
-            self.best = min(self.best or scored.score, scored.score)
+            self._known[key] = None
         self._asked.report()
         return scored
+
+    def latest(self, scored: Scored) -> Scored:
+        """The setting with what is known of it by now."""
+        return self._known.get(setting_key(scored.name, scored.options)) or scored
+
+    def in_common(self, other: PassScores, methods: Collection[str]) -> list[tuple[Scored, Scored]]:
+        """Settings of these methods that both passes took, the fastest together first."""
+        known = ((self._known.get(key), scored) for key, scored in other._known.items())
+        pairs = [(own, scored) for own, scored in known if own is not None and scored is not None]
+        return sorted([pair for pair in pairs if pair[0].name in methods], key=sum_of)
+
+    def is_under(self, enough: Score) -> bool:
+        """Whether the best takes no longer than this. The corners of settings are looked at only
+        where that decides."""
+        while self.best is None or self.best > enough:
+            waiting = [x for x in self._known.values() if x is not None and _knows_too_little(x)]
+            least = min(waiting, key=lambda scored: scored.score, default=None)
+            if least is None or least.score > enough:
+                return False
+            self.met(least)
+        return True
 
     def best_sums(self, scored: Scored | None) -> Scored | None:
         """The setting, or the same with gradients of keys added inside nodes first, if that is
@@ -95,18 +129,13 @@ class PassScores:
             return False
         return "combine" in METHODS[name].options() and "combine" not in options and b > 1
 
-    def _estimated(self, plan: Plan, method: str, setting: dict[str, Any]) -> Scored:
-        asked = self._asked
-        waits, sees_corners = self._may_wait(METHODS[method], setting), _meets(METHODS[method])
+    def _estimated(self, compiled: Compiled, method: str, setting: dict[str, Any]) -> Scored:
+        asked, plan = self._asked, compiled.plan
+        waits = self._may_wait(METHODS[method], setting)
         per_node = asked.cluster.node.ranks
         ranks = busiest_ranks(plan, method, setting, per_node, usual=0 if waits else None)
-        compiled = compiled_on(plan, self._direction, asked.cluster, asked.kernel)
         how: Any = {"overlap": asked.overlap}
         seen = estimate(compiled, asked.cluster, self._direction, ranks=sorted(ranks), **how)
-        seconds = seen.seconds
-        # A rank by itself is a bound: if that is slower than the best, nothing more is to be known.
-        if waits and sees_corners and (self.best is None or (False, seconds) < self.best):
-            seconds, waits = max(seconds, self._of_corners(compiled, method, setting)), False
         buffers = plan.program(min(ranks), self._direction).buffers
         between = [buffer for buffer in buffers if buffer.role in (Role.KEPT, Role.RECALLED)]
         others = (asked.options.get("layers") or 1) - 1
@@ -119,7 +148,7 @@ class PassScores:
             self._direction,
             method,
             setting,
-            seconds,
+            seen.seconds,
             peak_bytes,
             fits=peak_bytes <= gpu_bytes(asked.cluster),
             place=str(plan.q_layout.to_json()),
@@ -129,23 +158,24 @@ class PassScores:
             recalls=self.is_backward and bool(between),
             others_bytes=others_bytes,
             rank_operations=seen.num_operations // asked.num_ranks,
+            busy_seconds=seen.busy_seconds,
         )
 
-    def _of_corners(self, compiled: Compiled, method: str, setting: Mapping[str, Any]) -> float:
-        """Seconds of the ranks in the corners of the grid."""
-        asked, corners = self._asked, corner_ranks(compiled.plan, method, setting)
-        return seconds_of_few(compiled, asked.cluster, corners, asked.overlap)
-
-    def _met(self, scored: Scored) -> Scored:
+    def met(self, scored: Scored) -> Scored:
         """The setting, with the waits of ranks for each other in its seconds, where they can be
-        known without a simulation."""
-        if not scored.may_wait or not _meets(METHODS[scored.name]):
+        known without a simulation: by the ranks in the corners of the grid."""
+        if not _knows_too_little(scored):
             return scored
-        plan = self._asked.plan(self._direction, scored.name, scored.options)
-        compiled = compiled_on(plan, self._direction, self._asked.cluster, self._asked.kernel)
-        few = self._of_corners(compiled, scored.name, scored.options)
-        scored = replace(scored, seconds=max(scored.seconds, few), may_wait=False)
-        self._known[setting_key(scored.name, scored.options)] = scored
+        asked, key = self._asked, setting_key(scored.name, scored.options)
+        compiled = self._waiting.pop(key, None)
+        if compiled is None:
+            plan = asked.plan(self._direction, scored.name, scored.options)
+            compiled = compiled_on(plan, self._direction, asked.cluster, asked.kernel)
+        corners = corner_ranks(compiled.plan, scored.name, scored.options)
+        seconds = seconds_of_few(compiled, asked.cluster, corners, asked.overlap)
+        scored = replace(scored, seconds=max(scored.seconds, seconds), may_wait=False)
+        self._known[key] = scored
+        self.best = min(self.best or scored.score, scored.score)
         return scored
 
     def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
@@ -174,7 +204,7 @@ class PassScores:
         for scored in (*firsts.values(), *rest):
             if least <= scored.score:
                 continue
-            scored = self._met(scored)
+            scored = self.met(scored)
             more = operations + scored.operations
             may_simulate = count < effort.simulated and more <= effort.simulated_operations
             uncertain = not scored.is_simulated and (scored.may_wait or effort.every_name)
@@ -196,24 +226,29 @@ class PassScores:
         a rank: the model cannot tell them apart, and operations cost more than it knows of.
         Estimates of single rows that travel say too little for that."""
         enough = not best.fits, best.seconds * (1 + self._asked.effort.tie)
-        ties = [best]
-        for scored in candidates:
-            if scored.score > enough or scored.rank_operations >= best.rank_operations:
-                continue
-            known = self._known.get(setting_key(scored.name, scored.options))
-            scored = self._met(known or scored)
-            is_bound = scored.may_wait or METHODS[scored.name].by_stretches
-            if scored.score <= enough and (scored.is_simulated or not is_bound):
-                ties.append(scored)
-        return min(ties, key=lambda scored: (scored.rank_operations, scored.score))
+        fewer = [x for x in candidates if x.rank_operations < best.rank_operations]
+        for _, same in groupby(sorted(fewer, key=_operations), _operations):
+            ties = [self.met(self.latest(x)) for x in same if x.score <= enough]
+            ties = [
+                x
+                for x in ties
+                if x.score <= enough
+                and (x.is_simulated or not (x.may_wait or METHODS[x.name].by_stretches))
+            ]
+            if ties:
+                return min(ties, key=lambda scored: scored.score)
+        return best
+
+
+def _operations(scored: Scored) -> int:
+    return scored.rank_operations
+
+
+def _knows_too_little(scored: Scored) -> bool:
+    """Whether ranks may wait for each other, and the corners of the grid would show how long."""
+    return scored.may_wait and _meets(METHODS[scored.name])
 
 
 def _meets(method: Method) -> bool:
     """Whether ranks meet in rows and columns of a grid alone, so that its corners are enough."""
     return method.is_plain_box and not method.rotates
-
-
-def shape_key(method: str, options: Mapping[str, Any]) -> str:
-    """A key of all that is not about cuts."""
-    rest = ((k, str(v)) for k, v in options.items() if k.removeprefix("backward_") not in _CUTS)
-    return f"{method} {sorted(rest)}"

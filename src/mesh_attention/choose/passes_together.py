@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mesh_attention.choose.pass_scores import PassScores, best_first
+from mesh_attention.choose.pass_scores import PassScores, best_first, sum_of
 from mesh_attention.choose.scored import Place, Score, Scored, SearchQuestion
 from mesh_attention.choose.search import PassSearch
 from mesh_attention.errors import PlanError
@@ -51,12 +51,42 @@ class PassSearches:
 def search_together(passes: Sequence[PassSearches]) -> None:
     """Each pass looks at the best shape of the other before it spends effort on cuts."""
     for searches in zip(*(pass_.searches for pass_ in passes), strict=True):  # of one layout
+        by_direction = {search.direction: search for search in searches}
+        if passes[0].asked.effort.forward_shapes and len(by_direction) == 2:
+            _follow(*(by_direction[direction] for direction in Direction))
+            continue
         for search in searches:
             search.look()
         for search, other in zip(searches, reversed(searches), strict=True):
             search.look_as(other)
         for search in searches:
             search.cut()
+
+
+def _follow(forward: PassSearch, backward: PassSearch) -> None:
+    """The backward pass takes longer, so it is searched first. If it recalls, only the forward pass
+    of its setting keeps what it needs: then both passes are cut in one shape, and forward begins
+    with the best cut of backward."""
+    backward.look()
+    forward.look(backward.effort.forward_shapes)
+    forward.look_as(backward)
+    backward.look_as(forward)
+    shape = _best_shape(forward.taken(), backward.taken())
+    backward.cut(shape)
+    if shape is None:
+        forward.cut()
+    else:
+        forward.cut_as(backward, shape)
+
+
+def _best_shape(forward: dict[str, Scored], backward: dict[str, Scored]) -> str | None:
+    """The key of the shape in which both passes are fastest together, of those that are the best
+    for either; None where backward recalls nothing, and each pass may have a shape of its own."""
+    firsts = [next(iter(shapes)) for shapes in (forward, backward) if shapes]
+    if not all(key in shapes for key in firsts for shapes in (forward, backward)):
+        return None
+    best = min(firsts, key=lambda key: sum_of([forward[key], backward[key]]), default=None)
+    return best if best is not None and backward[firsts[-1]].recalls else None
 
 
 def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list[Scored]:
@@ -88,8 +118,9 @@ def _of_one_setting(
     passes: Sequence[PassSearches], pair: list[Scored], *, simulates: bool = True
 ) -> list[Scored]:
     """The pair, if the backward pass recalls nothing, or what this forward pass keeps. Otherwise
-    the best of three: either setting for both passes, or both as they are and nothing kept. Among
-    ties that keep something, the pair with the fewest operations."""
+    the best of four: either setting for both passes, both as they are and nothing kept, or the best
+    setting that both passes have tried. Among ties that keep something, the pair with the fewest
+    operations."""
     by_direction = {scored.direction: scored for scored in pair}
     if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
         return pair
@@ -108,6 +139,7 @@ def _of_one_setting(
         ),
         (forward, of_backward.attempt(backward.name, apart)),
     ]
+    tries += of_forward.in_common(of_backward, {forward.name, backward.name})[:1]
     pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
     tie = 1 + passes[0].asked.effort.tie if simulates else 1.0
     compared: list[list[Scored]] = []
@@ -148,7 +180,3 @@ def methods_at_their_best(passes: Sequence[PassSearches]) -> dict[str, dict[Dire
             rows[name] = _of_one_setting(passes, min(pairs, key=sum_of), simulates=False)
     order = sorted(rows, key=lambda name: sum_of(rows[name]))
     return {name: {setting.direction: setting for setting in rows[name]} for name in order}
-
-
-def sum_of(scored: Sequence[Scored]) -> Score:
-    return any(not setting.fits for setting in scored), sum(s.seconds for s in scored)

@@ -25,6 +25,7 @@ class SearchEffort(NamedTuple):
     """How many settings a search tries, and which are near enough to be as good."""
 
     shapes: int  # in one cut each
+    forward_shapes: int = 0  # of a forward pass that follows backward; 0: each goes its own way
     in_four_cuts: int = 0  # of these that can be cut, in four cuts
     in_all_cuts: int = 0  # of these, in so many cuts:
     cuts: int = 0
@@ -64,7 +65,7 @@ DEFAULT = SearchEffort(
 )
 # Settings of few ranks take less long to look at, those of many longer.
 DEFAULT_OF_FEW = DEFAULT._replace(in_four_cuts=6)
-DEFAULT_OF_MANY = DEFAULT._replace(in_four_cuts=1)
+DEFAULT_OF_MANY = DEFAULT._replace(forward_shapes=4, in_four_cuts=1)
 GLANCE = SearchEffort(shapes=1, every_name=False)
 
 
@@ -86,6 +87,7 @@ class Scored:
     recalls: bool = False  # it needs what a forward pass of the same setting keeps
     others_bytes: int = 0  # that the other layers keep meanwhile
     rank_operations: int = 0
+    busy_seconds: float = 0.0  # of computation, as the estimate has it
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     @property

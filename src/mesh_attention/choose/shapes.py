@@ -24,6 +24,8 @@ from mesh_attention.plan.methods.needed_rows import usual_layout
 from mesh_attention.plan.methods.table import METHODS
 from mesh_attention.plan.problem.layout import LayoutKind
 
+_CUTS = ("chunks", "head_slices", "even_chunks", "short_start")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -37,6 +39,10 @@ class Shape:
     held: int
     least_seconds: float
     moving_seconds: float
+
+    @property
+    def key(self) -> str:
+        return shape_key(self.name, self.options)
 
     @property
     def box(self) -> str:
@@ -60,6 +66,12 @@ class Shape:
 
 def setting_key(method: str, options: Mapping[str, Any]) -> str:
     return f"{method} {sorted(options.items(), key=str)}"
+
+
+def shape_key(method: str, options: Mapping[str, Any]) -> str:
+    """A key of all that is not about cuts."""
+    rest = ((k, str(v)) for k, v in options.items() if k.removeprefix("backward_") not in _CUTS)
+    return f"{method} {sorted(rest)}"
 
 
 def shapes_of(
@@ -175,16 +187,16 @@ def cuts_of(shape: Shape, direction: Direction, *, sparse: bool) -> Iterator[dic
 
 
 def coarser_and_finer(chunks: _Chunks) -> list[tuple[_Chunks | None, _Chunks]]:
-    """Pairs of neighbours, with half and with twice as many chunks, for each side that is cut.
+    """Pairs of neighbours, with half and with twice as many chunks, for each side.
 
-    >>> coarser_and_finer((1, 2)), coarser_and_finer((1, 1))
-    ([((1, 1), (1, 4))], [(None, (2, 1)), (None, (1, 2))])
+    >>> coarser_and_finer((1, 2))
+    [(None, (2, 2)), ((1, 1), (1, 4))]
     """
     q, kv = chunks
-    if q == kv == 1:
-        return [(None, (2, 1)), (None, (1, 2))]
-    by_queries: list[tuple[_Chunks | None, _Chunks]] = [((q // 2, kv), (2 * q, kv))]
-    return by_queries * (q > 1) + [((q, kv // 2), (q, 2 * kv))] * (kv > 1)
+    return [
+        ((q // 2, kv) if q > 1 else None, (2 * q, kv)),
+        ((q, kv // 2) if kv > 1 else None, (q, 2 * kv)),
+    ]
 
 
 def variants_of(

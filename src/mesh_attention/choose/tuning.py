@@ -76,7 +76,8 @@ def _add_partners(asked: SearchQuestion, by_pass: dict[Direction, list[Scored]])
         for several, direction, options in tries:
             if all(x.setting != (scored.name, options) for x in several):
                 scores = PassScores(asked, direction, None)
-                several += [x for x in (scores.attempt(scored.name, dict(options)),) if x]
+                attempted = scores.attempt(scored.name, dict(options))
+                several += [scores.met(attempted)] if attempted else []
     for several in (forward, backward):
         several.sort(key=lambda scored: scored.seconds)
 

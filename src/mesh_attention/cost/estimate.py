@@ -34,10 +34,11 @@ _ROUNDING = 1 - 1e-9  # sums in another order differ in the last digits
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The most of any rank that was looked at. A simulation of all ranks goes through about
-    `num_operations`."""
+    `num_operations`. `busy_seconds`: of computation, undisturbed."""
 
     seconds: float
     least_seconds: float
+    busy_seconds: float
     peak_bytes: int
     num_operations: int
 
@@ -60,6 +61,7 @@ def estimate(
         return Estimate(
             max(least, *(_Streams(rank, disturbed=True).run() for rank in timed)),
             least * _ROUNDING,
+            max(rank.busy_seconds() for rank in timed),
             max(rank.workspace_bytes for rank in timed) + max(rank.kept_bytes for rank in timed),
             compiled.plan.num_ranks * max(rank.num_operations for rank in timed),
         )
@@ -72,7 +74,7 @@ class _LinkSharing:
         self._cluster, self._members = cluster, compiled.pass_.members
         self._shape, devices = compiled.transfers.shape, compiled.plan.devices
         self._ranks_of_node = min(cluster.node.ranks, len(devices))
-        self.nodes = [cluster.links.node_of(device) for device in devices]
+        self.nodes = cluster.links.nodes_of(devices)
 
     def flow(self, group: str, rank: int, ends: tuple[int, int]) -> float:
         """The factor by which a flow out of a node takes longer, as every group of the node has a
@@ -168,10 +170,12 @@ class _Rank:
     def least_seconds(self) -> float:
         """The longer of two times: the longest chain of operations that wait for each other, and
         all computation, slowed for as long as transfers are in flight at least."""
-        calls = [call for _, several in self.compute for call in several]
-        busy = sum(call.seconds for call in calls)
-        lost = min(map(self.loss, calls), default=0.0)
-        return max(_Streams(self, disturbed=False).run(), busy + lost * self._moving_seconds)
+        lost = min((self.loss(call) for _, calls in self.compute for call in calls), default=0.0)
+        busy = self.busy_seconds() + lost * self._moving_seconds
+        return max(_Streams(self, disturbed=False).run(), busy)
+
+    def busy_seconds(self) -> float:
+        return sum(call.seconds for _, calls in self.compute for call in calls)
 
     def loss(self, call: TimedCall) -> float:
         return self._usual_loss if call.lost is None else call.lost
