@@ -177,15 +177,13 @@ class HeadExchange:
         held = self._held_rows(task, self._rows.like(unit), index)
         return [_exchange(task, self._rows.group(unit), self._replicas, sent, held)]
 
-    def _chunk(self, task: Task, key_side: bool) -> Chunk | None:
-        """The chunk that an exchange carries; None: all rows and heads."""
-        if self._first.cut is None:
-            return None
+    def _chunk(self, task: Task, key_side: bool) -> Chunk:
+        """The chunk that an exchange carries."""
         return self._first.sides[key_side].exchanged[task.index[0]]
 
     def _slots(self, task: Task, key_side: bool) -> Spans:
         """The slots of each member that an exchange carries; slices of heads have the same."""
-        if self._first.cut is None:
+        if self._first.shards is not None:
             return ((0, self._shards[key_side].slots),)
         slots = self._first.sides[key_side].slots
         return slots[task.index[0] % len(slots)]
@@ -202,20 +200,17 @@ class HeadExchange:
                     for cuts in sent
                 ]
             )
-            sources.append(_Sent(kind.value, side, rows, chunk.heads if chunk else None))
+            sources.append(_Sent(kind.value, side, rows, chunk.heads))
         return tuple(sources)
 
     def _find_held(self, task: Task, unit: int, index: int) -> tuple[_Held, ...]:
         """A head group's heads of the rows of its unit, by the members that own them."""
         parts, sources = self._replicas.of(task.kind in _INCOMING)[index], []
         for kind in self._kinds[task.kind]:
-            side, name = kind.is_key_side, self._first.local(kind)
+            side = kind.is_key_side
             chunk, here = self._chunk(task, side), tuple([part.here for part in parts[side]])
-            if chunk is None:
-                sources.append(_Held(name, self._rows.in_unit(unit, keys=side), here))
-            else:
-                rows = self._first.sides[side].member_rows_of(unit, chunk.start, chunk.stop)
-                sources.append(_Held(chunk.name(name), rows, here))
+            rows = self._rows.in_unit(unit, chunk, keys=side)
+            sources.append(_Held(chunk.name(self._first.local(kind)), rows, here))
         return tuple(sources)
 
     def _sums(self, task: Task) -> Iterator[Operation]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, heads_of_groups, unit_rows
 from mesh_attention.plan.methods.parts.needed_rows import blocks_of, check_ranges
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS
@@ -55,9 +56,9 @@ class UnitRows:
         rank = unit * self._group.degree + index
         return ((self._group.q_layout.parts(rank), self._group.kv_layout.parts(rank)),)
 
-    def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
-        """Of each member of the group: where its rows are among those of a unit, in that order."""
-        return self._group.sides[keys].member_rows(unit)
+    def in_unit(self, unit: int, chunk: Chunk, *, keys: bool) -> tuple[Spans, ...]:
+        """Of each member of the group: where its rows are among those of a unit's chunk."""
+        return self._group.sides[keys].member_rows(unit, chunk)
 
     def like(self, unit: int) -> int:
         """The first unit of which the rows lie as in this one, counted in the unit."""
@@ -95,7 +96,7 @@ class RelayoutRows:
         units = range(self._ranks // self._degree)
         return tuple((q.get(other, ()), kv.get(other, ())) for other in units)
 
-    def in_unit(self, unit: int, *, keys: bool) -> tuple[Spans, ...]:
+    def in_unit(self, unit: int, chunk: Chunk, *, keys: bool) -> tuple[Spans, ...]:
         rows = self._sides[keys].of_unit(unit)
         return tuple(rows.get(rank, ()) for rank in range(self._ranks))
 

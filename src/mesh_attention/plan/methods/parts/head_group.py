@@ -185,13 +185,17 @@ class GroupSide:
         self.slots = chunk_slots(
             self.layout.halves, count // self.parts, even=cut.even, short_start=short
         )
-        self._degree, self._slices = group.degree, cut.slices
+        self._degree, self._slices, self._apart = group.degree, cut.slices, group.cut is not None
 
     @cached_property
     def exchanged(self) -> tuple[Chunk, ...]:
-        """The chunks in which a tensor is exchanged, each with an equal part of every member."""
+        """The chunks in which a tensor is exchanged, each with an equal part of every member: one
+        of all rows and heads, or, where the head group is cut, some with buffers of their own."""
         slots = [[(self._degree * a, self._degree * b) for a, b in x] for x in self.slots]
-        rows, held = chunks_between(self.halves, slots, apart=True), self.heads[1] - self.heads[0]
+        rows, held = (
+            chunks_between(self.halves, slots, apart=self._apart),
+            self.heads[1] - self.heads[0],
+        )
         if self.parts > 1:
             return by_heads(rows, [held // self.parts] * self.parts)
         return by_heads(rows, [size * held // sum(self._slices) for size in self._slices])
@@ -205,18 +209,15 @@ class GroupSide:
         """The places of a unit's rows."""
         return unit_rows(self.layout, self._degree, unit, self.slots)[0]
 
-    def member_rows(self, unit: int) -> tuple[Spans, ...]:
-        """For each member: where its own rows are among the rows of its unit."""
-        return unit_rows(self.layout, self._degree, unit, self.slots)[1]
-
     def chunk_rows(self, unit: int) -> tuple[Spans, ...]:
         """The places of a unit's rows of each chunk that is exchanged."""
         bounds = tuple([(chunk.start, chunk.stop) for chunk in self.exchanged])
         return _chunk_rows(self.layout, self._degree, unit, self.slots, bounds)
 
-    def member_rows_of(self, unit: int, start: int, stop: int) -> tuple[Spans, ...]:
-        """Of these rows of a unit, counted from the first of them."""
-        return _member_rows(self.layout, self._degree, unit, self.slots, start, stop)
+    def member_rows(self, unit: int, chunk: Chunk) -> tuple[Spans, ...]:
+        """For each member: where its own rows are among the rows of a unit's chunk."""
+        bounds = chunk.start, chunk.stop
+        return _member_rows(self.layout, self._degree, unit, self.slots, *bounds)
 
     def heads_of(self, chunk: Chunk) -> tuple[int, int]:
         first, last = self.heads
@@ -301,10 +302,8 @@ class HeadGroup:
         return f"{kind.value}.u" if self.is_exchanged else kind.value
 
     def local_buffers(self, kind: Kind, unit: int, role: Role) -> list[Buffer]:
-        """The buffer of this unit's own rows of a tensor, or one for each chunk exchanged."""
+        """The buffers of this unit's own rows of a tensor: one for each chunk exchanged."""
         name, side = self.local(kind), self.side(kind)
-        if self.cut is None:
-            return [Buffer(name, kind, side.rows(unit), side.heads, kind.precision, role)]
         return [
             self.buffer(chunk.name(name), kind, rows, chunk, role=role, units=1)
             for chunk, rows in zip(side.exchanged, side.chunk_rows(unit), strict=True)
