@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.data import DataLoader
 
 from mesh_attention import ContextParallel, mesh_attention
 from support.pool import WorkerPool
@@ -220,6 +222,8 @@ def of_another_object(rank: int, world_size: int) -> Told:
             refusal(lambda: apart(called, out_of_docs, tensors, starts)),
         ]
         errors.append(apart(called, out_of_docs, tensors, starts, documents=docs))
+        square = [cut.shard(torch.randn(1, 80, 240, 8), 2) for _ in range(3)]
+        messages.append(refusal(lambda: cut.attention(*square)))  # 80 heads, and 80 slots
         errors.append(apart(cut, cut.attention(q, k, v), tensors, [0, 240]))
         for x, right in zip((q, k, v), of_plain, strict=True):
             x.copy_(right)  # what is written into a tensor is not known
@@ -232,9 +236,82 @@ def test_shards_of_another_object_are_told_from_ours_wherever_they_are_known(
 ) -> None:
     for messages, errors in pool.run(of_another_object, 3):
         assert messages.pop(1) == "nothing"  # a copy is another tensor
+        assert "q has shape (1, 80, 80, 8) and was cut along another dimension" in messages.pop()
         for words in messages:
             assert "in the contiguous layout" in words
         assert max(errors) < 1e-5
+
+
+def joined_otherwise(rank: int, world_size: int) -> Told:
+    """What is computed from shards lies as they do, also where another object joins it."""
+    starts, ids = [0, 3, 9, 13, 20, 26, 40], torch.arange(40)[None]
+    with (
+        ContextParallel(seq_len=40, causal=True, num_heads=4, head_dim=8) as cp,
+        ContextParallel(seq_len=40, causal=True) as other,
+        ContextParallel(seq_len=40, causal=True, window_size=(5, 0), method="seen") as seen,
+        ContextParallel(seq_len=40, causal=True, layout="contiguous") as named,
+    ):
+        packed: Any = cp.shard_batch(input_ids=ids, cu_seqlens=starts)
+        states: Any = packed.input_ids * 2
+        messages = [refusal(lambda: cp.unshard(states, 1))]
+        cp.positions()  # which says nothing of what the object itself has cut
+        messages.append(refusal(lambda: cp.unshard(states, 1)))
+        errors = [float((cp.unshard(states, 1, documents=packed.documents) - ids * 2).abs().max())]
+        errors.append(float((named.unshard(states, 1) - ids * 2).abs().max()))  # lies as said
+        batch: Any = other.shard_batch(input_ids=ids, labels=ids, shift_labels=False)
+        seen.padding()
+        x = other.shard(torch.randn(1, 40, 4, 8), 1) * 1
+        for call in (
+            lambda: seen.unshard(x.mean(-1), 1),
+            lambda: seen.unshard(batch.labels, 1),
+            lambda: seen.attention(x, x, x),
+        ):
+            messages.append(refusal(call))
+        return messages, errors
+
+
+def test_computed_tensors_are_joined_as_the_shards_they_come_from(pool: WorkerPool) -> None:
+    for messages, errors in pool.run(joined_otherwise, 2):
+        for words in messages:
+            assert "zigzag layout" in words
+        assert max(errors) == 0
+
+
+def cut_along_two(rank: int, world_size: int) -> list[float]:
+    """Frames over two ranks of four, the tokens of each over the other two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("frames", "tokens"))
+    video = torch.randn(1, 12, 16, 2, 4, generator=torch.Generator().manual_seed(1))
+    with (
+        ContextParallel(mesh["frames"], seq_len=12, causal=True) as frames,
+        ContextParallel(mesh["tokens"], seq_len=16, causal=False) as tokens,
+    ):
+        own = tokens.shard(frames.shard(video, 1), 2)
+        back = tokens.unshard(frames.unshard(own, 1), 2), frames.unshard(tokens.unshard(own, 2), 1)
+        x = own.flatten(0, 1)
+        whole_frames = [frames.shard(video, 1).flatten(0, 1)] * 3
+        error = apart(tokens, tokens.attention(x, x, x), whole_frames, [0, 16], causal=False)
+        return [error, *(float((x - video).abs().max()) for x in back)]
+
+
+def test_tensors_cut_along_two_dimensions_over_two_groups_are_right(pool: WorkerPool) -> None:
+    for errors in pool.run(cut_along_two, 4):
+        assert max(errors) < 1e-5
+
+
+def of_a_loader(rank: int, world_size: int) -> str:
+    with ContextParallel(causal=True) as cp:
+        rows: Any = [torch.arange(40)]
+
+        def collate(rows: list[Tensor]) -> dict[str, Any]:
+            return dict(cp.shard_batch(input_ids=torch.stack(rows)))
+
+        loader = DataLoader(rows, num_workers=1, timeout=20, collate_fn=collate)
+        return refusal(lambda: list(loader))
+
+
+def test_a_batch_cut_in_a_process_of_a_loader_is_refused_with_the_way_out(pool: WorkerPool) -> None:
+    for words in pool.run(of_a_loader, 2):
+        assert "let the loader call packer = cp.packer()" in words
 
 
 def shifted_again(rank: int, world_size: int) -> Told:
@@ -272,6 +349,7 @@ def of_other_documents(rank: int, world_size: int) -> Told:
     with (
         ContextParallel(causal=True, layout="zigzag") as full,
         ContextParallel(causal=True, window_size=(9, 0), layout="contiguous") as local,
+        ContextParallel(causal=True, window_size=(9, 0)) as chosen,
         ContextParallel(causal=True, seq_len=240) as sized,
     ):
         of_full, of_local = full.documents(starts), local.documents(starts)
@@ -280,10 +358,12 @@ def of_other_documents(rank: int, world_size: int) -> Told:
         right = full.attention(*shards, documents=of_full)
         errors = [apart(full, right, tensors, starts, documents=of_full)]
         plain = [sized.shard(x, 1) * 1 for x in tensors]
-        others = local.documents([0, 100, 240])
-        messages.append(refusal(lambda: local.attention(*plain, documents=others)))
-        local.positions(documents=others)  # by which tensors may have been cut
-        messages.append(refusal(lambda: local.attention(*plain, documents=others)))
+        others = chosen.documents([0, 100, 240])
+        for _ in range(2):
+            messages.append(refusal(lambda: chosen.attention(*plain, documents=others)))
+            chosen.padding(documents=others)  # which says nothing of how tensors lie
+        chosen.positions(documents=others)  # by which tensors may have been cut
+        messages.append(refusal(lambda: chosen.attention(*plain, documents=others)))
         return messages, errors
 
 
@@ -294,6 +374,45 @@ def test_documents_that_each_object_makes_for_itself_are_refused_where_layouts_d
         assert messages.pop() == "nothing"
         for words in messages:
             assert "made once a batch with also=" in words
+        assert max(errors) < 1e-5
+
+
+def meant_otherwise(rank: int, world_size: int) -> list[float]:
+    """What other objects cut, or what was cut long ago, is no mistake of these tensors."""
+    tensors, errors = whole(40), []
+    by_hand = [x.chunk(world_size, 1)[rank] for x in tensors]
+    starts = [0, 3, 9, 13, 20, 26, 40]
+    with (
+        ContextParallel(causal=True, num_heads=4, head_dim=8) as packed,
+        ContextParallel(seq_len=40, causal=True) as sized,
+    ):
+        docs = packed.documents(starts)
+        shards = [packed.shard(x, 1, documents=docs) for x in tensors]
+        for number in range(65):  # and the bounds of the first are forgotten
+            rest = [x for x in range(1, 8) if number >> x - 1 & 1]
+            packed.positions(documents=packed.documents([0, *rest, 40]))
+        sized.positions()
+        out: Any = packed.attention(*shards, documents=docs)
+        errors.append(apart(packed, out, tensors, starts, documents=docs))
+        for names in ({"relayout": True}, {"layout": "contiguous"}):
+            with ContextParallel(causal=True, **names) as named:
+                for bounds in (starts, [0, 40]):
+                    out = named.attention(*by_hand, documents=named.documents(bounds))
+                    right = truth(tensors, bounds).chunk(world_size, 1)[rank]
+                    errors.append(float((out - right).abs().max()))
+            with ContextParallel(causal=True, **names) as named:  # 39 tokens have as many slots
+                for seq_len in (39, 40):
+                    ContextParallel(seq_len=seq_len, causal=True).shard(tensors[0][:, :seq_len], 1)
+                    out = named.attention(*by_hand)
+                    right = truth(tensors, [0, 40]).chunk(world_size, 1)[rank]
+                    errors.append(float((out - right).abs().max()))
+    return errors
+
+
+def test_tensors_are_right_where_documents_were_asked_for_or_the_layout_is_named(
+    pool: WorkerPool,
+) -> None:
+    for errors in pool.run(meant_otherwise, 2):
         assert max(errors) < 1e-5
 
 

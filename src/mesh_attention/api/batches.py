@@ -12,7 +12,7 @@ from torch import Tensor
 from mesh_attention.choose.pack import Pack, Packer
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.request.port_checks import fault_of_positions
+from mesh_attention.request.port_checks import fault_of_positions, refuse_other_join
 from mesh_attention.request.tensor_checks import fault_of_label
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.distributed_tensors import own_tokens
@@ -22,6 +22,7 @@ from mesh_attention.runtime.session.documents import (
     checked_documents,
     prefetch,
 )
+from mesh_attention.runtime.session.layouts import KNOWN_LAYOUTS
 from mesh_attention.runtime.session.modes import outside_compile
 from mesh_attention.runtime.session.sharding import Grad, Side
 from mesh_attention.train.sharded_batch import IGNORE_INDEX, ShardedBatch, shard_batch
@@ -65,7 +66,7 @@ class Batches:
                 "a Pack holds all documents and the choice for the layers of its packer: give "
                 "'kv_cu_seqlens' and 'also' to the packer instead"
             )
-        return Documents(self._calls.session, pack)
+        return self._calls.of_pack(pack)
 
     @outside_compile
     def prefetch(
@@ -166,7 +167,10 @@ class Batches:
         on a mesh beside the group's, gives one with the same placements."""
         self._calls.session.batches.add(x)
         own, spread = own_tokens(self._calls.ranks, x, dim)
-        return spread.whole(self._calls.cut(documents).shard(own, dim, side))
+        shards = self._calls.cut(documents)
+        shard = shards.shard(own, dim, side)
+        KNOWN_LAYOUTS.keep(shard, shards.layout(side), self._calls.session, dim)
+        return spread.whole(shard)
 
     @outside_compile
     @collective_call(of_object)
@@ -192,10 +196,13 @@ class Batches:
         "own"   that of this rank's loss; nothing is sent. For the same case as "mean"
         """
         calls = self._calls
-        shards = calls.shards(documents)
+        shards = calls.shards(documents, is_asked=False)
         calls.user.refuse_if_closed()
         raise_fault(fault_of_label(label))
         own, spread = own_tokens(calls.ranks, x, dim)
+        if documents is None:
+            layout, how = shards.layout(side), {"is_trusted": calls.is_trusted}
+            refuse_other_join(calls.session, calls.name, own, layout, **how)
         return spread.whole(shards.unshard(calls.user, calls.options, own, dim, side, grad, label))
 
     @outside_compile
@@ -239,4 +246,4 @@ class Batches:
         documents: Documents | None = None,
     ) -> Tensor:
         """True where this rank holds padding and no token."""
-        return self._calls.shards(documents).padding(side, device)
+        return self._calls.shards(documents, is_asked=False).padding(side, device)

@@ -242,6 +242,10 @@ class ContextParallel(Batches, Training, Reports):
             "use the same object, or make another with ContextParallel(...) on all ranks"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies of a model that holds an object use the same object."""
+        return self
+
     def __enter__(self) -> Self:
         return self
 

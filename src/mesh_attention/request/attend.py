@@ -85,7 +85,7 @@ def attend(
             _keep(kept_calls, key, prepared)
     layout = prepared.layout
     if spread is None and any(known := [KNOWN_LAYOUTS.of(x) for x in (q, k, v)]):
-        layout = layout_of_output(prepared.call.rank_plan, (q, k, v), known)
+        layout = layout_of_output(calls.session, prepared.call.rank_plan, (q, k, v), known)
     if autocast or torch.is_inference_mode_enabled():
         with outside_inference_mode(), outside_autocast():
             out, lse = _run(prepared, call, number)
@@ -94,7 +94,7 @@ def attend(
     if spread is not None:
         return spread.whole(out), spread.whole(lse, 1)
     if layout is not None:
-        KNOWN_LAYOUTS.keep(out, layout)
+        KNOWN_LAYOUTS.keep(out, layout, calls.session, 1)
     return out, lse
 
 

@@ -93,7 +93,7 @@ class UserCall:
     ) -> None:
         self.user, self.call = calls.user, call
         self.latest, self.batch = calls.latest, calls.batch
-        self.layout = layout_of_output(call.rank_plan)
+        self.layout = layout_of_output(calls.session, call.rank_plan)
         number, options = USER_CALLS.add(self), call.options
         self.of_call = OfCall(
             calls.name,

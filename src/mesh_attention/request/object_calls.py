@@ -167,11 +167,10 @@ class ObjectCalls:
             # Who calls the function with a length means it.
             if looks and not (self.is_function and arguments["seq_len"] is not None):
                 refuse_forgotten_documents(self.session, self.name, plan, call)
-            if call.documents is not None and not is_again:
-                refuse_other_documents(self.session, source.first)
+            if not (looks or is_again or _plans(call.documents).is_asked):
+                refuse_other_documents(self.session, source.first, is_named=self._names_layout)
             fault = fault or fault_of_call(plan, call)
             if fault is None and looks:
-                is_trusted = self.is_asked or self._names_layout
                 sample = refuse_other_shards(
                     self.session,
                     self.name,
@@ -179,7 +178,7 @@ class ObjectCalls:
                     plan,
                     call.k,
                     is_function=self.is_function,
-                    is_trusted=is_trusted,
+                    is_trusted=self.is_trusted,
                 )
             if call.softmax_scale is not None:
                 options = replace(options, softmax_scale=real("scale", call.softmax_scale))
@@ -209,9 +208,7 @@ class ObjectCalls:
         if sizes:
             sizes |= {"seq_len": USUAL_TOKENS, "kv_seq_len": USUAL_TOKENS}
         layer = self.layer(sizes)
-        plans = (
-            documents if isinstance(documents, BatchPlans) else checked_documents(documents).plans
-        )
+        plans = _plans(documents)
         source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
         return source, self.options.of_batch
@@ -221,6 +218,11 @@ class ObjectCalls:
         """Whether the caller says how tensors lie, so that nothing else does."""
         names = ("layout", "relayout", "plan")
         return any(self.arguments.get(name) is not None for name in names)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what only other objects have cut says nothing of tensors without documents."""
+        return self.is_asked or self._names_layout
 
     @property
     def is_function(self) -> bool:
@@ -266,13 +268,24 @@ class ObjectCalls:
         return Packer(layers, len(self.ranks))
 
     def documents(self, cu_seqlens: Any, also: Any = ()) -> Documents:
-        return Documents(self.session, self.packer(also)(cu_seqlens, None))
+        return self.of_pack(self.packer(also)(cu_seqlens, None))
+
+    def of_pack(self, pack: Pack) -> Documents:
+        """Not in a process of a loader, whose queue would wait for what cannot be pickled."""
+        if self.session.is_copy:
+            raise MeshAttentionError(
+                "documents, and so shard_batch, belong to the process that communicates, and this "
+                "one was forked from it: let the loader call packer = cp.packer() on cu_seqlens, "
+                "and give documents(pack) to shard_batch in the training loop"
+            )
+        return Documents(self.session, pack)
 
     def shards(self, documents: Documents | None, *, is_asked: bool = True) -> Shards:
         """How the tensors of a batch, or of every batch, lie on the ranks. `is_asked`: the caller
         of the library is told."""
         if documents is not None:
-            shards = checked_documents(documents).shards
+            shards, plans = checked_documents(documents).shards, documents.plans
+            plans.is_asked = plans.is_asked or is_asked
         else:
             self.is_asked = self.is_asked or is_asked
             source = self.fixed
@@ -302,3 +315,7 @@ OBJECT_CALLS: WeakRegistry[ObjectCalls] = WeakRegistry(
     "the ContextParallel of this compiled call is gone; hold it for as long as the compiled code "
     "and its backward passes may run"
 )
+
+
+def _plans(documents: Any) -> BatchPlans:
+    return documents if isinstance(documents, BatchPlans) else checked_documents(documents).plans

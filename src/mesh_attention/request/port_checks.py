@@ -27,7 +27,12 @@ from mesh_attention.plan.language.plan import Plan
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.request.tensor_checks import AttentionCall, fault_of_kind
-from mesh_attention.runtime.session.layouts import in_documents, same_rows
+from mesh_attention.runtime.session.layouts import (
+    KNOWN_LAYOUTS,
+    Known,
+    in_documents,
+    same_rows,
+)
 from mesh_attention.runtime.session.rank_plan import RankPlan
 from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards, Side
@@ -119,16 +124,18 @@ def refuse_other_shards(
     return None if has_length or plan.num_ranks == 1 else partial(_sample, k)
 
 
-def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
-    """Raises if tensors were cut by the same documents as those of a call, or without documents, in
-    another layout, and nobody has asked for the layout of the call: each object chooses its own."""
+def refuse_other_documents(session: Session, rank_plan: RankPlan, *, is_named: bool) -> None:
+    """Raises if tensors were cut in another layout by the same documents as those of a call, which
+    nobody has asked how they lie: each object chooses its own. So it does if they were cut without
+    documents, unless the object names the layout (`is_named`)."""
     mask, asked = rank_plan.plan.problem.mask, session.asked_layouts
     if _has_no_order(mask):
         return
     starts = mask.documents, mask.kv_documents or mask.documents
     for layout, of_side in zip(rank_plan.shards, starts, strict=True):
         plain = (0, layout.num_tokens)
-        cuts = asked.find(of_side or plain) or asked.find(plain) or ()
+        ways = [way for way in (of_side or plain, plain) if way != plain or not is_named]
+        cuts = next(filter(None, map(asked.find, ways)), ())
         if cuts and not any(same_rows(cut, layout) for cut in cuts):
             raise MeshAttentionError(
                 f"tensors of {layout.num_tokens} tokens were cut in the {cuts[-1].kind} layout, "
@@ -138,15 +145,47 @@ def refuse_other_documents(session: Session, rank_plan: RankPlan) -> None:
             )
 
 
+def refuse_other_join(
+    session: Session, by: str, x: Tensor, layout: Layout, *, is_trusted: bool
+) -> None:
+    """Raises if a computed tensor is to be joined without documents, and whatever was cut to as
+    many slots lies in another layout. `is_trusted` as in `refuse_other_shards`."""
+    cuts = session.shardings.of_slots(by, layout.slots)
+    if cuts is None or (is_trusted and cuts.all[0].by != by):
+        return
+    if layout.slots not in getattr(x, "shape", ()) or KNOWN_LAYOUTS.of(x) is not None:
+        return  # which `unshard` looks at
+    packed = session.shardings.packed
+    lie = [cut.layout or packed.get((cut.by, layout.slots)) or layout for cut in cuts.all]
+    if not any(same_rows(cut, layout) for cut in lie):
+        raise MeshAttentionError(
+            f"tensors were cut from {lie[-1].num_tokens} tokens in the {lie[-1].kind} layout, and "
+            f"unshard joins {layout.num_tokens} in the {layout.kind} layout: call unshard of the "
+            "object that cut them, with the documents= that shard had or shard_batch returned"
+        )
+
+
 def layout_of_output(
-    rank_plan: RankPlan, tensors: Sequence[Tensor] = (), known: Sequence[Layout | None] = ()
+    session: Session,
+    rank_plan: RankPlan,
+    tensors: Sequence[Tensor] = (),
+    known: Sequence[Known | None] = (),
 ) -> Layout | None:
-    """How the output of a call lies; None if that is not known. `known`: the layouts of q, k and v,
-    as far as any are. Raises if a tensor of the call was cut in another layout than the plan
-    assumes, whatever sizes and layout the caller names."""
+    """How the output of a call lies; None if that is not known. `known`: how q, k and v lie, as far
+    as that is. Raises if a tensor of the call was cut along another dimension, or in another layout
+    than the plan assumes, whatever sizes and layout the caller names."""
     of_q, of_kv = rank_plan.shards
-    for name, x, cut, layout in zip("qkv", tensors, known, (of_q, of_kv, of_kv), strict=False):
-        if cut is None or cut.slots != x.shape[1] or _fits(cut, layout, {}, rank_plan.plan):
+    lie = [None if cut is None or cut[1] is not session else cut for cut in known]
+    for name, x, lies, layout in zip("qkv", tensors, lie, (of_q, of_kv, of_kv), strict=False):
+        if lies is None or lies[0].slots != x.shape[1]:
+            continue
+        cut, _, stride = lies
+        if stride != x.stride(1):
+            raise MeshAttentionError(
+                f"{name} has shape {tuple(x.shape)} and was cut along another dimension than the "
+                "second: expected is (batch, local_seq, heads, head_dim)"
+            )
+        if _fits(cut, layout, {}, rank_plan.plan):
             continue
         if cut.num_tokens != layout.num_tokens or not same_rows(cut, layout):
             raise MeshAttentionError(
@@ -155,15 +194,17 @@ def layout_of_output(
                 "cut it by the object that is called, and give shard and attention the same "
                 "documents="
             )
-    if known and known[0] is not None and known[0].slots == tensors[0].shape[1]:
-        return known[0]
+    if lie and lie[0] is not None and lie[0][0].slots == tensors[0].shape[1]:
+        return lie[0][0]
     return None if _has_no_order(rank_plan.plan.problem.mask) else of_q
 
 
 def _fits(cut: Layout, layout: Layout, arguments: Mapping[str, Any], plan: Plan) -> bool:
     """Whether tensors in layout `cut` give the right result in a call that assumes `layout`."""
-    if cut.num_tokens == layout.num_tokens:  # an explicit layout is trusted
-        is_named = any(arguments.get(name) is not None for name in ("layout", "relayout"))
+    is_named = any(arguments.get(name) is not None for name in ("layout", "relayout"))
+    if is_named and cut.kind is not layout.kind:
+        return True  # it is trusted: what was cut are other tensors
+    if cut.num_tokens == layout.num_tokens:
         has_no_order = _has_no_order(plan.problem.mask) and cut.padded_tokens == cut.num_tokens
         return cut == layout or is_named or has_no_order
     # Padding lies behind all tokens, so that under a causal mask no token sees it.

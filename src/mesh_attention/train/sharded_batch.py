@@ -20,6 +20,7 @@ from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag, number
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.documents import Documents
+from mesh_attention.runtime.session.layouts import KNOWN_LAYOUTS
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.whole_batch import IGNORED, MARK, Rows, WholeBatch, checked_tensors
 
@@ -163,6 +164,7 @@ def shard_batch(
     for name, x in local.items():  # a plain tuple, which torch.save can write
         setattr(x, MARK, (batch.number, batch.contents))
         setattr(x, IGNORED, ignore_index if name == "labels" else None)
+        KNOWN_LAYOUTS.keep(x, shards.q_layout, calls.session, 1)
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),

@@ -32,10 +32,11 @@ Batch = TypeVar("Batch")
 
 class BatchPlans:
     """Plans for the calls on one batch, of every layer that it goes through. `batch`: which one,
-    where its tensors are known."""
+    where its tensors are known; `is_asked`: whether the caller has asked how they lie."""
 
     def __init__(self, session: Session, pack: Pack, batch: BatchIdentity | None = None) -> None:
         self.session, self.pack, self.batch = session, pack, batch
+        self.is_asked = False
         self._sources: dict[tuple[Layer, bool], PlanSource] = {}
         self._releases = session.groups.releases
         self.warm: dict[Any, Any] = {}  # prepared calls by what their checks depend on
@@ -149,7 +150,7 @@ class Documents:
         """For calls on the same tensors that see chunks of documents, `tokens` each, in place of
         documents."""
         chunks = Documents(self.plans.session, self.pack.in_chunks(tokens), self.plans.batch)
-        chunks.shards.note(self.plans.session)
+        chunks.plans.is_asked = self.plans.is_asked
         return chunks
 
 

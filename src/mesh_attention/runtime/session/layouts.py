@@ -42,24 +42,29 @@ def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
 
 
+# The layout; over whose ranks; the stride of the dimension that was cut, which views keep.
+Known = tuple[Layout, object, int]
+
+
 class KnownLayouts:
     """The layouts of tensors that were cut here or that attention returned, as long as they live
     and nothing is written to them. What is computed from them is not known, but views are."""
 
     def __init__(self) -> None:
         # By the number of the object; Tensor has another meaning of ==.
-        self._of: dict[int, tuple[ref[Tensor], Layout, int]] = {}
+        self._of: dict[int, tuple[ref[Tensor], int, Known]] = {}
 
-    def keep(self, x: Tensor, layout: Layout) -> None:
+    def keep(self, x: Tensor, layout: Layout, session: object, dim: int) -> None:
+        """`x` lies in `layout` along `dim`, over the ranks of `session`."""
         if not x.is_inference():  # whose writes are not counted
-            number, of = id(x), self._of
-            of[number] = ref(x, lambda _: of.pop(number, None)), layout, x._version
+            number, of, known = id(x), self._of, (layout, session, x.stride(dim))
+            of[number] = ref(x, lambda _: of.pop(number, None)), x._version, known
 
-    def of(self, x: Tensor) -> Layout | None:
+    def of(self, x: Tensor) -> Known | None:
         for tensor in (x, x._base):
-            known = self._of.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[2] == x._version:
-                return known[1]  # a view has the version of its base
+            kept = self._of.get(id(tensor))
+            if kept is not None and kept[0]() is tensor and kept[1] == x._version:
+                return kept[2]  # a view has the version of its base
         return None
 
 
@@ -101,11 +106,13 @@ class Shardings(local):
     are forgotten as soon as any object cuts by documents.
 
     of       what calls may be made on, by the slots of a rank, and by object and slots
+    packed   the latest layout of several documents, by object and slots
     latest   tokens of what was cut last
     """
 
     def __init__(self) -> None:
         self.of: LruCache[int | tuple[str, int], Cuts] = LruCache(2 * _NUM_CUT)
+        self.packed: LruCache[tuple[str, int], Layout] = LruCache(_NUM_CUT)
         self.latest = 0
         self._same: LruCache[tuple[Cut, ...], Cuts] = LruCache(_NUM_CUT)
         self._since_call: LruCache[tuple[int, Cut], None] = LruCache(_NUM_CUT)
@@ -120,6 +127,8 @@ class Shardings(local):
         before = self.of[slots].all if slots in self.of else ()
         now = (*[x for x in before if x != cut and self._stays(slots, x, cut)], cut)[-_NUM_CUT:]
         self._since_call.keep((slots, cut), None)
+        if cut.layout is None:
+            self.packed.keep((cut.by, slots), layout)
         self._put(slots, now)
         for by in {x.by for x in (*before, cut)}:
             self._put((by, slots), tuple(x for x in now if x.by == by))

@@ -165,9 +165,7 @@ class Shards:
                 f"shard wants all {tokens} tokens along dim {dim}, but it has {length} in x of "
                 f"shape {tuple(x.shape)}" + ("; it looks sharded already" if again else "")
             )
-        shard = take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
-        KNOWN_LAYOUTS.keep(shard, layout)
-        return shard
+        return take_shard(self._as_one_row(x, dim), layout, self.rank, dim)
 
     def unshard(
         self,
@@ -189,8 +187,8 @@ class Shards:
             raise MeshAttentionError(
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
-        cut = KNOWN_LAYOUTS.of(x)
-        if cut is not None and not same_rows(cut, layout):
+        cut, *along = KNOWN_LAYOUTS.of(x) or (layout, None)
+        if along == [user.session, x.stride(dim)] and not same_rows(cut, layout):
             raise MeshAttentionError(
                 f"x lies in the {cut.kind} layout of {cut.num_tokens} tokens, and unshard joins "
                 f"{layout.num_tokens} tokens in the {layout.kind} layout: call unshard of the "
