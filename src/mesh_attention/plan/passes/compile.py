@@ -72,17 +72,13 @@ class _Placed:
     @cached_property
     def sources(self) -> tuple[int, ...]:
         """For each operation, where it stood before its buffers were placed; -1 for a Free."""
-        places: list[int] = []
-        at = 0
-        for op in self.after.operations:
-            if isinstance(op, Free):
-                places.append(-1)
-                continue
-            while not _is_same(self.before.operations[at], op):
-                at += 1
-            places.append(at)
-            at += 1
-        return tuple(places)
+        before = enumerate(self.before.operations)  # in their order, which stays
+        return tuple(
+            [
+                -1 if isinstance(op, Free) else next(at for at, old in before if _is_same(old, op))
+                for op in self.after.operations
+            ]
+        )
 
 
 @lru_cache(maxsize=32)  # batches with other masks ask for the same
