@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
+from mesh_attention.errors import MeshAttentionError
 from mesh_attention.request.object_calls import ObjectCalls
 from mesh_attention.runtime.session.collective_call import collective_call, of_object
 from mesh_attention.runtime.session.documents import Documents
@@ -27,6 +29,31 @@ from mesh_attention.train.sharded_weight import is_of_fsdp
 from mesh_attention.train.tiled import Tiled
 from mesh_attention.train.whole_batch import batch_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_REDUCE = 'reduce is "ddp", "fsdp" or "sum", as your code reduces gradients'
+_LOSS = f"{_REDUCE}; for weights of classes or tokens take token_mean of losses of your own"
+_MEAN = f"{_REDUCE}, and mask says which values count, as batch.labels != -100"
+
+
+def _called_with(rule: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a method: Python's error for arguments that it lacks, or does not take, says the
+    rule for them too."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # in the function
+                raise MeshAttentionError(f"{error}: {rule}") from None
+
+        return called
+
+    return decorate
+
 
 class Training:
     """A base of `ContextParallel`, which sets `_calls`."""
@@ -35,6 +62,7 @@ class Training:
 
     @outside_compile
     @collective_call(of_object)
+    @_called_with(_LOSS)
     def cross_entropy(
         self,
         logits: Tensor,
@@ -79,6 +107,7 @@ class Training:
 
     @outside_compile
     @collective_call(of_object)
+    @_called_with(_LOSS)
     def linear_cross_entropy(
         self,
         hidden: Tensor,
@@ -178,6 +207,7 @@ class Training:
 
     @outside_compile
     @collective_call(of_object)
+    @_called_with(_MEAN)
     def token_mean(
         self,
         values: Tensor,

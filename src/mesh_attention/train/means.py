@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from mesh_attention.runtime.session.session import User, process_group
 from mesh_attention.runtime.transport.distributed import communicating
 
 Reduce = Literal["ddp", "fsdp", "sum"]
+_WAY_OUT = "call backward on its loss, which may be scaled and added, and print its value"
 
 
 def refuse_reduce(reduce: object) -> None:
@@ -44,6 +45,15 @@ class TokenMean:
     loss: Tensor
     value: Tensor
     num_targets: Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a TokenMean has no {name}: {_WAY_OUT}")
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise MeshAttentionError(f"a TokenMean is no number: {_WAY_OUT}")
+
+    __float__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
 
 
 # So that FSDP2 and DDP find the loss in what a module returns.

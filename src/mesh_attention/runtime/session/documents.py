@@ -8,7 +8,7 @@ documents is named then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -155,6 +155,8 @@ class Documents:
 
 
 def checked_documents(documents: Any) -> Documents:
+    if isinstance(documents, Mapping):
+        raise MeshAttentionError("documents is a whole batch: give documents=batch.documents")
     if not isinstance(documents, Documents):
         raise MeshAttentionError(
             f"documents={documents!r}: give what documents(cu_seqlens) returned for this batch"
