@@ -1,12 +1,15 @@
-"""Numbers of a loss that cannot be meant, or that ranks do not say alike, are refused on all."""
+"""Losses of some tokens alone are exact. Numbers that cannot be meant, or that ranks do not say
+alike, are refused on all."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mesh_attention import ContextParallel
@@ -66,6 +69,85 @@ def test_numbers_that_cannot_be_meant_are_refused_on_all_ranks_and_bytes_are_lab
             assert words in messages[name], name
         assert "labels are torch.bool: must be whole numbers" in messages["labels"]
         assert losses[0] == losses[1]
+
+
+def some_tokens(rank: int, world_size: int) -> list[float]:
+    """Logits of selected tokens alone, of which one rank has none, held against all of them."""
+    torch.manual_seed(rank)
+    with ContextParallel(causal=True) as cp:
+        batch: Any = sharded(cp, PLAIN)
+        hidden = torch.randn(*batch.labels.shape, 8, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(VOCABULARY, 8, dtype=torch.float64, requires_grad=True)
+        keep = (torch.rand(batch.labels.shape) < 0.5) & (batch.labels != -100)
+        keep &= torch.tensor(rank > 0)
+        labels = batch.labels.masked_fill(~keep, -100)
+        few, of_few = hidden[keep], batch.labels[keep]
+        assert len(few) == 0 or rank > 0
+
+        def mean(x: Tensor, tokens: Tensor, mask: Tensor) -> Any:
+            log_probs, _ = cp.log_probs(x @ weight.T, tokens)
+            return cp.token_mean(-log_probs, mask, reduce="sum")
+
+        every = torch.ones(len(few), dtype=torch.bool)
+        pairs = [
+            (
+                cp.cross_entropy(x @ weight.T, y, reduce="sum"),
+                cp.linear_cross_entropy(x, weight, y, reduce="sum"),
+                mean(x, y, mask),
+            )
+            for x, y, mask in ((hidden, labels, keep), (few, of_few, every))
+        ]
+        errors = []
+        for whole, selected in zip(*pairs, strict=True):
+            errors.append(float((whole.value - selected.value).abs()))
+            wanted, seen = (
+                torch.autograd.grad(x.loss, [hidden, weight], retain_graph=True)
+                for x in (whole, selected)
+            )
+            errors += [float((a - b).abs().max()) for a, b in zip(wanted, seen, strict=True)]
+        return errors
+
+
+def test_losses_of_selected_tokens_are_exact_where_ranks_have_other_numbers_of_them(
+    pool: WorkerPool,
+) -> None:
+    for errors in pool.run(some_tokens, 3):
+        assert max(errors) < 1e-12, errors
+
+
+def called_otherwise(rank: int, world_size: int) -> dict[str, str]:
+    """What PyTorch's losses take and return."""
+    with ContextParallel(causal=True) as cp:
+        batch: Any = sharded(cp, PLAIN)
+        logits = torch.zeros(*batch.labels.shape, VOCABULARY)
+        mean: Any = cp.cross_entropy(logits, batch.labels, reduce="sum")
+        loss: Any = partial(cp.cross_entropy, logits, batch.labels)
+        messages = {
+            "no reduce": refusal(loss),
+            "weight": refusal(lambda: loss(reduce="sum", weight=torch.ones(VOCABULARY))),
+            "no mask": refusal(lambda: cp.token_mean(logits[..., 0], reduce="sum")),  # type: ignore[call-arg]
+            "float": refusal(lambda: float(mean)),
+            "scaled": refusal(lambda: mean * 2),
+            "sum": refusal(lambda: sum([mean])),
+            "batch": refusal(lambda: cp.positions(documents=batch)),
+        }
+        for x, name in ((mean, "backward"), (batch, "pop")):
+            with pytest.raises(AttributeError) as error:
+                getattr(x, name)
+            messages[name] = str(error.value)
+        return messages
+
+
+def test_what_torch_losses_take_and_return_is_told_from_ours(pool: WorkerPool) -> None:
+    way_out = "call backward on its loss, which may be scaled and added, and print its value"
+    for messages in pool.run(called_otherwise, 2):
+        for name in ("no reduce", "weight", "no mask"):
+            assert 'reduce is "ddp", "fsdp" or "sum"' in messages[name]
+        assert "mask says which values count" in messages["no mask"]
+        for name in ("float", "scaled", "sum", "backward"):
+            assert way_out in messages[name]
+        assert messages["batch"] == "documents is a whole batch: give documents=batch.documents"
+        assert "dict(batch) can be changed" in messages["pop"]
 
 
 def other_replica(rank: int, world_size: int) -> list[str]:

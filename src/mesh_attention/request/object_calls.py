@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mesh_attention.choose.pack import Layer, Pack, Packer
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.language.plan import Plan
+from mesh_attention.plan.methods.question import attention_mask
 from mesh_attention.plan.problem.arguments import real
 from mesh_attention.request.arguments import (
     AskedPlan,
@@ -212,6 +213,13 @@ class ObjectCalls:
         source = plans.source(session, layer, keeps)
         self.batch = source.first.plan, plans.pack, layer
         return source, self.options.of_batch
+
+    @property
+    def is_causal(self) -> bool:
+        if self.fixed is not None:
+            return self.fixed.first.plan.problem.mask.causal
+        names = ("causal", "mask", "window_size")
+        return attention_mask(**{name: self.arguments.get(name) for name in names}).causal
 
     @property
     def _names_layout(self) -> bool:

@@ -7,7 +7,6 @@ and the weight of the head, without ever holding all logits.
 
 from __future__ import annotations
 
-from collections import deque
 from numbers import Real
 from typing import Any
 
@@ -16,23 +15,18 @@ from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError, raise_fault
 from mesh_attention.plan.problem.arguments import number, real
-from mesh_attention.request.autograd import Attention
 from mesh_attention.request.operators import need_grad
 from mesh_attention.request.tensor_checks import fault_of_kind
-from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.distributed_tensors import own_copies
 from mesh_attention.runtime.session.modes import as_under_autocast, outside_autocast
 from mesh_attention.train.chunked_logits import Factors, Head, Targets
 from mesh_attention.train.loss_kernels import CrossEntropy, LossKernel, choose_loss
 from mesh_attention.train.means import LossCall, Means, TokenMean
 from mesh_attention.train.sharded_weight import count_gathering, own_weights
-from mesh_attention.train.whole_batch import IGNORED, noted_on
+from mesh_attention.train.target_checks import refuse_other_tokens
+from mesh_attention.train.whole_batch import note_on
 
 Weights = tuple[Any, Any, Any]  # of a head: weight, bias and low_rank
-# Nodes of an autograd graph that only copy or reshape, and how many nodes a search visits.
-_COPIES = ("ViewBackward0", "UnsafeViewBackward0", "CloneBackward0", "ToCopyBackward0")
-_MOST_COPIES = 8  # to find the slice before them
-_MOST_NODES = 256  # to find attention: the last one of a model is some dozens of nodes from its end
 
 
 def cross_entropy(
@@ -61,8 +55,8 @@ def cross_entropy(
     needs_grad = need_grad(*factors)
     with outside_autocast():
         total: Tensor = CrossEntropy.apply(targets, loss, needs_grad, *factors)  # type: ignore[no-untyped-call]
-    statement = {  # what ranks compare
-        "shape": [*tokens.shape, factors.x.shape[1]],
+    statement = {  # what ranks compare; each may have selected another number of its tokens
+        "width" if head else "vocabulary": factors.x.shape[1],
         "dtype": str(factors.x.dtype),
         "kernel": reasons[-1][0],
     }
@@ -87,8 +81,7 @@ def whole_inputs(
     ranks = call.user.session.groups.ranks
     x, tokens = own_copies(ranks, **{name: x}, targets=tokens)
     _refuse_wrong_tensors(name, x, tokens, "vocabulary" if head is None else "width")
-    _refuse_second_shift(name, x, tokens, call)
-    _refuse_other_batch(name, x, call.batch)
+    refuse_other_tokens(name, x, tokens, call)
     if head is None:
         return Factors(x.flatten(0, -2)), tokens
     weight, bias, low_rank = head
@@ -106,7 +99,7 @@ def whole_inputs(
 def targets_of(factors: Factors, tokens: Tensor, ignore_index: int, **of_head: Any) -> Targets:
     """Checks target tokens and returns them as `Targets`; `of_head` are fields of `Head`. A target
     outside the vocabulary raises on the CPU only: on a GPU the host would wait for the check."""
-    x, weight, filled_with = factors.x, factors.weight, noted_on(tokens, IGNORED)
+    x, weight, filled_with = factors.x, factors.weight, note_on(tokens).ignore_index
     if filled_with not in (None, ignore_index):
         raise MeshAttentionError(
             f"ignore_index={ignore_index}, and shard_batch filled these labels with {filled_with}: "
@@ -142,60 +135,6 @@ def _refuse_wrong_tensors(name: str, x: Any, targets: Any, last_dim: str) -> Non
             f"(batch, local tokens, {last_dim}) and (batch, local tokens), both of this rank: "
             "shard_batch gives such targets as labels"
         )
-
-
-def _refuse_second_shift(name: str, x: Tensor, targets: Tensor, call: LossCall) -> None:
-    """Raises if a token of this rank was dropped, as by `loss(x[:, :-1], labels[:, 1:])` in a loop
-    for a single process: labels of `shard_batch` are the next tokens already."""
-    whole, is_cut = targets._base, len(call.user.session.groups.ranks) > 1
-    drops_first_label = False
-    if call.batch is not None and whole is not None and whole.ndim > 1:
-        skipped = targets.storage_offset() - whole.storage_offset()
-        num_left = whole.numel() - whole[:, :1].numel()
-        drops_first_label = skipped == whole.stride(1) and targets.numel() == num_left
-    if drops_first_label or ((is_cut or call.batch is not None) and _drops_last_token(x.grad_fn)):
-        raise MeshAttentionError(
-            f"{name} and targets lack a token of this rank, as in {name}[:, :-1] and "
-            "labels[:, 1:]: labels of shard_batch are the next tokens already, so give the loss "
-            f"all of both, {name} and batch.labels"
-        )
-
-
-def _drops_last_token(node: Any) -> bool:
-    """Whether `node` made a tensor (batch, tokens, width) by cutting off the last token. Only
-    copies may come after the cut."""
-    for _ in range(_MOST_COPIES):
-        name = "" if node is None else node.name()
-        if name == "SliceBackward0":
-            sizes, dim = node._saved_self_sym_sizes, node._saved_dim
-            ends = sizes[dim] - 1, -1, 2**64 - 1  # -1 is saved as a number without sign
-            if len(sizes) > 2 and dim == len(sizes) - 2 and node._saved_end in ends:
-                return bool(node._saved_start == 0)
-        elif name not in _COPIES:
-            return False
-        node = node.next_functions[0][0]
-    return False
-
-
-def _refuse_other_batch(name: str, x: Tensor, batch_of_targets: BatchIdentity | None) -> None:
-    """Raises if `x` comes from attention over another batch than the targets. The attention is
-    searched for in the autograd graph of `x`; it knows its batch if its call had documents."""
-    nodes, num_seen = deque([x.grad_fn]), 0
-    while batch_of_targets is not None and nodes and num_seen < _MOST_NODES:
-        node: Any = nodes.popleft()
-        num_seen += 1
-        is_attention = getattr(node, "_forward_cls", None) is Attention
-        documents = node.documents if is_attention else None
-        batch = None if documents is None else documents.plans.batch
-        if batch not in (None, batch_of_targets):
-            raise MeshAttentionError(
-                f"targets are those of another batch than {name}, which comes from attention over "
-                "the documents of another shard_batch; give the labels of that, or labels.clone() "
-                "if you mean these"
-            )
-        if batch is not None:
-            return
-        nodes.extend(earlier for earlier, _ in getattr(node, "next_functions", ()) if earlier)
 
 
 def _refuse_wrong_head(name: str, x: Tensor, weight: Any, bias: Any) -> None:

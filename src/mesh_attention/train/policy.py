@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mesh_attention.errors import MeshAttentionError, raise_fault
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.request.tensor_checks import fault_of_kind, fault_of_label
 from mesh_attention.runtime.agreement.identity import Statement
 from mesh_attention.runtime.session.collective_call import collective_call, of_calls
 from mesh_attention.runtime.session.distributed_tensors import own_copies
+from mesh_attention.runtime.session.layouts import same_rows
 from mesh_attention.runtime.session.modes import outside_autocast
 from mesh_attention.runtime.session.sharding import Shards
 from mesh_attention.train.chunked_logits import (
@@ -30,6 +32,7 @@ from mesh_attention.train.chunked_logits import (
 from mesh_attention.train.losses import plain_numbers, targets_of, whole_inputs
 from mesh_attention.train.means import LossCall, Means, TokenMean, refuse_reduce
 from mesh_attention.train.sharded_weight import count_gathering
+from mesh_attention.train.target_checks import layout_of
 
 Per = Literal["token", "sequence"]
 _LEAST = -1e4  # bounds log-probabilities: p * log p is 0 far above it, and never 0 * inf
@@ -138,11 +141,13 @@ def token_mean(
     values, mask = own_copies(groups.ranks, values=values, mask=mask)
     _refuse_wrong_values(values, mask, per)
     groups.check_device(values.device)
-    statement: Statement = {"shape": list(values.shape), "dtype": str(values.dtype)}
+    statement: Statement = {"dtype": str(values.dtype)}
     dtype = torch.promote_types(values.dtype, torch.float32)
     if shards is not None:  # slots without a token do not count
         means = replace(means, batch=means.batch or shards.batch)
-        statement["plan"] = shards.words
+        if shards.of_batch or per == "sequence":
+            statement["plan"] = shards.words
+            _refuse_other_layout(layout_of(mask, means), shards.q_layout)
         sequences, number = _sequences(shards, values)
         mask = mask & (sequences < number)
     # Where the mask is false nothing is multiplied: values there may be anything, NaN too.
@@ -174,6 +179,16 @@ def _sequences(shards: Shards, values: Tensor) -> tuple[Tensor, int]:
     rows = torch.arange(len(values))[:, None] * number
     everywhere = torch.where(own < number, own + rows, len(values) * number)
     return everywhere.to(values.device, non_blocking=True), len(values) * number
+
+
+def _refuse_other_layout(cut: Layout | None, layout: Layout) -> None:
+    """`cut`: how the mask lies, if that is known."""
+    if cut is not None and cut.slots == layout.slots and not same_rows(cut, layout):
+        raise MeshAttentionError(
+            f"mask lies in the {cut.kind} layout of {cut.num_tokens} tokens, and the values in the "
+            f"{layout.kind} layout of {layout.num_tokens}: give shard and token_mean the same "
+            "documents="
+        )
 
 
 def _refuse_wrong_values(values: Any, mask: Any, per: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,11 +19,21 @@ from torch import Tensor
 from mesh_attention.choose.pack import Pack
 from mesh_attention.errors import MeshAttentionError
 from mesh_attention.plan.problem.arguments import flag, number
+from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.request.object_calls import ObjectCalls
+from mesh_attention.runtime.agreement.identity import BatchIdentity
 from mesh_attention.runtime.session.documents import Documents
 from mesh_attention.runtime.session.layouts import KNOWN_LAYOUTS
+from mesh_attention.runtime.session.session import Session
 from mesh_attention.runtime.session.sharding import Shards
-from mesh_attention.train.whole_batch import IGNORED, MARK, Rows, WholeBatch, checked_tensors
+from mesh_attention.train.whole_batch import (
+    MARK,
+    Rows,
+    WholeBatch,
+    checked_tensors,
+    note,
+    note_on,
+)
 
 IGNORE_INDEX = -100
 
@@ -70,8 +81,8 @@ class ShardedBatch(Mapping[str, Any]):
             if x is None:
                 return None
             moved = x.to(device, non_blocking=non_blocking)
-            for name in (MARK, IGNORED):
-                setattr(moved, name, getattr(x, name, None))
+            setattr(moved, MARK, getattr(x, MARK, None))
+            note(moved, *note_on(x))
             return moved
 
         names = ("input_ids", "labels", "position_ids", "padding", "num_targets")
@@ -88,7 +99,9 @@ class ShardedBatch(Mapping[str, Any]):
         if others is None or name.startswith("_"):  # `copy` and `pickle` ask before fields are set
             raise AttributeError(name)
         if name not in others:
-            raise AttributeError(f"the batch has no {name}; it has {', '.join(self)}")
+            raise AttributeError(
+                f"the batch has no {name}; it has {', '.join(self)}, and dict(batch) can be changed"
+            )
         return others[name]
 
     def __getitem__(self, name: str) -> Any:
@@ -143,6 +156,7 @@ def shard_batch(
     # Labels become targets while rows are whole; then all tensors are cut.
     tensors, num_targets = {**whole.tensors}, None
     if "labels" in tensors:
+        whole.refuse_wrong_shift(shift_labels, ignore_index, causal=calls.is_causal)
         tensors["labels"] = _targets(whole, rows, shift_labels, ahead, ignore_index)
         num_targets = (tensors["labels"] != ignore_index).sum((0, 1))
     device = next(iter(tensors.values())).device  # to which others, such as a mask, move
@@ -161,10 +175,7 @@ def shard_batch(
         documents.position_ids, documents.padding = local.get("position_ids"), padding
     if "position_ids" not in local:
         local["position_ids"] = shards.positions("q", device, restart=True).expand(size)
-    for name, x in local.items():  # a plain tuple, which torch.save can write
-        setattr(x, MARK, (batch.number, batch.contents))
-        setattr(x, IGNORED, ignore_index if name == "labels" else None)
-        KNOWN_LAYOUTS.keep(x, shards.q_layout, calls.session, 1)
+    _note(calls.session, local, batch, shards.q_layout, ignore_index)
     return ShardedBatch(
         local.pop("input_ids", None),
         local.pop("labels", None),
@@ -174,6 +185,22 @@ def shard_batch(
         num_targets=num_targets,
         others=local,
     )
+
+
+def _note(
+    session: Session,
+    local: Mapping[str, Tensor],
+    batch: BatchIdentity,
+    layout: Layout,
+    ignore_index: int,
+) -> None:
+    """Notes what the tensors of a shard are, for checks of calls that come."""
+    for name, x in local.items():
+        setattr(x, MARK, (batch.number, batch.contents))
+        note(x, name, ignore_index if name == "labels" else None)
+        KNOWN_LAYOUTS.keep(x, layout, session, 1)
+    if "labels" in local:
+        session.labels.append(ref(local["labels"]))
 
 
 def _refuse_local_length(calls: ObjectCalls, whole: WholeBatch) -> None:
@@ -227,8 +254,6 @@ def _targets(
         raise MeshAttentionError(f"labels are {labels.dtype}: must be whole numbers")
     if not torch.iinfo(labels.dtype).min <= ignore_index <= torch.iinfo(labels.dtype).max:
         labels = labels.long()  # bytes, for example, cannot hold `ignore_index`
-    if shift_labels:
-        whole.refuse_next_tokens(ignore_index)
     tokens, device = labels.shape[1], labels.device
     starts = torch.tensor([s for row in rows for s in row[:-1]], device=device)
     ends = torch.tensor([s for row in rows for s in row[1:]], device=device)

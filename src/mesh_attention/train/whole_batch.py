@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +26,40 @@ from mesh_attention.runtime.session.documents import Documents
 Rows = list[Starts]  # cumulative starts (0, ..., tokens) of the documents of each row
 
 MARK = "_mesh_attention_shard"  # attribute of a shard's tensors: the fields of its `BatchIdentity`
-IGNORED = "_mesh_attention_ignored"  # attribute of a shard's labels: their `ignore_index`
-_FEWEST_LABELS = 8  # that tell labels of next tokens from others
+_NOTE = "_mesh_attention_note"  # and what else is known of them, of `Note`, with their version
+FEWEST_LABELS = 8  # that tell labels of next tokens from others
 
 
 def batch_of(x: Any) -> BatchIdentity | None:
     """The batch that `shard_batch` has noted on a tensor, or on that of which it is a view; None
     where it has not."""
-    mark = noted_on(x, MARK)
+    mark = _noted_on(x, MARK)
     return mark and BatchIdentity(*mark)
 
 
-def noted_on(x: Any, name: str) -> Any:
-    """An attribute of a tensor, or of that of which it is a view; None where neither has it."""
+class Note(NamedTuple):
+    """The name of a tensor in its shard, and of labels, what they have where there is no target."""
+
+    name: str = ""
+    ignore_index: int | None = None
+
+
+def note(x: Tensor, *about: Any) -> None:
+    """Notes on a tensor the fields of `Note`, in a plain tuple, which torch.save can write."""
+    setattr(x, _NOTE, (_version(x), *about))
+
+
+def note_on(x: Any) -> Note:
+    """What was noted on a tensor, or on that of which it is a view, unless written to since."""
+    version, *about = _noted_on(x, _NOTE) or (None,)
+    return Note(*about) if about and version == _version(x) else Note()
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # of those, writes are not counted
+
+
+def _noted_on(x: Any, name: str) -> Any:
     noted = getattr(x, name, None)
     return getattr(getattr(x, "_base", None), name, None) if noted is None else noted
 
@@ -101,18 +122,27 @@ class WholeBatch:
                 parts[-1] += f" {blake2b(held.tobytes(), digest_size=8).hexdigest()}"
         return ", ".join(parts)
 
-    def refuse_next_tokens(self, ignore_index: int) -> None:
-        """Labels that are next tokens already would be shifted twice, and nobody would see it."""
+    def refuse_wrong_shift(self, shift_labels: bool, ignore_index: int, *, causal: bool) -> None:
+        """Labels that are next tokens already would be shifted twice, and under a causal mask those
+        that are not would never be; nobody would see it."""
         ids, labels = (self.readable(name) for name in ("input_ids", "labels"))
         if ids is None or labels is None or self.check is False:
             return
         valid = labels[:, :-1] != ignore_index
-        shifted = (labels[:, :-1] == ids[:, 1:])[valid]
-        plain = (labels[:, :-1] == ids[:, :-1])[valid]
-        if len(shifted) >= _FEWEST_LABELS and bool(shifted.all()) and not bool(plain.all()):
+        if int(valid.sum()) < FEWEST_LABELS:
+            return
+        are_next = bool((labels[:, :-1] == ids[:, 1:])[valid].all())
+        are_same = bool((labels[:, :-1] == ids[:, :-1])[valid].all())
+        if shift_labels and are_next and not are_same:
             raise MeshAttentionError(
                 "labels are the next tokens of input_ids already: set shift_labels=False, or give "
                 "them unshifted"
+            )
+        if not shift_labels and causal and are_same and not are_next:
+            raise MeshAttentionError(
+                "labels are input_ids, and with shift_labels=False each token is its own target: "
+                "leave shift_labels out, and the target is the next token; if you mean its own, "
+                "say check=False"
             )
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from functools import cache
 from threading import RLock
 from typing import NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention.errors import MeshAttentionError
@@ -43,6 +45,7 @@ from mesh_attention.runtime.transport.interface import Counters
 from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 NUM_PLANS = 64  # kept, of each session
+_NUM_LABELS = 4  # more than loaders are ahead
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
@@ -65,6 +68,8 @@ class Session:
         self.shardings = Shardings()
         # Layouts that callers cut or number tensors by, by the bounds of their documents.
         self.asked_layouts: LruCache[tuple[int, ...], tuple[Layout, ...]] = LruCache(NUM_PLANS)
+        # Those of the batches cut last: targets that are these, shifted again, are refused.
+        self.labels = deque[ref[Tensor]](maxlen=_NUM_LABELS)
         self.plans = Plans(NUM_PLANS, *self._place)
         # What calls that say the sizes ask for, by their arguments.
         self.asked: LruCache[Hashable, tuple[PlanSource, CallOptions]] = LruCache(NUM_CALLS)
