@@ -127,7 +127,7 @@ def choices(rank: int, world_size: int) -> list[Any]:
     with ContextParallel(causal=True, relayout=True) as cp:
         results: list[Any] = [cp.choice]
         docs = cp.documents([0, 7, 20])
-        x = cp.shard(whole(20, 4, 4, 8)[0], 1, documents=docs)
+        x = cp.shard(whole(20, 1, 1, 8)[0], 1, documents=docs)
         cp.attention(x, x, x, documents=docs)
         results += [repr(docs), cp.choice, cp.plan.method, cp.plan.problem.mask.documents]
         results.append(cp.volume()["forward"].ranks[0].total.sent_bytes > 0)
@@ -140,11 +140,12 @@ def choices(rank: int, world_size: int) -> list[Any]:
 def test_the_choice_is_told_of_the_latest_call_with_documents_too(pool: WorkerPool) -> None:
     for before, chosen, message, method, documents, sends, after in pool.run(choices, 2):
         assert before.startswith("nothing yet, for no call has said the sizes: auto: chosen for")
-        assert "seen on contiguous shards" in chosen  # for heads of the usual size
-        # The heads of the call are others, and so is what was chosen for them: in both parts.
-        assert message.startswith("mesh (tile 1x2"), message
-        assert "for the documents of the latest call, mesh 1x2 on contiguous shards: " in message
-        assert (method, documents, sends) == ("mesh", (0, 7, 20), True)
+        assert "seen on contiguous shards" in chosen and "others: ulysses" in chosen
+        # The call has one head, which two ranks cannot share: in both parts.
+        assert message.startswith("seen (tile 1x2"), message
+        assert "for the documents of the latest call, seen on contiguous shards: " in message
+        assert "ulysses" not in message
+        assert (method, documents, sends) == ("seen", (0, 7, 20), True)
         assert "for the sizes of each call" in after
 
 
