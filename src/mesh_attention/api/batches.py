@@ -169,7 +169,7 @@ class Batches:
         own, spread = own_tokens(self._calls.ranks, x, dim)
         shards = self._calls.cut(documents)
         shard = shards.shard(own, dim, side)
-        KNOWN_LAYOUTS.keep(shard, shards.layout(side), self._calls.session, dim)
+        KNOWN_LAYOUTS.keep(shard, shards.layout(side), self._calls.session.groups.ranks, dim)
         return spread.whole(shard)
 
     @outside_compile

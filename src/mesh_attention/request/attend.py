@@ -94,7 +94,7 @@ def attend(
     if spread is not None:
         return spread.whole(out), spread.whole(lse, 1)
     if layout is not None:
-        KNOWN_LAYOUTS.keep(out, layout, calls.session, 1)
+        KNOWN_LAYOUTS.keep(out, layout, calls.session.groups.ranks, 1)
     return out, lse
 
 

@@ -175,7 +175,7 @@ def layout_of_output(
     as that is. Raises if a tensor of the call was cut along another dimension, or in another layout
     than the plan assumes, whatever sizes and layout the caller names."""
     of_q, of_kv = rank_plan.shards
-    lie = [None if cut is None or cut[1] is not session else cut for cut in known]
+    lie = [None if cut is None or cut[1] != session.groups.ranks else cut for cut in known]
     for name, x, lies, layout in zip("qkv", tensors, lie, (of_q, of_kv, of_kv), strict=False):
         if lies is None or lies[0].slots != x.shape[1]:
             continue

@@ -198,7 +198,7 @@ def _note(
     for name, x in local.items():
         setattr(x, MARK, (batch.number, batch.contents))
         note(x, name, ignore_index if name == "labels" else None)
-        KNOWN_LAYOUTS.keep(x, layout, session, 1)
+        KNOWN_LAYOUTS.keep(x, layout, session.groups.ranks, 1)
     if "labels" in local:
         session.labels.append(ref(local["labels"]))
 

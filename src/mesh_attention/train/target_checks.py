@@ -49,8 +49,8 @@ def refuse_other_tokens(name: str, x: Tensor, targets: Tensor, call: LossCall) -
 
 def layout_of(x: Tensor, call: LossCall) -> Layout | None:
     """How a tensor lies on the ranks of a call, if it was cut for them."""
-    layout, session, _ = KNOWN_LAYOUTS.of(x) or (None, None, 0)
-    return layout if session is call.user.session else None
+    layout, ranks, _ = KNOWN_LAYOUTS.of(x) or (None, (), 0)
+    return layout if ranks == call.user.session.groups.ranks else None
 
 
 def _is_shifted_again(x: Tensor, targets: Tensor, call: LossCall) -> bool:

@@ -42,8 +42,8 @@ def join_shards(shards: list[Tensor], layout: Layout, dim: int) -> Tensor:
     return joined.index_select(dim, places[: layout.num_tokens].to(joined.device))
 
 
-# The layout; over whose ranks; the stride of the dimension that was cut, which views keep.
-Known = tuple[Layout, object, int]
+# The layout; the ranks of the group; the stride of the dimension that was cut, which views keep.
+Known = tuple[Layout, tuple[int, ...], int]
 
 
 class KnownLayouts:
@@ -54,10 +54,10 @@ class KnownLayouts:
         # By the number of the object; Tensor has another meaning of ==.
         self._of: dict[int, tuple[ref[Tensor], int, Known]] = {}
 
-    def keep(self, x: Tensor, layout: Layout, session: object, dim: int) -> None:
-        """`x` lies in `layout` along `dim`, over the ranks of `session`."""
+    def keep(self, x: Tensor, layout: Layout, ranks: tuple[int, ...], dim: int) -> None:
+        """`x` lies in `layout` along `dim`, over these ranks."""
         if not x.is_inference():  # whose writes are not counted
-            number, of, known = id(x), self._of, (layout, session, x.stride(dim))
+            number, of, known = id(x), self._of, (layout, ranks, x.stride(dim))
             of[number] = ref(x, lambda _: of.pop(number, None)), x._version, known
 
     def of(self, x: Tensor) -> Known | None:

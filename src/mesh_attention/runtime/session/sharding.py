@@ -188,7 +188,7 @@ class Shards:
                 f"unshard wants {layout.slots} slots along dim {dim}, but it has {x.shape[dim]}"
             )
         cut, *along = KNOWN_LAYOUTS.of(x) or (layout, None)
-        if along == [user.session, x.stride(dim)] and not same_rows(cut, layout):
+        if along == [user.session.groups.ranks, x.stride(dim)] and not same_rows(cut, layout):
             raise MeshAttentionError(
                 f"x lies in the {cut.kind} layout of {cut.num_tokens} tokens, and unshard joins "
                 f"{layout.num_tokens} tokens in the {layout.kind} layout: call unshard of the "
