@@ -198,8 +198,9 @@ def test_a_device_that_is_none_is_refused_by_name(pool: WorkerPool) -> None:
 def wrong_groups(rank: int, world_size: int) -> list[Raised]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     others: list[Any] = [dist.new_group([0, 1]), DeviceMesh("cpu", [1, 0])]
-    nonsense: Any = "world"
-    raised = [raised_by(lambda: context(CASE, mesh)), raised_by(lambda: context(CASE, nonsense))]
+    nonsense: list[Any] = ["world", 2]
+    raised = [raised_by(lambda: context(CASE, mesh))]
+    raised += [raised_by(partial(context, CASE, other)) for other in nonsense]
     if rank > 1:
         raised += [raised_by(partial(context, CASE, other)) for other in others]
     return raised
@@ -210,7 +211,8 @@ def test_meshes_of_two_dimensions_and_foreign_groups_are_refused(pool: WorkerPoo
         all_raised(raised)
         assert "2 dimensions ('dp', 'cp'); pass one of them, as in mesh['cp']" in raised[0].error
         assert "the group is 'world'; give a torch.distributed.ProcessGroup" in raised[1].error
-        assert all("this rank is not a member of the" in failure.error for failure in raised[2:])
+        assert "the group is 2; give a torch.distributed.ProcessGroup" in raised[2].error
+        assert all("this rank is not a member of the" in failure.error for failure in raised[3:])
 
 
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
@@ -256,6 +258,8 @@ def small_mistakes(rank: int, world_size: int) -> dict[str, str]:
         "copy": lambda: copy.copy(cp),
         "pickle": lambda: pickle.dumps(cp),
         "documents": lambda: copy.deepcopy(documents),
+        "called": lambda: cp(q, q, q),
+        "batch": lambda: cp.shard_batch({"input_ids": q}),  # type: ignore[arg-type]
         "scale": lambda: cp.attention(q, q, q, softmax_scale=0.5),  # type: ignore[arg-type]
         "mask": lambda: cp.attention(q, q, q, attn_mask=None),  # type: ignore[arg-type]
         "operator": lambda: attention_op(
@@ -288,6 +292,8 @@ def test_small_mistakes_are_told_with_the_way_out(pool: WorkerPool) -> None:
         for name in ("copy", "pickle"):
             assert "cannot be copied or pickled: use the same object" in each[name]
         assert "their `pack` travels" in each["documents"]
+        assert "call cp.attention(q, k, v)" in each["called"]
+        assert "shard_batch(**batch)" in each["batch"]
         assert "it goes into ContextParallel(..., softmax_scale=...)" in each["scale"]
         assert "it goes into ContextParallel(..., mask=Mask(...))" in each["mask"]
         assert "'mine' is the name of no object" in each["operator"]

@@ -299,6 +299,32 @@ def test_tensors_cut_along_two_dimensions_over_two_groups_are_right(pool: Worker
         assert max(errors) < 1e-5
 
 
+def with_added_tokens(rank: int, world_size: int) -> Told:
+    ids = torch.arange(40)[None]
+    with ContextParallel(causal=False) as cp, ContextParallel(causal=False) as other:
+        added, pooled = (torch.randn(1, slots, 4, 8) + rank for slots in (21, 10))
+        errors = [refusal(lambda: cp.attention(added, added, added))]  # it has cut nothing
+        cp.shard_batch(input_ids=ids)
+        messages = [
+            refusal(lambda: cp.attention(*[added.float()[:, :, :2]] * 3)),
+            refusal(lambda: cp.attention(pooled, added, added)),
+        ]
+        errors.append(refusal(lambda: cp.attention(pooled, pooled, pooled)))
+        with ContextParallel(causal=False, layout="contiguous") as named:
+            named.shard_batch(input_ids=ids)
+            errors.append(refusal(lambda: named.attention(added, added, added)))
+        other.shard_batch(input_ids=torch.arange(42)[None])
+        errors.append(refusal(lambda: cp.attention(pooled, added, added)))
+        return messages, [float(words != "nothing") for words in errors]
+
+
+def test_tokens_that_each_rank_adds_to_its_shards_are_refused(pool: WorkerPool) -> None:
+    for messages, errors in pool.run(with_added_tokens, 2):
+        for words in messages:
+            assert "cut to 20 slots of a rank, and this call has 21" in words
+        assert max(errors) == 0
+
+
 def of_a_loader(rank: int, world_size: int) -> str:
     with ContextParallel(causal=True) as cp:
         rows: Any = [torch.arange(40)]

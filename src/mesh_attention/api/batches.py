@@ -4,7 +4,7 @@ or by the documents that each brings."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class Batches:
     @outside_compile
     def shard_batch(
         self,
-        *,
+        *batches: Never,
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -139,6 +139,11 @@ class Batches:
 
         Rows with different documents, or different padding, become one pack: one row.
         """
+        if batches:
+            raise MeshAttentionError(
+                "shard_batch takes tensors by name: shard_batch(**batch), or input_ids=, labels= "
+                "and others"
+            )
         tensors = {
             "input_ids": input_ids,
             "labels": labels,

@@ -166,6 +166,12 @@ class ContextParallel(Batches, Training, Reports):
 
     # Attention.
 
+    def __call__(self, *_: Any, **__: Any) -> Never:
+        raise MeshAttentionError(
+            "a ContextParallel is not called itself: call cp.attention(q, k, v), or make "
+            "ContextParallelAttention(cp), which is a module"
+        )
+
     @collective_call(of_object)
     def attention(
         self,

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import torch
@@ -136,8 +136,8 @@ def _watched(cp: ContextParallel, outcome: StepRun) -> Iterator[None]:
         outcome.shards = cut(documents)
         return outcome.shards
 
-    def watched_batch(**arguments: Any) -> Any:
-        batch = shard_batch(**arguments)
+    def watched_batch(*batches: Never, **arguments: Any) -> Any:
+        batch = shard_batch(*batches, **arguments)
         outcome.targets = batch.labels
         return batch
 

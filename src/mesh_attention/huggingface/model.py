@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -106,7 +106,9 @@ class ModelContextParallel(ContextParallel):
             self.close()
             raise
 
-    def shard_batch(self, *, shift_labels: bool | None = None, **whole: Any) -> ShardedBatch:
+    def shard_batch(
+        self, *batches: Never, shift_labels: bool | None = None, **whole: Any
+    ) -> ShardedBatch:
         """As of `ContextParallel`. Left out, `shift_labels` is True for models that predict the
         next token. Documents may come as collators of transformers give them to flash-attn. Other
         tensors go to the model only if its forward has an argument of their name."""
@@ -120,9 +122,9 @@ class ModelContextParallel(ContextParallel):
             whole["cu_seqlens"] = of_collator["cu_seq_lens_q"]
         whole["shift_labels"] = self._shifts_labels if shift_labels is None else shift_labels
         model, self._uncompared = self._uncompared, None
-        if model is not None:
+        if model is not None and not batches:
             compare_with_one_process(self, model, whole)
-        return replace(super().shard_batch(**whole), of_model=self._names)
+        return replace(super().shard_batch(*batches, **whole), of_model=self._names)
 
     def plain_step(self) -> Step:
         """What `doctor` compares ranks with: the loss by the model's own attention. From now on

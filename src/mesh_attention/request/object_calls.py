@@ -28,6 +28,7 @@ from mesh_attention.request.arguments import (
 )
 from mesh_attention.request.auto import AutoChoice, how_calls_choose
 from mesh_attention.request.port_checks import (
+    refuse_added_tokens,
     refuse_forgotten_documents,
     refuse_heads_first,
     refuse_other_documents,
@@ -172,6 +173,8 @@ class ObjectCalls:
                 refuse_other_documents(self.session, source.first, is_named=self._names_layout)
             fault = fault or fault_of_call(plan, call)
             if fault is None and looks:
+                if arguments.get("seq_len") is None and not self._names_layout:
+                    refuse_added_tokens(self.session, self.name, plan)
                 sample = refuse_other_shards(
                     self.session,
                     self.name,
@@ -314,6 +317,7 @@ class ObjectCalls:
         shards, cut = self.shards(documents), self.session.shardings
         is_packed = shards.of_batch and max(map(len, shards.starts)) > 2
         for layout in (shards.q_layout, shards.kv_layout):
+            self.session.cut_slots.keep(layout.slots, None)
             what = Cut(None if is_packed else layout, shards.of_batch, self.name)
             cut.keep(layout, what, self.session.calls.num_begun)
         return shards

@@ -124,6 +124,23 @@ def refuse_other_shards(
     return None if has_length or plan.num_ranks == 1 else partial(_sample, k)
 
 
+def refuse_added_tokens(session: Session, by: str, plan: Plan) -> None:
+    """Raises if a call without a length has somewhat more slots than tensors that its object has
+    cut, and nobody has cut as many, as where each rank adds a token of its own."""
+    known, keys = session.cut_slots, session.shardings.of
+    own = [key[1] for key in keys if isinstance(key, tuple) and key[0] == by]
+    for slots in {layout.slots for layout in plan.shards if layout.num_ranks > 1}:
+        is_known = slots in known or known.is_full  # of what was dropped nothing is said
+        cut = next((cut for cut in own if cut < slots < 2 * cut), None)
+        if cut is not None and not is_known:
+            raise MeshAttentionError(
+                f"tensors were cut to {cut} slots of a rank, and this call has {slots}: tokens "
+                "that each rank adds would lie between those of other ranks. Add them to the "
+                "whole before it is cut; if these are other tensors, give seq_len= to "
+                "ContextParallel(...), or documents= to the call"
+            )
+
+
 def refuse_other_documents(session: Session, rank_plan: RankPlan, *, is_named: bool) -> None:
     """Raises if tensors were cut in another layout by the same documents as those of a call, which
     nobody has asked how they lie: each object chooses its own. So it does if they were cut without

@@ -49,6 +49,11 @@ class LruCache(OrderedDict[Key, Value]):
         self.move_to_end(key)
         return self[key]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether values may have been dropped."""
+        return len(self) >= self._limit
+
     def keep(self, key: Key, value: Value) -> Value:
         self[key] = value
         self.move_to_end(key)

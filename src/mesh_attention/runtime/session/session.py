@@ -46,6 +46,7 @@ from mesh_attention.version import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 NUM_PLANS = 64  # kept, of each session
 _NUM_LABELS = 4  # more than loaders are ahead
+_NUM_SLOTS = 256
 
 # A cache, not a setting: it never changes a result. Sessions of destroyed groups are dropped.
 _SESSIONS: dict[dist.ProcessGroup, Session] = {}
@@ -66,6 +67,8 @@ class Session:
         self.calls = Calls(self.groups, self.handshake, self.guard, self.transports)
         self.batches = BatchCount()
         self.shardings = Shardings()
+        # Slots of a rank in what any thread has cut.
+        self.cut_slots: LruCache[int, None] = LruCache(_NUM_SLOTS)
         # Layouts that callers cut or number tensors by, by the bounds of their documents.
         self.asked_layouts: LruCache[tuple[int, ...], tuple[Layout, ...]] = LruCache(NUM_PLANS)
         # Those of the batches cut last: targets that are these, shifted again, are refused.
@@ -268,8 +271,9 @@ def process_group(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.
     group = dist.group.WORLD if group_or_mesh is None else group_or_mesh
     if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
         return group
-    # To ranks it leaves out, new_group gives a number in place of a group.
-    if isinstance(group, dist.ProcessGroup | type(dist.GroupMember.NON_GROUP_MEMBER)):
+    # To ranks it leaves out, new_group gives this in place of a group.
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, dist.ProcessGroup) or (isinstance(group, int) and group == outside):
         raise MeshAttentionError("this rank is not a member of the group it was given")
     raise MeshAttentionError(
         f"the group is {group!r}; give a torch.distributed.ProcessGroup, a 1-D DeviceMesh, "
