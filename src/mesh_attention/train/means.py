@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from numbers import Integral
-from typing import Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,16 @@ class TokenMean:
     value: Tensor
     num_targets: Tensor
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a TokenMean has no {name}: {_WAY_OUT}")
+    if not TYPE_CHECKING:  # type checkers refuse these themselves
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise MeshAttentionError(f"a TokenMean is no number: {_WAY_OUT}")
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a TokenMean has no {name}: {_WAY_OUT}")
 
-    __float__ = __mul__ = __rmul__ = __truediv__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
+        def _refuse(self, *_: object) -> NoReturn:
+            raise MeshAttentionError(f"a TokenMean is no number: {_WAY_OUT}")
+
+        __float__ = __mul__ = __rmul__ = __truediv__ = _refuse
+        __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
 
 
 # So that FSDP2 and DDP find the loss in what a module returns.
