@@ -65,7 +65,7 @@ def test_the_choice_is_never_behind_the_default(choice: PlanChoice) -> None:
     slow = {
         d: replace(setting, seconds=10 * setting.seconds) for d, setting in choice.chosen.items()
     }
-    ranking = ranked(replace(choice, chosen=slow, unmoved=slow, methods={}), default)
+    ranking = ranked(replace(choice, chosen=slow, unmoved=slow, methods={}, default=default))
     assert ranking.choice.seconds <= default.seconds
 
 

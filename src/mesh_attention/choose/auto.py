@@ -16,6 +16,7 @@ from mesh_attention.choose.busiest import shows_little
 from mesh_attention.choose.pass_scores import sum_of
 from mesh_attention.choose.passes_together import (
     PassSearches,
+    faster_of,
     in_one_place,
     methods_at_their_best,
     search_together,
@@ -59,6 +60,7 @@ class PlanChoice:
     methods: dict[str, dict[Direction, Scored]]  # the best settings of each, the best method first
     refused: dict[str, str]  # methods that took no setting, with the reason
     tried: int  # settings
+    default: PlanChoice | None = None  # what the default chooses, where a search compared it
 
     @property
     def seconds(self) -> float:
@@ -113,7 +115,7 @@ def find_best(
 ) -> PlanChoice:
     """The best plan over all methods that have these options, or of one method. The same question
     has the same answer. With `moves_tokens` other layouts are searched too, unless `options` name
-    one."""
+    one. It takes the choice of the default where it finds nothing better."""
     if options is not None and not isinstance(options, Mapping):
         raise PlanError(f"options={options!r}: must be a mapping of names to values")
     known, said = all_options(), {n: x for n, x in (options or {}).items() if x is not None}
@@ -131,13 +133,18 @@ def find_best(
         )
     overlap = choice(Overlap, "overlap", overlap)
     asked = SearchQuestion(problem, num_ranks, cluster, options, names, effort, overlap, kernel)
-    return search_best(asked, directions, moves_tokens=moves_tokens, progress=progress)
+    default = None
+    if effort.every_name and kernel is None:
+        how: dict[str, Any] = {"directions": directions, "method": method}
+        default = find_default(problem, num_ranks, cluster, options, **how)
+    return search_best(asked, directions, default, moves_tokens=moves_tokens, progress=progress)
 
 
 @collector_paused()
 def search_best(
     asked: SearchQuestion,
     directions: Sequence[Direction | str],
+    default: PlanChoice | None = None,
     *,
     moves_tokens: bool,
     progress: Progress | None = None,
@@ -163,6 +170,8 @@ def search_best(
         raise next(iter(passes[0].refusals.values()), nothing)
     stay = all(any(scored.stays for scored in pass_.scored) for pass_ in passes)
     unmoved = in_one_place(passes, stays=stay)
+    if default is not None:
+        unmoved = faster_of(passes, unmoved, default.chosen)
     chosen = in_one_place(passes) if moves_tokens else unmoved
     if sum_of(unmoved) <= sum_of(chosen):
         chosen = unmoved
@@ -174,6 +183,7 @@ def search_best(
         methods_at_their_best(passes) if asked.effort.every_name else {},
         {n: str(error) for n, error in passes[0].refusals.items() if n not in fitting},
         sum(len(pass_.scored) for pass_ in passes),
+        default,
     )
 
 
@@ -184,8 +194,10 @@ def find_default(
     options: Mapping[str, Any] | None = None,
     *,
     directions: Sequence[Direction | str] = BOTH,
+    method: str | None = None,
 ) -> PlanChoice:
-    """The choice that plans, objects and commands take if nobody names a method."""
+    """The choice that plans, objects and commands take if nobody names a method. `method`: what the
+    same search chooses of one method."""
     few, many = number("ranks", num_ranks) <= _FEW_RANKS, num_ranks > _MANY_RANKS
     return find_best(
         problem,
@@ -193,6 +205,7 @@ def find_default(
         cluster,
         directions=directions,
         options=options,
+        method=method,
         effort=DEFAULT_OF_FEW if few else DEFAULT_OF_MANY if many else DEFAULT,
         moves_tokens=False,
     )

@@ -8,7 +8,7 @@ settings that go together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mesh_attention.choose.pass_scores import PassScores, best_first, sum_of
 from mesh_attention.choose.scored import Place, Score, Scored, SearchQuestion
@@ -112,6 +112,23 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
         for place in common[:_PLACES]
     ]
     return min([_of_one_setting(passes, pair) for pair in pairs], key=sum_of)
+
+
+def faster_of(
+    passes: Sequence[PassSearches], best: list[Scored], others: Mapping[Direction, Scored]
+) -> list[Scored]:
+    """The best of these searches, or other settings that were chosen together, if these are
+    faster."""
+    pair = [
+        pass_.scores.attempt(other.name, dict(other.options))
+        for pass_ in passes
+        for other in (others[pass_.direction],)
+    ]
+    known = [scored for scored in pair if scored is not None]
+    if len(known) < len(pair) or sum_of(best) <= sum_of(known):
+        return best
+    simulated = [x.scores.best_of([scored]) for x, scored in zip(passes, known, strict=True)]
+    return min(best, simulated, key=sum_of)
 
 
 def _of_one_setting(

@@ -169,10 +169,9 @@ class Ranking:
 
 
 @collector_paused()
-def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
+def ranked(choice: PlanChoice) -> Ranking:
     """All methods of a search, simulated if that takes little time. A method that seems better than
-    the choice is simulated in any case, and becomes the choice if it is. `default`: the choice that
-    `ContextParallel` makes, which may become the choice too."""
+    the choice is simulated in any case, and becomes the choice if it is, as the default may."""
     asked, refused = choice.asked, dict(choice.refused)
     rows = [RankedMethod(passes, asked) for passes in choice.methods.values()]
     for name in asked.methods:
@@ -182,6 +181,7 @@ def ranked(choice: PlanChoice, default: PlanChoice | None = None) -> Ranking:
             except PlanError as error:
                 refused[name] = str(error)
     best = RankedMethod(choice.chosen, asked)
+    default = choice.default
     usual = None if default is None else RankedMethod(default.chosen, asked)
     if usual is not None and usual.is_short:
         usual = _simulated(usual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mesh_attention.choose.auto import PlanChoice, find_default
+from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import python_line, write_choice
 from mesh_attention.choose.ranking import RankedMethod, Ranking, name_of, ranked
@@ -36,13 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_writable(args.output)
     with output.progress("searching") as tell:
-        best = asked.search(tell)
-        default = None
-        if asked.kernel is None:  # `auto` does not know of a kernel that was asked for
-            default = find_default(
-                problem, ranks, cluster, asked.options, directions=asked.directions
-            )
-        ranking = ranked(best, default)
+        ranking = ranked(asked.search(tell))
     choice, chosen = ranking.choice, ranking.chosen
     if args.output is not None:
         write_choice(args.output, choice.question)
