@@ -147,7 +147,7 @@ def first_gather(plan: Plan, name: str, rank: int) -> Place:
     return next(p for p in places(plan, lambda op: op.name == name) if p.rank == rank)
 
 
-@pytest.mark.parametrize("cuts", [(0, 5, 3, 8), (1, 8), (0, 7), (0, 4, 4, 8), (0, 9)])
+@pytest.mark.parametrize("cuts", [(0, 5, 3, 8), (1, 8), (-1, 8), (0, 7), (0, 4, 4, 8), (0, 9)])
 def test_cuts_that_do_not_divide_a_part_are_caught_before_anything_runs(
     cuts: tuple[int, ...],
 ) -> None:
@@ -171,6 +171,15 @@ def test_two_members_that_move_other_sizes_are_caught_at_that_gather(rank: int) 
     finding = caught(place, place.put(replace(place.op, moves=moves)))
     assert (finding.rank, finding.operation) == (1, "AG-Q-0")
     assert "moves other sizes than rank 0" in finding.message
+
+
+def test_the_last_member_of_a_reduction_may_call_its_buffers_as_it_likes() -> None:
+    problem = Problem(32, 1, 4)
+    plan = box_plan(problem, 4, MeshSetting(tile=(2, 2), combine=Combine.REDUCE_SCATTER))
+    head, *programs = plan_text(plan).split("\nrank ")
+    programs[1] = programs[1].replace("out.0.wire", "own.wire")
+    assert "<own.wire[0:16]" in programs[1]
+    assert verify(parse_plan("\nrank ".join((head, *programs)))) == []
 
 
 def test_each_rank_may_call_its_buffers_as_it_likes() -> None:
