@@ -116,19 +116,20 @@ def test_flows_between_the_same_two_ranks_take_turns_where_a_pair_has_room_for_o
         assert timeline.runtime_seconds == pytest.approx(hop + 1.0)
 
 
+@pytest.mark.parametrize("collective", [1.0, 0.5])
 @pytest.mark.parametrize(("nics", "node", "hop"), [(2, 4, 4.0), (2, 1, 8.0), (1, 4, 8.0)])
 def test_flows_out_of_a_node_divide_what_it_and_its_nics_can_send(
-    nics: int, node: int, hop: float
+    nics: int, node: int, hop: float, collective: float
 ) -> None:
     """Two ranks a node and USP of degree two: both ranks of a node send to the next node. A NIC has
-    room for one of these flows, the node for so many."""
+    room for one of these flows, even where a collective is slower, and the node for so many."""
     base = undisturbed()
     rate = base.network.peer.gb_per_second
     network = replace(
         base.network,
         nics=nics,
         peer_node_gb_per_second=node * rate,
-        collective=replace(base.network.collective, gb_per_second=rate),
+        collective=replace(base.network.collective, gb_per_second=collective * rate),
     )
     cluster = replace(base, node=replace(base.node, ranks=2), network=network)
     problem = Problem(q_tokens=384, num_heads=2, head_dim=8)
@@ -292,6 +293,17 @@ def test_the_golden_example_lasts_seven_units_in_strict_steps() -> None:
     assert events.runtime_seconds <= 7.0
     none = simulate(plan, undisturbed(), overlap=Overlap.NONE, costs=golden_costs())
     assert none.runtime_seconds == pytest.approx(3 * 1.0 + 6 * 0.5 + 9 * 0.5)
+
+
+def test_a_long_computation_holds_up_the_transfers_of_the_next_step_in_strict_steps_alone() -> None:
+    """Of three steps the first computes for 4, and the others for 1; hops take 2."""
+    costs = FixedCosts(lambda name: 4.0 if name == "C-0-0" else 1.0, flow=2.0)
+    strict, events = (
+        simulate(ring(3), undisturbed(), overlap=overlap, costs=costs).runtime_seconds
+        for overlap in (Overlap.STRICT, Overlap.EVENTS)
+    )
+    assert strict == pytest.approx(4.0 + 2.0 + 1.0)
+    assert events == pytest.approx(4.0 + 1.0 + 1.0)
 
 
 @pytest.mark.slow

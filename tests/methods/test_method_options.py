@@ -16,7 +16,7 @@ from mesh_attention.cli.main import main
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.box_methods import RingSetting
-from mesh_attention.plan.methods.parts.setting import option
+from mesh_attention.plan.methods.parts.setting import option, options_of
 from mesh_attention.plan.methods.table import METHODS, Method
 
 GENERATOR = Path(__file__).parents[2] / "docs" / "make_methods.py"
@@ -103,6 +103,16 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_the_option(
     options: dict[str, Any] = {name: value}
     with pytest.raises(PlanError, match=f"^{name}="):
         make_plan(PROBLEM, 4, method="new", **options)
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_none_is_a_value_where_it_is_the_default_and_nowhere_else(name: str) -> None:
+    new = options_of(NewSetting)[name]
+    if new.default is None:
+        assert new.read(None) is None
+    else:
+        with pytest.raises(PlanError, match=f"^{name}=None"):
+            new.read(None)
 
 
 @pytest.mark.usefixtures("built")

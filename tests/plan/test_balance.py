@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.problem.balance import TOKEN_SLACK, balanced_stretches
+from mesh_attention.plan.problem.balance import TOKEN_SLACK, _Front, _Kind, balanced_stretches
 from mesh_attention.plan.problem.document_work import DocumentWork, pairs_before
 from mesh_attention.plan.problem.layout import Layout, LayoutKind, Stretches
 from mesh_attention.plan.problem.mask import Mask
@@ -71,6 +71,14 @@ def whole(documents: tuple[int, ...], stretches: Stretches) -> list[int]:
             for at in range(first, int(np.searchsorted(starts, b, side="left"))):
                 owners.setdefault(at, set()).add(rank)
     return [documents[at + 1] - documents[at] for at, of in owners.items() if len(of) == 1]
+
+
+def test_the_work_of_the_first_tokens_begins_at_none_from_either_end() -> None:
+    """A document of 4 tokens and two of 2, under the causal mask."""
+    kinds = [_Kind([0], 4, 10.0, 4, 2.5), _Kind([6, 4], 2, 3.0, 2, 1.5)]
+    most, fewest = _Front(kinds, backwards=False), _Front(kinds, backwards=True)
+    assert [most.work(tokens) for tokens in (0, 2, 4, 5, 8)] == [0.0, 5.0, 10.0, 11.5, 16.0]
+    assert [fewest.work(tokens) for tokens in (0, 2, 4, 6, 8)] == [0.0, 3.0, 6.0, 11.0, 16.0]
 
 
 @pytest.mark.parametrize(("documents", "ranks"), PACKS)

@@ -59,6 +59,7 @@ def test_short_calls_and_rings_stay_whole() -> None:
     for plan in (
         make_plan(Problem(1 << 10, 8, 64), 4, method="mesh", tile=(2, 2), head_slices=(1, 2)),
         make_plan(Problem(1 << 17, 64, 128), 8, method="ring"),
+        make_plan(Problem(1 << 17, 64, 128), 8, method="ulysses", chunks=(1, 1)),  # nothing beside
     ):
         whole, compiled = plan.forward.programs, compile_pass(plan, plan.forward, CUDNN).programs
         assert list(map(calls_of, compiled)) == list(map(calls_of, whole))

@@ -116,10 +116,11 @@ def chunk_slots(
 
 
 def by_heads(rows: Sequence[Chunk], sizes: Sequence[int]) -> tuple[Chunk, ...]:
-    """These chunks of rows for each slice of the heads, slice after slice.
+    """These chunks of rows for each slice of the heads, slice after slice, in the same buffers.
 
-    >>> [(c.index, c.heads) for c in by_heads([Chunk(0, 0, 8, (0, 8))], [2, 4])]
-    [(0, (0, 2)), (1, (2, 6))]
+    >>> slices = by_heads([Chunk(0, 0, 8, (0, 8))], [2, 4])
+    >>> [(c.index, c.heads, c.name("k")) for c in slices]
+    [(0, (0, 2), 'k'), (1, (2, 6), 'k')]
     """
     if len(sizes) == 1:
         return tuple(rows)
