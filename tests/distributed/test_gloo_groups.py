@@ -284,7 +284,6 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
     group = dist.new_group([0, 1])
     default.bound_device_id = torch.device("cpu", 0)
     helper, seen = c10d._new_process_group_helper, list[object]()
-    before = dict(os.environ)
 
     @functools.wraps(helper)
     def noting(*inputs: Any, **named: Any) -> Any:
@@ -295,11 +294,14 @@ def on_a_bound_job(rank: int, world_size: int, case: Case) -> tuple[Part | None,
     part = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(c10d, "_new_process_group_helper", noting)
+        patch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # the caller's own
+        patch.delenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", raising=False)
+        before = dict(os.environ)
         if rank < 2:
             with context(case, group) as cp:
                 part = attend(cp, case)
+        assert dict(os.environ) == before
     assert default.bound_device_id == torch.device("cpu", 0)
-    assert dict(os.environ) == before
     return part, seen
 
 

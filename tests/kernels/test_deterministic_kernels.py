@@ -25,7 +25,7 @@ from mesh_attention.kernels.blockwise import Blockwise
 from mesh_attention.kernels.registry import _KERNELS, kernel_names
 from mesh_attention.kernels.torch_ops import CudaFlash, TorchOp, deterministic_algorithms
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.runtime.session.call_options import Determinism, asked_of_torch
+from mesh_attention.runtime.session.call_options import CallOptions, Determinism, asked_of_torch
 from mesh_attention.testing import run_local
 
 BACKWARD = Request(
@@ -128,6 +128,18 @@ def test_what_pytorch_is_asked_is_read_and_put_back() -> None:
     assert asked_of_torch() is Determinism.ANY
     with deterministic_algorithms(False):
         assert asked_of_torch() is Determinism.ANY
+
+
+def test_options_follow_what_pytorch_is_asked_for_at_the_time_of_a_call() -> None:
+    usual, forced = CallOptions(), CallOptions(must_be_deterministic=True)
+    assert usual.now() is usual
+    for warn_only, result in ((True, Determinism.PREFERRED), (False, Determinism.REQUIRED)):
+        with asked(warn_only=warn_only):
+            changed = usual.now()
+            assert changed == replace(usual, deterministic=result)
+            assert changed.now() is changed
+            assert forced.now() is forced
+        assert changed.now() == usual
 
 
 def test_the_flash_kernel_of_pytorch_is_asked_by_its_switch(

@@ -29,6 +29,7 @@ from mesh_attention.runtime.execute.executor import CallShape, Executor, run_to_
 from mesh_attention.runtime.session.call_options import CallOptions
 from mesh_attention.runtime.session.prepare import make_executor, target_here
 from mesh_attention.runtime.session.prepared_call import PassReport
+from mesh_attention.runtime.transport.local import LocalTransport
 
 CALL_SHAPE = CallShape(1, torch.float32, torch.device("cpu"))
 OPTIONS = CallOptions(softmax_scale=0.3)
@@ -63,6 +64,13 @@ def inputs(plan: Plan, pass_: Pass) -> dict[str, Tensor]:
 def test_on_a_cpu_transfers_have_no_stream_whatever_the_transport_says() -> None:
     transport: Any = SimpleNamespace(own_stream=True, shows_workspace=False)
     request = Request(Direction.FORWARD, "cpu", None, torch.float32, 8, 8, 1, 1, MaskKind.FULL)
+    assert not target_here(request, {}, CALL_SHAPE, transport, usual_links()).own_stream
+
+
+def test_ranks_in_one_process_have_no_stream_of_transfers_on_any_device() -> None:
+    request = Request(Direction.FORWARD, "cuda", None, torch.float32, 8, 8, 1, 1, MaskKind.FULL)
+    pass_ = make_plan(Problem(8, 1, 8), 1, method="mesh").forward
+    transport = LocalTransport(pass_, 0, {})
     assert not target_here(request, {}, CALL_SHAPE, transport, usual_links()).own_stream
 
 

@@ -47,5 +47,5 @@ def test_who_waits_is_told_of_a_failure() -> None:
 
 def test_nobody_waits_for_ever() -> None:
     store = RendezvousStore(HashStore(), timedelta(seconds=0.5))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="wait timeout"):
         store.wait(["Memory/0/1"])

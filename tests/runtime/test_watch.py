@@ -83,6 +83,7 @@ def test_the_call_that_the_device_found_wrong_is_looked_into_and_no_other(owner:
     assert owner.differences == [(2, CALLS[2])]
     owner.watch.wait_for_verdict(SOON)
     assert not owner.watch._thread.is_alive()
+    assert (owner.differences, owner.faults) == ([(2, CALLS[2])], [])  # no second time
 
 
 def test_a_call_that_never_ends_is_found_by_its_comparison(owner: Owner) -> None:
@@ -90,7 +91,9 @@ def test_a_call_that_never_ends_is_found_by_its_comparison(owner: Owner) -> None
     for place, identity in CALLS.items():
         owner.watch.begin(identity, place, LIMIT)
     assert owner.was_told.wait(SOON)
-    assert owner.differences == [(3, CALLS[3])]
+    owner.watch._thread.join(SOON)
+    assert not owner.watch._thread.is_alive()
+    assert (owner.differences, owner.faults) == ([(3, CALLS[3])], [])
 
 
 def test_calls_that_are_over_are_watched_no_longer_and_the_first_other_is_asked_about(
