@@ -109,10 +109,10 @@ def _check_kernels() -> tuple[list[KernelCheck], str | None]:
 
 
 def _methods_lines(checks: list[MethodCheck]) -> list[str]:
-    rows = [("method", "mask", "error", "of gradients", "")]
+    rows = [["method", "mask", "error", "of gradients", ""]]
     for check in checks:
         word = "ok" if check.ok else f"WRONG {check.failure}"
-        rows.append((check.method, check.mask, *check.errors.texts, word))
+        rows.append([check.method, check.mask, *check.errors.texts, word])
     return [f"{NUM_RANKS} processes, float64, forward and backward", table(rows), ""]
 
 
