@@ -34,6 +34,7 @@ WRONG_ARGUMENTS = {
     "tile-text": ({"tile": "two"}, "tile='two': give two numbers"),
     "unknown": ({"tyle": (2, 2)}, "no method has an option 'tyle'; did you mean"),
     "softcap": ({"softcap": -1.0}, "softcap=-1.0: must be finite and above 0"),
+    "softcap, no number": ({"softcap": False}, "softcap=False: must be a number"),
     "alibi": ({"alibi_slopes": 1}, "alibi_slopes=1: a bias by distance"),
     "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1: dropout of attention weights"),
     "method": ({"method": "telepathy"}, "unknown method 'telepathy'"),

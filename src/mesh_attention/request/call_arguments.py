@@ -42,7 +42,8 @@ _FOR_SAME_BITS: dict[str, Any] = {
 def call_options(group: dist.ProcessGroup, chosen: Mapping[str, Any]) -> CallOptions:
     """`chosen`: the arguments among `CALL_ARGUMENTS` that are not left out, by name."""
     scale, softcap = chosen.get("softmax_scale"), chosen.get("softcap")
-    none = softcap is None or (isinstance(softcap, Real) and softcap == 0)
+    zero = isinstance(softcap, Real) and not isinstance(softcap, bool) and softcap == 0
+    none = softcap is None or zero
     cap = 0.0 if none else real("softcap", softcap)
     if cap > MOST_SOFTCAP:
         raise MeshAttentionError(f"softcap={softcap!r}: at most {MOST_SOFTCAP:g}; None is none")
