@@ -96,9 +96,10 @@ def _candidates(
     layers: Sequence[Problem], num_ranks: int, documents: Starts, kv_documents: Starts
 ) -> list[Shards]:
     shards: list[Shards] = [(LayoutKind.CONTIGUOUS, None)]
-    if num_ranks > 1:
-        shards.append((LayoutKind.ZIGZAG, None))
-    if kv_documents == documents and num_ranks > 1:
+    if num_ranks == 1:
+        return shards
+    shards.append((LayoutKind.ZIGZAG, None))
+    if kv_documents == documents:
         masks, weights = [layer.mask for layer in layers], [layer.flops(1) for layer in layers]
         exact = documents[-1] % num_ranks == 0  # then there is no padding
         listed = balanced_stretches(documents, num_ranks, masks, weights, exact=exact)
