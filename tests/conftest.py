@@ -28,6 +28,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Without a GPU our Triton kernels run in its interpreter. Triton asks for this when it is imported.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# cuDNN Frontend compiles for many seconds in every process, unless they share what they made.
+os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
