@@ -47,10 +47,10 @@ from mutation.touched import (
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {  # `package` has the examples in docstrings
-    "plan": ("plan", "methods", "package"),
+    "plan": ("plan", "methods", "cluster", "kernels", "package"),
     "cost": ("cluster", "package"),
     "machine": ("cluster", "package"),
-    "runtime": ("runtime", "distributed"),
+    "runtime": ("runtime", "distributed", "kernels"),
 }
 SURVIVED = ("survived", "not reached")
 HARDLY_ANY = 20  # statements
