@@ -7,18 +7,17 @@ Communications are replaced by stand-ins that last as long as the cluster model 
 
 from __future__ import annotations
 
-import argparse
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
 from replay.rank import SLOWEST, Replayed, rank_to_replay
 
-from mesh_attention.cli.command import Command, Flag, exit_code, run_command
-from mesh_attention.cli.options import add_plan_flags
+from mesh_attention.cli.command import Args, Command, flags, run_command
+from mesh_attention.cli.main import exit_code
+from mesh_attention.cli.options import plan_flags
 from mesh_attention.cli.output import show, table
 from mesh_attention.cli.simulate import CLUSTER_FLAGS, simulated
-from mesh_attention.cli.values import count, size
+from mesh_attention.cli.values import UsageError, count
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import problem_text
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(PROGRAM, lambda: run_command(PROGRAM, COMMAND, words))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     from replay.measure import check_device, measure, with_kernels_here
 
     check_device(args.sms)  # before minutes of planning
@@ -111,39 +110,27 @@ def _rank(text: str) -> int | str:
     if text == SLOWEST:
         return text
     if not text.isdigit():
-        raise ArgumentTypeError(f"{text!r} is neither the number of a rank nor {SLOWEST}")
+        raise UsageError(f"{text!r} is neither the number of a rank nor {SLOWEST}")
     return count(text)
 
 
+_FLAGS = flags(
+    f"""
+    --rank R|{SLOWEST}={SLOWEST}  whose program (default: of the rank that is predicted to end last)
+    --sms N={DEFAULT_SMS}  SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy
+                     engines
+    --same-priority  communication on a stream of ordinary priority (default: high)
+    --repeats N={DEFAULT_REPEATS}  timed runs, of which the median counts (default
+                     {DEFAULT_REPEATS})
+    """,
+    rank=_rank,
+    sms=count,
+)
 COMMAND = Command(
     summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
     run=run,
-    flags=(
-        *CLUSTER_FLAGS,
-        Flag(
-            "--rank",
-            "whose program (default: of the rank that is predicted to end last)",
-            _rank,
-            f"R|{SLOWEST}",
-            SLOWEST,
-        ),
-        Flag(
-            "--sms",
-            f"SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy engines",
-            count,
-            "N",
-            DEFAULT_SMS,
-        ),
-        Flag("--same-priority", "communication on a stream of ordinary priority (default: high)"),
-        Flag(
-            "--repeats",
-            f"timed runs, of which the median counts (default {DEFAULT_REPEATS})",
-            size,
-            "N",
-            DEFAULT_REPEATS,
-        ),
-    ),
-    more_flags=add_plan_flags,
+    flags=[*CLUSTER_FLAGS, *_FLAGS],
+    more_flags=plan_flags,
     examples=(
         f"{PROGRAM} --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",
         f"{PROGRAM} --cluster hgx-h100 --method usp --ulysses 8 --ranks 64 "

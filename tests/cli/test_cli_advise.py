@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,9 @@ from mesh_attention.choose.ranking import RankedMethod
 from mesh_attention.choose.scored import Scored
 from mesh_attention.cli import options, output
 from mesh_attention.cli.advise import _default_note, _moved_note
-from mesh_attention.cli.main import main
-from mesh_attention.cli.options import add_plan_flags, options_of
+from mesh_attention.cli.command import Parser
+from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.cli.options import options_of
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.plan.language.plan import Direction
@@ -57,8 +57,7 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
     problem = Problem(16384, 8, 64, num_kv_heads=4, mask=Mask(causal=True))
     cluster, way = load_cluster("hgx-h100"), Direction.FORWARD
     known = find_default(problem, 8, cluster)
-    parser = ArgumentParser()
-    add_plan_flags(parser)
+    parser = Parser("advise", COMMANDS["advise"])
     cut = {"chunks": (1, 2), "head_slices": (1, 2)}
     settings: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in METHODS]
     settings += [("mesh", {"tile": (2, 4), "combine": "nodes", **cut}), ("allgather-kv", cut)]
@@ -68,7 +67,7 @@ def test_settings_of_the_table_can_be_typed_back() -> None:
         words = [word.split("=") for word in row.setting(way).split() if word != "-"]
         flags = [x for name, value in words for x in (f"--{name.replace('_', '-')}", value)]
         asked: dict[str, Any] = {"method": name, "directions": (way,)}
-        typed = plan_on(cluster, problem, 8, **asked, **options_of(parser.parse_args(flags)))
+        typed = plan_on(cluster, problem, 8, **asked, **options_of(parser.parse(flags)))
         assert digest(typed) == digest(row.plans[way])
         assert {*chosen} <= {name for name, _ in words}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from mesh_attention.choose.ask import make_plan
 from mesh_attention.cli.main import main
-from mesh_attention.cli.options import add_question_flags
+from mesh_attention.cli.options import question_flags
 from mesh_attention.plan.language.text import digest
 from mesh_attention.plan.methods import table
 from mesh_attention.plan.problem.mask import Mask
@@ -37,9 +36,7 @@ def test_help_tells_options_as_flags_and_errors_do(capsys: pytest.CaptureFixture
 
 
 def test_every_part_of_a_problem_and_of_a_mask_has_a_flag() -> None:
-    parser = argparse.ArgumentParser()
-    add_question_flags(parser)
-    known = {action.dest for action in parser._actions}
+    known = {flag.attribute for flag in question_flags()}
     parts = (*dataclasses.fields(Problem), *dataclasses.fields(Mask))
     assert {part.name for part in parts} - known == {"mask"}
 

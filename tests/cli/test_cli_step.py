@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
 
 from mesh_attention.cli.main import main
-from mesh_attention.cli.values import size, starts, window
+from mesh_attention.cli.values import UsageError, size, starts, window
 
 SMALL = ["advise", "--step", "--cluster", "hgx-h100", "--ranks", "2", "--tokens", "256k"]
 
@@ -101,5 +100,5 @@ def test_sizes_are_written_as_lengths_of_contexts_are() -> None:
     assert window("4k:1M") == (4096, 1 << 20)
     assert starts("0,4k,1M") == (0, 4096, 1 << 20)
     for text in ("k", "1kk", "1e5", "1.5", "1 k", "٣k"):
-        with pytest.raises(ArgumentTypeError):
+        with pytest.raises(UsageError):
             size(text)

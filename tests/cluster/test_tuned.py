@@ -25,8 +25,8 @@ from mesh_attention.choose.tuned import (
     write_entries,
 )
 from mesh_attention.cli.command import Parser
+from mesh_attention.cli.on_ranks import TUNE
 from mesh_attention.cli.options import options_of, problem_of
-from mesh_attention.cli.tune import COMMAND
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.load import load_cluster
 from mesh_attention.machine.rates import costs_of
@@ -199,7 +199,7 @@ def test_the_line_asks_for_what_is_wanted(problem: Problem) -> None:
     options = {"tile": [2, 2], "relayout": True, "layout": "zigzag"}
     words = shlex.split(tune_line(problem, 4, options, "my file.json"))
     assert words[:6] == ["torchrun", "--nproc-per-node", "4", "-m", "mesh_attention", "tune"]
-    args = Parser("tune", COMMAND).parse(words[6:])
+    args = Parser("tune", TUNE).parse(words[6:])
     assert args.output == Path("my file.json")
     assert problem_of(args) == problem
     assert wanted(problem, 4, options_of(args)) == wanted(problem, 4, options)

@@ -60,13 +60,12 @@ def random_line(draw: Random) -> list[str]:
     """Small sizes first, so that most lines take no time; later words win over them."""
     command = draw.choice(TRIED) if draw.randrange(30) else "report"  # which takes seconds
     parser = Parser("mesh-attention", COMMANDS[command])
-    options = [action for action in parser._actions if action.dest != "help"]
     words = [command, *SMALL]
-    for action in draw.sample(options, draw.randint(1, 4)):
-        flag = draw.choice(action.option_strings)
+    for known in draw.sample(parser.flags, draw.randint(1, 4)):
+        flag = draw.choice(known.names)
         if draw.randrange(12) == 0:
             flag = flag[:-1]
-        takes_value = action.nargs != 0
+        takes_value = known.read is not None
         value = draw.choice([*METHODS]) if flag == "--method" and draw.randrange(3) else None
         value = value or draw.choice(VALUES)
         if takes_value == bool(draw.randrange(15)):  # now and then the other way round

@@ -54,9 +54,9 @@ def numbers_of_any_kind() -> list[Change]:
 
 def refusals_that_nobody_catches() -> list[Change]:
     """The command line takes them for mistakes of its own."""
-    from mesh_attention.cli import command
+    from mesh_attention.cli import command, main
 
-    return [(command, "MeshAttentionError", KeyError)]
+    return [(module, "MeshAttentionError", KeyError) for module in (command, main)]
 
 
 MUTANTS: dict[str, Callable[[], list[Change]]] = {

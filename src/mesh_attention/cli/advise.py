@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
 from mesh_attention.choose.plan_file import python_line, write_choice
@@ -13,9 +10,8 @@ from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli import output
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
-from mesh_attention.cli.command import Command, Flag
-from mesh_attention.cli.options import FLAGS_OF_ALL, add_plan_flags, asked_of_all, cluster_of
-from mesh_attention.cli.values import size
+from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.options import FLAGS_OF_ALL, asked_of_all, cluster_of, plan_flags
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.files import check_writable
 from mesh_attention.machine.cluster import Cluster
@@ -27,7 +23,7 @@ from mesh_attention.step.model_shapes import model_shape
 
 
 @collector_paused()
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     check_flags(args)
     if args.step:
         return run_step(args, *cluster_of(args))
@@ -187,16 +183,17 @@ def _time(seconds: float, is_simulated: bool) -> str:
     return f"{'' if is_simulated else 'about '}{seconds * 1e3:.2f} ms"
 
 
+_FLAGS = flags(
+    """
+    --batch N           sequences at a time (default 1); with --step: of a whole step
+    --output FILE.json  write the plan for ContextParallel(plan=...)
+    """
+)
 COMMAND = Command(
-    summary="which method to use, why, how fast and how much memory: all of them, ranked",
-    run=run,
-    flags=(
-        *FLAGS_OF_ALL,
-        Flag("--batch", "sequences at a time (default 1); with --step: of a whole step", size, "N"),
-        Flag("--output", "write the plan for ContextParallel(plan=...)", Path, "FILE.json"),
-        *STEP_FLAGS,
-    ),
-    more_flags=add_plan_flags,
+    "which method to use, why, how fast and how much memory: all of them, ranked",
+    run,
+    [*FLAGS_OF_ALL, *_FLAGS, *STEP_FLAGS],
+    plan_flags,
     examples=(
         "mesh-attention advise --ranks 32 --model llama-70b --tokens 128k",
         "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 512k --causal --json",

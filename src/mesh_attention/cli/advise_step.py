@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 
 from mesh_attention.choose.explain import time_text
 from mesh_attention.choose.plan_file import default_line
 from mesh_attention.choose.ranking import Ranking, name_of
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.command import Flag, UsageError, flags_beside
+from mesh_attention.cli.command import Args, flags, flags_beside
 from mesh_attention.cli.options import problem_of, ranks_of
 from mesh_attention.cli.output import nodes_text, progress, ranks_text, show, table
-from mesh_attention.cli.values import byte_size
+from mesh_attention.cli.values import UsageError
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.plan.problem.problem import Problem
 from mesh_attention.step.costs import Keeps
 from mesh_attention.step.model_shapes import ModelShape
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
 
-FLAGS = (
-    Flag("--step", "plan a whole training step of --model: memory, time, what to enable"),
-    Flag("--host-memory", "of a node, for --step (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--largest", "also find the largest context that fits, and what limits it"),
+FLAGS = flags(
+    """
+    --step              plan a whole training step of --model: memory, time, what to enable
+    --host-memory SIZE  of a node, for --step (default: the cluster's)
+    --largest           also find the largest context that fits, and what limits it
+    """
 )
+_OF_STEP = [flag.names[0] for flag in FLAGS]
 _OF_QUESTION = ("--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix")
-_TAKEN = ("--model", "--cluster", "--memory", "--batch", *_OF_QUESTION, *(f.name for f in FLAGS))
+_TAKEN = ("--model", "--cluster", "--memory", "--batch", *_OF_QUESTION, *_OF_STEP)
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_flags(args: Args) -> None:
     """Refuses flags of a step without --step, and with --step flags that it does not take."""
     if not args.step:
-        for flag in (flag.name for flag in FLAGS if getattr(args, flag.name[2:].replace("-", "_"))):
+        for flag in (flag for flag in args.written if flag in _OF_STEP):
             raise UsageError(f"{flag} is for a whole step: add --step")
         return
     if args.model is None:
@@ -40,7 +42,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--step plans the default attention of ContextParallel; leave {flag} out")
 
 
-def run_step(args: argparse.Namespace, cluster: Cluster, found_by: str) -> int:
+def run_step(args: Args, cluster: Cluster, found_by: str) -> int:
     """Plans the step, prints it, and returns the exit code."""
     args.causal = True if args.causal is None else args.causal
     problem = problem_of(args)

@@ -1,151 +1,193 @@
-"""What a subcommand is, and how all of them are parsed, run and answered with an exit code.
+"""What a subcommand is: what it runs, and its flags, written as its help shows them.
 
-A subcommand is a file of this folder that makes one `Command`; `main.py` lists them. Exit codes: 0
-done, 1 the answer is no (a plan that does not verify), 2 the caller made a mistake (one line on
-standard error says how to avoid it), 3 a mistake in this library.
+A file of this folder makes each `Command`, and `main.py` lists them. Reading a command line, the
+pages of `--help` and `--help-all`, and errors that name options as flags follow from its flags.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import shlex
 import shutil
-import sys
 import textwrap
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
+from inspect import cleandoc
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from mesh_attention.errors import MeshAttentionError, did_you_mean, printable
+from mesh_attention.cli.values import READERS, UsageError, one_of
+from mesh_attention.errors import MeshAttentionError, did_you_mean
 
-if TYPE_CHECKING:
-    from mesh_attention.measure.ranks import Ranks
+Read = Callable[[str], Any]
+# Under these names the planner has what flags of other names say; `pass` is a word of Python.
+_ATTRIBUTES = {
+    "tokens": "q_tokens",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "pass": "passes",
+}
+_PLACE_OF_HELP, _MOST_COLUMNS = 32, 100
 
 
 class Flag(NamedTuple):
-    """A flag of the command line. `reader` turns text into a value or raises with an example of
-    what fits; a flag without a reader is a switch."""
+    """A flag of the command line. `read` turns text into a value, or raises a `UsageError` with an
+    example of what fits; a switch has none, and may have a second name, `--no-...`."""
 
-    name: str
+    names: tuple[str, ...]
+    metavar: str
     help: str
-    reader: Callable[[str], Any] | None = None
-    metavar: str = ""
-    default: Any = None
-    to: str | None = None  # the attribute that keeps the value; None: named as the flag
-    both: bool = False  # a switch that has a --no- form
+    read: Read | None = None
+    group: str = "options"  # the title that the help shows it under
+    is_seldom: bool = False  # only `--help-all` shows it
+    default: str = ""  # a text, as people would write it; empty: none
 
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        arguments: dict[str, Any] = {"help": self.help, "default": self.default}
-        if self.to is not None:
-            arguments["dest"] = self.to
-        if self.reader is None:
-            arguments["action"] = argparse.BooleanOptionalAction if self.both else "store_true"
-        else:
-            arguments |= {"type": self.reader, "metavar": self.metavar}
-        parser.add_argument(self.name, **arguments)
+    @property
+    def attribute(self) -> str:
+        """The attribute of `Args` that has its value."""
+        name = self.names[0].lstrip("-").replace("-", "_")
+        return _ATTRIBUTES.get(name, name)
+
+    @property
+    def left_out(self) -> Any:
+        """Its value where a command line does not have it."""
+        if self.read is None:
+            return False if len(self.names) == 1 else None
+        return self.read(self.default) if self.default else None
+
+
+def flags(page: str, group: str = "options", *, seldom: bool = False, **read: Read) -> list[Flag]:
+    """The flags of a page that is written as help shows it: two spaces before the help of a flag,
+    which goes on in lines that begin with spaces. `N=1` is a metavar with a default. Values are
+    read as their metavar says (a list of words: one of them), or by a reader that is given by the
+    attribute of the flag.
+
+    >>> [(flag.names, flag.attribute, flag.metavar, flag.help) for flag in flags('''
+    ...     --tokens N     query tokens
+    ...     --fast, --no-fast  whether it is
+    ...                    fast
+    ... ''')]  # doctest: +NORMALIZE_WHITESPACE
+    [(('--tokens',), 'q_tokens', 'N', 'query tokens'),
+     (('--fast', '--no-fast'), 'fast', '', 'whether it is fast')]
+    """
+    made = []
+    for text in re.split(r"\n(?=-)", cleandoc(page)):
+        head, help = re.split(r"\s{2,}", text, maxsplit=1)
+        *names, last = head.split(", ")
+        last, _, value = last.partition(" ")
+        metavar, _, default = value.partition("=")
+        help = " ".join(help.split())
+        flag = Flag((*names, last), metavar, help, None, group, seldom, default)
+        reader = read.get(flag.attribute) or READERS.get(metavar)
+        if metavar and reader is None:
+            reader = one_of(last.lstrip("-"), metavar.split("|"))
+        made.append(flag._replace(read=reader))
+    return made
+
+
+class Args(SimpleNamespace):
+    """The values of a command line, by the attributes of its flags: None where one was left out
+    that has no default, or False of a switch without a second name. `command_line` is the whole of
+    it, `written` the flags on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`run` returns the exit code; `more_flags` adds flags that several commands share."""
+    """`run` returns the exit code; `more_flags` makes flags that several commands share."""
 
     summary: str
-    run: Callable[[argparse.Namespace], int]
-    flags: tuple[Flag, ...] = ()
-    more_flags: Callable[[argparse.ArgumentParser], None] | None = None
+    run: Callable[[Args], int]
+    flags: Iterable[Flag] = ()
+    more_flags: Callable[[], Iterable[Flag]] = tuple
     examples: tuple[str, ...] = ()
 
 
-SELDOM = ("more of the ", "options of ")  # how titles of groups of seldom used flags begin
+_HELP = ("--help", "-h")
+_HELP_ALL = ("--help-all", "--all")
+_SHOWN_HELP = Flag(("-h", "--help"), "", "show this help message and exit")
 
 
-class UsageError(ValueError):
-    """The command cannot be carried out as it was written; the message says what would work."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without its page of usage on an error, and without guessing at options. `--help`
-    leaves out groups whose titles begin as `SELDOM` says; `--help-all` has them."""
+class Parser:
+    """Reads the words of a command line, and writes the pages of help."""
 
     def __init__(self, prog: str, command: Command) -> None:
-        examples = [f"  {example}" for example in command.examples]
-        super().__init__(
-            prog=prog,
-            usage=f"{prog} [options]",
-            description="\n".join([command.summary, "", "examples:", *examples]),
-            formatter_class=_Formatter,
-            allow_abbrev=False,
-        )
-        # -5MiB is a value that does not fit, not an unknown option.
-        self._negative_number_matcher = re.compile(r"^-[0-9]")
-        self.add_argument("--help-all", "--all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
-        for flag in (*command.flags, Flag("--json", "print one line of JSON instead")):
-            flag.add_to(self)
-        if command.more_flags is not None:
-            command.more_flags(self)
+        self.prog, self.command = prog, command
+        json = Flag(("--json",), "", "print one line of JSON instead")
+        self.flags = (*command.flags, json, *command.more_flags())
 
-    def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        message = message.replace("expected one argument", "needs a value")
-        message = message.replace("ignored explicit argument", "is given or not, without a value:")
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-    def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Like parse_args, but an unknown option is answered with the nearest known one."""
-        args, unknown = self.parse_known_args(argv)
+    def parse(self, words: Iterable[str]) -> Args:
+        """The values, or a `UsageError`. `--help` prints its page, and ends the program."""
+        args = Args(**{flag.attribute: flag.left_out for flag in self.flags})
+        by_name = {name: flag for flag in self.flags for name in flag.names}
+        args.written, unknown, rest = [], [], iter(words)
+        for word in rest:
+            name, is_joined, text = word.partition("=")
+            if word in (*_HELP, *_HELP_ALL):
+                print(self.help(seldom=word in _HELP_ALL), end="")
+                raise SystemExit(0)
+            flag = by_name.get(name)
+            if flag is None:
+                unknown.append(name)
+                continue
+            args.written.append(name)
+            if flag.read is None:
+                if is_joined:
+                    raise self._refusal(f"is given or not, without a value: {text!r}", flag)
+                value: Any = not name.startswith("--no-")
+            else:
+                text = text if is_joined else next(rest, "--")
+                if not is_joined and re.match(r"-[^0-9]", text):  # -5 is a value that may not fit
+                    raise self._refusal("needs a value", flag)
+                try:
+                    value = flag.read(text)
+                except UsageError as error:
+                    raise self._refusal(str(error), flag) from error
+            setattr(args, flag.attribute, value)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            kind = "option" if name.startswith("-") else "argument"
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown {kind} {name}{did_you_mean(name, known)}")
+            kind = "option" if unknown[0].startswith("-") else "argument"
+            raise self._refusal(f"unknown {kind} {unknown[0]}{did_you_mean(unknown[0], by_name)}")
         return args
 
-    def format_help(self, *, seldom: bool = False) -> str:
-        formatter, left_out = self._get_formatter(), 0
-        formatter.add_usage(self.usage, self._actions, [])
-        formatter.add_text(self.description)
-        # First the groups, which ask the question; then flags of the command itself and its output.
-        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
-            if (group.title or "").startswith(SELDOM) and not seldom:
-                left_out += len(group._group_actions)
+    def _refusal(self, message: str, flag: Flag | None = None) -> UsageError:
+        where = "" if flag is None else f"{'/'.join(flag.names)}: "
+        return UsageError(f"{where}{message}; see {self.prog} --help")
+
+    def help(self, *, seldom: bool = False) -> str:
+        """The page of `--help`, or with `seldom` that of `--help-all`."""
+        groups: dict[str, list[tuple[str, str]]] = {"options": []}
+        left_out = 0
+        for flag in (_SHOWN_HELP, *self.flags):
+            if flag.is_seldom and not seldom:
+                left_out += 1
                 continue
-            formatter.start_section(group.title)
-            formatter.add_arguments(group._group_actions)
-            formatter.end_section()
+            head = f"  {', '.join(flag.names)} {flag.metavar}".rstrip()
+            groups.setdefault(flag.group, []).append((head, flag.help))
+        # First the groups, which ask the question; then flags of the command itself.
+        groups["options"] = groups.pop("options")
+        place = min(
+            _PLACE_OF_HELP, 2 + max(len(head) for rows in groups.values() for head, _ in rows)
+        )
+        columns = min(_MOST_COLUMNS, shutil.get_terminal_size().columns) - place
+        lines = [f"usage: {self.prog} [options]", "", self.command.summary, "", "examples:"]
+        lines += [f"  {example}" for example in self.command.examples]
+        for title, rows in groups.items():
+            lines += ["", f"{title}:"]
+            for head, text in rows:
+                # Names of methods have hyphens.
+                help = textwrap.wrap(text, max(11, columns), break_on_hyphens=False)
+                if len(head) > place - 2:
+                    lines.append(head)
+                    head = ""
+                lines.append(f"{head:<{place}}{help[0]}")
+                lines += [" " * place + line for line in help[1:]]
         if left_out:
-            formatter.add_text(f"{left_out} more options: --help-all")
-        return with_flags(formatter.format_help(), self)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Raises where the message cannot be written; argparse ignores that."""
-        print(message, end="", file=file or sys.stderr)
+            lines += ["", f"{left_out} more options: --help-all"]
+        return with_flags("\n".join([*lines, ""]), self.flags)
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        print(parser.format_help(seldom=True), end="")
-        parser.exit()
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        width = min(100, shutil.get_terminal_size().columns)
-        super().__init__(prog, max_help_position=32, width=width)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # names of methods have hyphens
-
-
-def flags_beside(args: argparse.Namespace, *flags: str) -> list[str]:
+def flags_beside(args: Args, *flags: str) -> list[str]:
     """The flags on this command line, as written, other than `flags` and --json."""
-    words = [word.partition("=")[0] for word in shlex.split(args.command_line)]
-    written = dict.fromkeys(word for word in words if word.startswith("--"))
-    return [flag for flag in written if flag not in ("--json", *flags)]
+    return [flag for flag in dict.fromkeys(args.written) if flag not in ("--json", *flags)]
 
 
 def run_command(prog: str, command: Command, words: list[str]) -> int:
@@ -155,106 +197,33 @@ def run_command(prog: str, command: Command, words: list[str]) -> int:
         args = parser.parse(words)
         args.command_line = shlex.join([*prog.split(), *words])
         return command.run(args)
-    except SystemExit as done:  # argparse leaves this way after --help
+    except SystemExit as done:  # after --help
         return int(done.code or 0)
     except MeshAttentionError as error:
-        raise UsageError(with_flags(str(error), parser)) from error
+        raise UsageError(with_flags(str(error), parser.flags)) from error
 
 
-def exit_code(prog: str, work: Callable[[], int]) -> int:
-    """Runs `work` and returns its exit code. If it raises, prints a line on standard error, and
-    returns the exit code of the error."""
-    is_closed = sys.stdout is None  # by the parent process; `work` may still write files
-    sys.stdout, sys.stderr = (stream or _null_stream() for stream in (sys.stdout, sys.stderr))
-    try:
-        code = work()
-        sys.stdout.flush()  # here, so that a closed pipe is handled below
-        if is_closed:
-            raise UsageError("standard output is closed, and the answer is lost")
-        return code
-    except (UsageError, MeshAttentionError) as error:
-        message = str(error)
-    except BrokenPipeError:  # the reader (such as head) has seen enough
-        _drop_output()
-        return 141
-    except OSError as error:
-        try:
-            sys.stdout.flush()
-        except OSError:
-            _drop_output()
-        message = f"{error.filename or 'input or output'}: {error.strerror}"
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            return _own_mistake(prog)
-        message = (
-            "this needs torch, which is not installed: pip install torch (plan, verify, volume, "
-            "simulate, advise, report and draw work without it)"
-        )
-    except UnicodeDecodeError as error:
-        message = f"the file is not text: {error}"
-    except KeyboardInterrupt:
-        return 130
-    except MemoryError:
-        message = "there is not enough memory for this"
-    except Exception:
-        return _own_mistake(prog)
-    print(f"{prog}: {printable(' '.join(message.split()))}", file=sys.stderr)
-    return 2
-
-
-def _own_mistake(prog: str) -> int:
-    traceback.print_exc()
-    print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
-    return 3
-
-
-def _null_stream() -> TextIO:
-    return open(os.devnull, "w", encoding="utf-8")  # stays open to the end
-
-
-def _drop_output() -> None:
-    """Discards what standard output still holds, as the flush at exit would fail again."""
-    with suppress(OSError):  # a stream without a descriptor is not flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def on_ranks(command: str, ranks_per_node: int | None, work: Callable[[Ranks], int]) -> int:
-    """Runs `work` on the ranks that torchrun started, and returns the exit code. Without torchrun,
-    the error shows how it starts `command`. All ranks raise alike, so only the first reports it."""
-    from mesh_attention.measure.ranks import MeasureError, ranks_of_launcher  # imports torch
-
-    try:
-        with ranks_of_launcher(ranks_per_node, command=command) as ranks:
-            return work(ranks)
-    except (MeasureError, UsageError):
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        return 2
-
-
-def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
+def with_flags(text: str, flags: Iterable[Flag]) -> str:
     """Replaces the planner's names of options by flags of the command line.
 
     The planner writes `name=value`, and a name alone in quotes or in a list.
 
-    >>> parser = argparse.ArgumentParser()
-    >>> _ = parser.add_argument("--heads", dest="num_heads")
-    >>> _ = parser.add_argument("--tile")
-    >>> _ = parser.add_argument("--rotation", action=argparse.BooleanOptionalAction)
-    >>> with_flags("num_heads=7: 'tile' needs rotation=False; options: tile, num_heads", parser)
+    >>> known = flags('''
+    ...     --heads N                 of queries
+    ...     --tile AxB                cells of a rank
+    ...     --rotation, --no-rotation  of keys
+    ... ''', tile=str)
+    >>> with_flags("num_heads=7: 'tile' needs rotation=False; options: tile, num_heads", known)
     '--heads 7: --tile needs --no-rotation; options: --tile, --heads'
     """
-    flags = {action.dest: action.option_strings for action in parser._actions}
-    for name, spellings in flags.items():
-        if not spellings:
-            continue
-        flag = spellings[0]
+    names = {flag.attribute: flag.names for flag in flags}
+    for name, (flag, *others) in names.items():
         text = re.sub(rf"\b{name}=True\b", flag, text)
-        text = re.sub(rf"\b{name}=False\b", spellings[-1], text)
+        text = re.sub(rf"\b{name}=False\b", [flag, *others][-1], text)
         text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
         bare = rf"|(?<![\w-]){name}\b" if "_" in name else ""  # else an English word
         text = re.sub(f"['`]{name}['`]{bare}", flag, text)
-    before, options, names = text.partition("options: ")
-    if options and not names.startswith("-"):
-        names = ", ".join(flags.get(name, [name])[0] for name in names.split(", "))
-    return (before + options + names).replace("`", "")
+    before, options, listed = text.partition("options: ")
+    if options and not listed.startswith("-"):
+        listed = ", ".join(names.get(name, [name])[0] for name in listed.split(", "))
+    return (before + options + listed).replace("`", "")

@@ -7,13 +7,12 @@ the transport. This process runs the ranks in a pool of processes, draws picture
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
-from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.command import Args, Command, flags
 from mesh_attention.cli.local_ranks import local_ranks
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cost.pictures import draw_gantt, pyplot
@@ -59,7 +58,7 @@ CASES = (
 )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     with local_ranks(NUM_RANKS, len(CASES)) as check:
         pictures = _draw(args.output)
         checked = {case: check(case.title, Mask(), case.options, **_SIZES) for case in CASES}
@@ -151,8 +150,8 @@ def _draw(folder: Path) -> list[str]:
 
 
 COMMAND = Command(
-    summary="nine real ranks on this computer: three assignments of work, checked and counted",
-    run=run,
-    flags=(Flag("--output", "folder of pictures", Path, "FOLDER", Path("demo-output")),),
+    "nine real ranks on this computer: three assignments of work, checked and counted",
+    run,
+    flags("--output FOLDER=demo-output  folder of pictures"),
     examples=("mesh-attention demo --output demo-output",),
 )

@@ -1,13 +1,22 @@
-"""The entry point of `mesh-attention`: finds the subcommand and runs it."""
+"""The entry point of `mesh-attention`: finds the subcommand, runs it, and ends with its exit code.
+
+Exit codes: 0 done, 1 the answer is no (a plan that does not verify), 2 the caller made a mistake
+(one line on standard error says how to avoid it), 3 a mistake in this library.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TextIO
 
-from mesh_attention.cli.command import Command, UsageError, exit_code, run_command
-from mesh_attention.errors import did_you_mean
+from mesh_attention.cli import advise, demo, on_ranks, plan, report, selftest, simulate, volume
+from mesh_attention.cli.command import Command, run_command
+from mesh_attention.cli.values import UsageError
+from mesh_attention.errors import MeshAttentionError, did_you_mean, printable
 from mesh_attention.version import __version__
 
 PROGRAM = "mesh-attention"
@@ -17,11 +26,18 @@ _EXAMPLES = (
     "report --ranks 32 --model llama-70b --tokens 128k  # the same as a page to look at",
     "selftest  # is attention exact on this computer?",
 )
-# The files of subcommands, in the order of the help: those that plan, and those that run on ranks.
-_PLANNING = ("plan", "volume", "verify", "simulate", "advise", "draw", "report")
-_ON_RANKS = ("profile", "tune", "demo", "selftest")
-COMMANDS: dict[str, Command] = {
-    name: import_module(f"mesh_attention.cli.{name}").COMMAND for name in _PLANNING + _ON_RANKS
+COMMANDS: dict[str, Command] = {  # in the order of the help: those that plan, those on ranks
+    "plan": plan.PLAN,
+    "volume": volume.COMMAND,
+    "verify": plan.VERIFY,
+    "simulate": simulate.COMMAND,
+    "advise": advise.COMMAND,
+    "draw": plan.DRAW,
+    "report": report.COMMAND,
+    "profile": on_ranks.PROFILE,
+    "tune": on_ranks.TUNE,
+    "demo": demo.COMMAND,
+    "selftest": selftest.COMMAND,
 }
 
 
@@ -67,3 +83,60 @@ def _help() -> str:
             "all of them.",
         ]
     )
+
+
+def exit_code(prog: str, work: Callable[[], int]) -> int:
+    """Runs `work` and returns its exit code. If it raises, prints a line on standard error, and
+    returns the exit code of the error."""
+    is_closed = sys.stdout is None  # by the parent process; `work` may still write files
+    sys.stdout, sys.stderr = (stream or _null_stream() for stream in (sys.stdout, sys.stderr))
+    try:
+        code = work()
+        sys.stdout.flush()  # here, so that a closed pipe is handled below
+        if is_closed:
+            raise UsageError("standard output is closed, and the answer is lost")
+        return code
+    except (UsageError, MeshAttentionError) as error:
+        message = str(error)
+    except BrokenPipeError:  # the reader (such as head) has seen enough
+        _drop_output()
+        return 141
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        message = f"{error.filename or 'input or output'}: {error.strerror}"
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return _own_mistake(prog)
+        message = (
+            "this needs torch, which is not installed: pip install torch (plan, verify, volume, "
+            "simulate, advise, report and draw work without it)"
+        )
+    except UnicodeDecodeError as error:
+        message = f"the file is not text: {error}"
+    except KeyboardInterrupt:
+        return 130
+    except MemoryError:
+        message = "there is not enough memory for this"
+    except Exception:
+        return _own_mistake(prog)
+    print(f"{prog}: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return 2
+
+
+def _own_mistake(prog: str) -> int:
+    traceback.print_exc()
+    print(f"{prog}: this is a mistake in {prog} itself; please report it", file=sys.stderr)
+    return 3
+
+
+def _null_stream() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")  # stays open to the end
+
+
+def _drop_output() -> None:
+    """Discards what standard output still holds, as the flush at exit would fail again."""
+    with suppress(OSError):  # a stream without a descriptor is not flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,6 @@ for the sizes of a problem.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from typing import Any, get_origin
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.auto import PlanChoice, find_best
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.command import Flag, UsageError
+from mesh_attention.cli.command import Args, Flag, flags
 from mesh_attention.cli.output import Progress
 from mesh_attention.cli.values import (
+    UsageError,
     byte_size,
     count,
     fraction,
@@ -34,6 +34,7 @@ from mesh_attention.cli.values import (
     window,
 )
 from mesh_attention.cost import detect_cluster
+from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction, Plan
@@ -47,89 +48,156 @@ from mesh_attention.step.model_shapes import MODELS, model_shape
 DEFAULT_RANKS = 16
 _TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
-PASSES = ("forward", "backward", "both")
-_WINDOW_HELP = "keys around the query; RIGHT is 0 when left out, inf is no limit"
-_SLICES_HELP = 'in place of masks: JSON, [[[query start, stop], [key start, stop], "causal"], ...]'
-_RANKS_HELP = f"number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)"
-_PROBLEM = (
-    Flag("--ranks", _RANKS_HELP, size, "N"),
-    Flag("--tokens", "query tokens, as 128k or 1M (default 64k)", size, "N", to="q_tokens"),
-    Flag("--heads", f"query heads (default {_HEADS})", size, "N", to="num_heads"),
-    Flag("--kv-heads", "key and value heads (default: as --heads)", size, "N", to="num_kv_heads"),
-    Flag("--head-dim", f"size of a query and key head (default {_HEAD_DIM})", size, "N"),
-    Flag("--causal", "a query sees keys up to its own (default no)", both=True),
-    Flag("--window", _WINDOW_HELP, window, "LEFT[:RIGHT]"),
-    Flag("--documents", "packed documents: 0,...,tokens", starts, "STARTS"),
+_PROBLEM = f"""
+    --ranks N       number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)
+    --tokens N      query tokens, as 128k or 1M (default 64k)
+    --heads N       query heads (default {_HEADS})
+    --kv-heads N    key and value heads (default: as --heads)
+    --head-dim N    size of a query and key head (default {_HEAD_DIM})
+    --causal, --no-causal  a query sees keys up to its own (default no)
+    --window LEFT[:RIGHT]  keys around the query; RIGHT is 0 when left out, inf is no limit
+    --documents STARTS     packed documents: 0,...,tokens
+    """
+_MORE_OF_PROBLEM = """
+    --kv-tokens N       key tokens (default: as many as queries)
+    --v-head-dim N      size of a value head (default: as --head-dim)
+    --element-bytes N   bytes of an element: 2, 4 or 8 (default 2)
+    --kv-documents STARTS  the same for keys, where they differ
+    --prefix N          first keys that all see (with --causal)
+    --slices FILE       in place of masks: JSON, [[[query start, stop], [key start, stop],
+                        "causal"], ...]
+    """
+_PASS = "--pass forward|backward|both  which direction (default both)"
+CLUSTERS = ", ".join(cluster_names())
+MODEL_FLAG = flags(
+    f"""
+    --model NAME|FILE    a known model, causal: {", ".join(MODELS)}; or a config.json of Hugging
+                         Face
+    """
 )
-_MORE_OF_PROBLEM = (
-    Flag("--kv-tokens", "key tokens (default: as many as queries)", size, "N"),
-    Flag("--v-head-dim", "size of a value head (default: as --head-dim)", size, "N"),
-    Flag("--element-bytes", "bytes of an element: 2, 4 or 8 (default 2)", size, "N"),
-    Flag("--kv-documents", "the same for keys, where they differ", starts, "STARTS"),
-    Flag("--prefix", "first keys that all see (with --causal)", count, "N"),
-    Flag("--slices", _SLICES_HELP, json_file, "FILE"),
-)
-_MODEL_HELP = f"a known model, causal: {', '.join(MODELS)}; or a config.json of Hugging Face"
-_CLUSTERS = f"{', '.join(cluster_names())}, or a TOML file"
-_CLUSTER_HELP = f"{_CLUSTERS} (default: by this machine's GPU, or {detect_cluster.NEAREST})"
-MODEL_FLAG = Flag("--model", _MODEL_HELP, str, "NAME|FILE")
-FLAGS_OF_ALL = (
-    MODEL_FLAG,
-    Flag("--cluster", _CLUSTER_HELP, str, "NAME|FILE"),
-    Flag("--memory", "of a GPU, such as 40GB (default: the cluster's)", byte_size, "SIZE"),
-    Flag("--kernel", "use this kernel of the cluster where possible", str, "NAME"),
-)
+FLAGS_OF_ALL = [
+    *MODEL_FLAG,
+    *flags(
+        f"""
+        --cluster NAME|FILE  {CLUSTERS}, or a TOML file (default: by this machine's GPU, or
+                             {detect_cluster.NEAREST})
+        --memory SIZE        of a GPU, such as 40GB (default: the cluster's)
+        --kernel NAME        use this kernel of the cluster where possible
+        """
+    ),
+]
 
 
-def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+def plan_flags() -> list[Flag]:
     """`--pass`, and the flags of a question."""
-    read_pass = one_of("pass", PASSES)
-    help = "which direction (default both)"
-    Flag("--pass", help, read_pass, "|".join(PASSES), to="passes").add_to(parser)
-    add_question_flags(parser)
+    return [*flags(_PASS), *question_flags()]
 
 
-def add_question_flags(parser: argparse.ArgumentParser) -> None:
-    for title, flags in (("problem", _PROBLEM), ("more of the problem", _MORE_OF_PROBLEM)):
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            flag.add_to(group)
-    plan = parser.add_argument_group("plan")
-    methods_text = f"{', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
-    Flag("--method", methods_text, str, "NAME").add_to(plan)
-    groups = {tuple(METHODS): parser.add_argument_group("options of all methods")}
-    for option, methods in all_options().values():
-        if methods not in groups:
-            groups[methods] = parser.add_argument_group(f"options of {', '.join(methods)}")
-        if option.has_text:  # `costs` has none: only Python code can give it
-            _option_flag(option).add_to(groups[methods])
+def question_flags() -> list[Flag]:
+    more: dict[str, Any] = {"seldom": True, "kv_documents": starts, "prefix": count}
+    made = flags(_PROBLEM, "problem", window=window, documents=starts)
+    made += flags(_MORE_OF_PROBLEM, "more of the problem", slices=json_file, **more)
+    methods = f"--method NAME  {', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
+    made += flags(methods, "plan")
+    # First the options that all methods have. `costs` has no text: only Python code can give it.
+    options = sorted(all_options().values(), key=lambda option: option[1] != tuple(METHODS))
+    return made + [_option_flag(*option) for option in options if option[0].has_text]
 
 
-def _option_flag(option: Option) -> Flag:
-    name, default = f"--{option.name.replace('_', '-')}", option.default
+def _option_flag(option: Option, methods: tuple[str, ...]) -> Flag:
+    name, metavar = option.name.replace("_", "-"), option.metavar
+    names: tuple[str, ...] = (f"--{name}",)
+    usual = "" if option.default is None else f" (default {option.default})"
+    reader: Callable[[str], Any] | None
     if option.type is bool:
-        return Flag(name, f"{option.help} (default {'yes' if default else 'no'})", both=True)
-    usual = "" if default is None else f" (default {default})"
-    metavar = option.metavar
-    reader: Callable[[str], Any]
-    if isinstance(option.type, type) and issubclass(option.type, StrEnum):
+        names, metavar, reader = (f"--{name}", f"--no-{name}"), "", None
+        usual = f" (default {'yes' if option.default else 'no'})"
+    elif isinstance(option.type, type) and issubclass(option.type, StrEnum):
         reader, metavar = one_of(option.name.replace("_", " "), option.type), "|".join(option.type)
     elif get_origin(option.type) is tuple:
-        example = re.sub("[A-Z]+", "2", metavar)
-        reader = pair(f"a pair such as {example} ({metavar})")
+        reader = pair(f"a pair such as {re.sub('[A-Z]+', '2', metavar)} ({metavar})")
     elif option.type is int:
         reader = byte_size if option.name.endswith("_bytes") else size
     else:
         reader = fraction
-    return Flag(name, option.help + usual, reader, metavar)
+    of_all = methods == tuple(METHODS)
+    group = f"options of {'all methods' if of_all else ', '.join(methods)}"
+    return Flag(names, metavar, option.help + usual, reader, group, is_seldom=True)
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    method = {} if args.method is None else {"method": args.method}
-    directions = directions_of(args)
-    plan = ask(
-        problem_of(args), ranks_of(args), directions=directions, **method, **options_of(args)
-    ).plan()
+@dataclass(frozen=True)
+class Asked:
+    """The question of a command line. `method` is None where the command line names none."""
+
+    problem: Problem
+    ranks: int
+    directions: tuple[Direction, ...]
+    method: str | None
+    options: dict[str, Any]
+
+    def plan(self, cluster: Cluster | None = None) -> Plan:
+        how: dict[str, Any] = {"directions": self.directions, "cluster": cluster, **self.options}
+        if self.method is not None:
+            how["method"] = self.method
+        return ask(self.problem, self.ranks, **how).plan()
+
+
+@dataclass(frozen=True)
+class AskedOnCluster(Asked):
+    """The question of how fast that is. GPUs of `cluster` have the memory that one sequence of the
+    batch may take; `found_by` says in words how the cluster was chosen."""
+
+    cluster: Cluster
+    found_by: str
+    kernel: str | None
+    batch: int  # sequences that share the memory of a GPU
+
+    def search(self, tell: Progress | None, overlap: Overlap | str = Overlap.EVENTS) -> PlanChoice:
+        """The best plan of the method, or of all where none is named."""
+        return find_best(
+            self.problem,
+            self.ranks,
+            self.cluster,
+            directions=self.directions,
+            options=self.options,
+            method=None if self.method == AUTO else self.method,
+            overlap=overlap,
+            kernel=self.kernel,
+            progress=tell,
+        )
+
+
+def asked_of(args: Args) -> Asked:
+    return Asked(
+        problem_of(args), ranks_of(args), directions_of(args), args.method, options_of(args)
+    )
+
+
+def asked_on(args: Args, cluster: Cluster, found_by: str = "") -> AskedOnCluster:
+    batch = getattr(args, "batch", None) or 1
+    share = with_memory(cluster, gpu_bytes(cluster) / batch)
+    kernel = getattr(args, "kernel", None)
+    asked = vars(asked_of(args))
+    return AskedOnCluster(**asked, cluster=share, found_by=found_by, kernel=kernel, batch=batch)
+
+
+def asked_of_all(args: Args, command: str) -> AskedOnCluster:
+    """The question of `command`, which is named in the error about a flag that it does not take."""
+    if args.method is not None:
+        raise UsageError(
+            f"{command} compares all methods; leave --method out, or see simulate --best"
+        )
+    if args.model is not None:
+        for name, value in model_shape(args.model).heads.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        if args.causal is None and args.slices is None:
+            args.causal = True
+    return asked_on(args, *cluster_of(args))
+
+
+def plan_of(args: Args) -> Plan:
+    plan = asked_of(args).plan()
     # After planning: if the planner refuses them, its error is the better one.
     for name in PLACES:
         if getattr(args, name) is not None and args.ranks_per_node is None:
@@ -139,7 +207,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def tell_fewer_chunks(args: argparse.Namespace, plan: Plan) -> None:
+def tell_fewer_chunks(args: Args, plan: Plan) -> None:
     """Says on standard error where a rank has fewer rows than chunks were asked for."""
     for pass_ in plan.passes:
         name = "backward_chunks" if pass_.direction is Direction.BACKWARD else "chunks"
@@ -154,15 +222,16 @@ def tell_fewer_chunks(args: argparse.Namespace, plan: Plan) -> None:
             )
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
+def options_of(args: Args) -> dict[str, Any]:
     """The options on this command line, by their names in Python."""
     return _present(args, *all_options())
 
 
-def directions_of(args: argparse.Namespace) -> tuple[Direction, ...]:
-    if args.passes in (None, "both"):
+def directions_of(args: Args) -> tuple[Direction, ...]:
+    passes = getattr(args, "passes", None)  # tune measures both
+    if passes in (None, "both"):
         return tuple(Direction)
-    direction = Direction(args.passes)
+    direction = Direction(passes)
     for name, value in options_of(args).items():
         is_of_backward = name == "gather_out" or name.startswith("backward_")
         if direction is Direction.FORWARD and is_of_backward and value:
@@ -171,7 +240,7 @@ def directions_of(args: argparse.Namespace) -> tuple[Direction, ...]:
     return (direction,)
 
 
-def ranks_of(args: argparse.Namespace) -> int:
+def ranks_of(args: Args) -> int:
     ranks: int | None = args.ranks
     if ranks is None:
         ranks = args.tile[0] * args.tile[1] if args.tile else DEFAULT_RANKS
@@ -180,7 +249,7 @@ def ranks_of(args: argparse.Namespace) -> int:
     return ranks
 
 
-def problem_of(args: argparse.Namespace) -> Problem:
+def problem_of(args: Args) -> Problem:
     mask = _present(args, *(field.name for field in fields(Mask)))
     if "window" in mask and mask["window"][1] == 0:
         mask.setdefault("causal", True)
@@ -189,59 +258,12 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem(**{**defaults, **sizes}, mask=Mask(**mask))
 
 
-def _present(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def _present(args: Args, *names: str) -> dict[str, Any]:
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
-class AskedOfAll:
-    """The question to all methods. GPUs of `cluster` have the memory that one sequence of the batch
-    may take; `found_by` says in words how the cluster was chosen."""
-
-    problem: Problem
-    ranks: int
-    cluster: Cluster
-    found_by: str
-    directions: tuple[Direction, ...]
-    options: dict[str, Any]
-    kernel: str | None
-    batch: int  # sequences that share the memory of a GPU
-
-    def search(self, tell: Progress | None) -> PlanChoice:
-        return find_best(
-            self.problem,
-            self.ranks,
-            self.cluster,
-            directions=self.directions,
-            options=self.options,
-            kernel=self.kernel,
-            progress=tell,
-        )
-
-
-def asked_of_all(args: argparse.Namespace, command: str) -> AskedOfAll:
-    """The question of `command`, which is named in the error about a flag that it does not take."""
-    if args.method is not None:
-        raise UsageError(
-            f"{command} compares all methods; leave --method out, or see simulate --best"
-        )
-    if args.model is not None:
-        for name, value in model_shape(args.model).heads.items():
-            if getattr(args, name) is None:
-                setattr(args, name, value)
-        if args.causal is None and args.slices is None:
-            args.causal = True
-    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
-    cluster, found_by = cluster_of(args)
-    batch = getattr(args, "batch", None) or 1
-    share = with_memory(cluster, gpu_bytes(cluster) / batch)
-    return AskedOfAll(
-        problem, ranks, share, found_by, directions_of(args), options, args.kernel, batch
-    )
-
-
-def cluster_of(args: argparse.Namespace) -> tuple[Cluster, str]:
+def cluster_of(args: Args) -> tuple[Cluster, str]:
     """The cluster of `--cluster` or else of this machine, with the memory of `--memory`, and how it
     was chosen, in words."""
     if args.cluster is None:

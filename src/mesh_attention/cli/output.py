@@ -5,7 +5,6 @@ Only a person at a terminal sees the bar: with rich where it is installed, else 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,20 +14,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from mesh_attention.choose.explain import time_text
-from mesh_attention.cli.command import Flag
-from mesh_attention.cli.values import size
+from mesh_attention.cli.command import Args, flags
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.kernel_facts import library_facts
-from mesh_attention.plan.language.tasks import Schedule
 
 Progress = Callable[[int, int], None]  # called with (done, total)
-BATCH_FLAG = Flag("--batch", "sequences at a time (default 1)", size, "N", 1)
+BATCH_FLAG = flags("--batch N=1  sequences at a time (default 1)")
 _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 
 
 def show(
-    args: argparse.Namespace,
+    args: Args,
     to_json: Callable[[], Any],
     to_lines: Callable[[], Iterable[str]],
     *,
@@ -53,16 +50,6 @@ def batch_note(batch: int, seconds: float) -> list[str]:
     return [
         f"{batch} sequences at a time need {batch} times the memory and traffic of one, and take "
         f"at most {batch} times as long: {time_text(batch * seconds)}."
-    ]
-
-
-def steps_json(schedule: Schedule) -> list[dict[str, Any]]:
-    return [
-        {
-            "communication": None if step.communication is None else str(step.communication),
-            "compute": list(map(str, step.compute)),
-        }
-        for step in schedule.steps
     ]
 
 

@@ -1,33 +1,45 @@
-"""`mesh-attention plan`: makes a plan and shows it, or writes its full text form.
+"""Commands about one plan: `plan` makes and shows it, `draw` draws it, `verify` proves it.
 
-`--target` compiles the plan for a machine, named by a cluster, its GPU or a file.
+`plan --text` writes the full text form, which `verify --text` reads. `plan --target` compiles the
+plan for a machine, named by a cluster, its GPU or a file.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import add_plan_flags, plan_of
-from mesh_attention.cli.output import show, steps_json
-from mesh_attention.cli.values import count as count_of
+from mesh_attention.cli.command import Args, Command, flags, flags_beside
+from mesh_attention.cli.options import directions_of, plan_flags, plan_of
+from mesh_attention.cli.output import progress, show
+from mesh_attention.cli.values import UsageError
 from mesh_attention.cost.planning import target_on
-from mesh_attention.files import replacing
+from mesh_attention.errors import PlanTextError
+from mesh_attention.files import read_text, replacing
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.computed_pairs import balance
-from mesh_attention.plan.language.plan import Plan
-from mesh_attention.plan.language.text import digest, plan_lines, program_lines
+from mesh_attention.plan.language.plan import Pass, Plan
+from mesh_attention.plan.language.tasks import Schedule
+from mesh_attention.plan.language.text import (
+    HEADER,
+    digest,
+    parse_plan,
+    plan_lines,
+    program_lines,
+)
 from mesh_attention.plan.passes.compile import compile_plan
 from mesh_attention.plan.read.count import count
-from mesh_attention.plan.read.draw import draw_steps, draw_summary
+from mesh_attention.plan.read.draw import computed_cells, draw_assignment, draw_steps, draw_summary
+from mesh_attention.plan.read.verify import Finding, verify
+
+MOST_BYTES = 1 << 30  # the text of a mesh of 1,024 ranks has 40 MB
 
 
-def run(args: argparse.Namespace) -> int:
+def run_plan(args: Args) -> int:
     if args.text == "-" and args.json:
         raise UsageError("--text - and --json both want standard output; give --text a file")
     if args.rank is not None and args.target is None:
@@ -46,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text is not None:
         with replacing(args.text) as part, part.open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in plan_lines(plan))
-    return show(args, lambda: _to_json(plan), lambda: _to_lines(plan, args.rank or 0))
+    return show(args, lambda: _plan_json(plan), lambda: _plan_text(plan, args.rank or 0))
 
 
 def cluster_of_target(name: str) -> Cluster:
@@ -60,7 +72,7 @@ def cluster_of_target(name: str) -> Cluster:
     return load_cluster(matches[0] if len(matches) == 1 else name)
 
 
-def _to_lines(plan: Plan, rank: int) -> list[str]:
+def _plan_text(plan: Plan, rank: int) -> list[str]:
     """A summary and the steps; of a plan that is compiled for a target, a program of `rank` too."""
     lines = [draw_summary(plan)]
     for pass_ in plan.passes:
@@ -72,7 +84,7 @@ def _to_lines(plan: Plan, rank: int) -> list[str]:
     return lines
 
 
-def _to_json(plan: Plan) -> dict[str, Any]:
+def _plan_json(plan: Plan) -> dict[str, Any]:
     counts = count(plan)
     passes = {}
     for pass_ in plan.passes:
@@ -80,7 +92,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         passes[str(pass_.direction)] = {
             "setting": pass_.setting,
             "groups": pass_.groups,
-            "steps": steps_json(pass_.schedule),
+            "steps": _steps_json(pass_.schedule),
             "volume": counts[pass_.direction].to_json(),
             "visible_pairs_per_rank": {"mean": work.mean, "max": work.max},
         }
@@ -98,25 +110,142 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     } | ({} if plan.target is None else {"target": plan.target.to_json()})
 
 
-COMMAND = Command(
-    summary="make a plan: what it chose, what it costs, and the steps of its schedule",
-    run=run,
-    flags=(
-        Flag(
-            "--target",
-            "compile the plan for a machine: kernels of each call, places of buffers (h200, a "
-            "cluster's name or its file)",
-            str,
-            "NAME",
-        ),
-        Flag("--rank", "whose program --target shows (default 0)", count_of, "R"),
-        Flag("--text", "write the full text form to FILE, or alone to - (stdout)", str, "FILE"),
+def _steps_json(schedule: Schedule) -> list[dict[str, Any]]:
+    return [
+        {
+            "communication": None if step.communication is None else str(step.communication),
+            "compute": list(map(str, step.compute)),
+        }
+        for step in schedule.steps
+    ]
+
+
+def run_draw(args: Args) -> int:
+    plan = plan_of(args)
+    shown: dict[str, Any] = {"whole_tasks": args.whole_tasks, "first": args.first}
+
+    def picture(pass_: Pass) -> str:
+        tile = f", tile {pass_.setting['tile']}" if "tile" in pass_.setting else ""
+        matrix = draw_assignment(plan, pass_, **shown)
+        return (
+            f"{pass_.direction}, {plan.method} on {plan.num_ranks} ranks{tile}: the rank that "
+            f"computes each cell\n{matrix}\n\n{_slices(pass_)}{draw_steps(pass_.schedule)}"
+        )
+
+    return show(
+        args,
+        lambda: {
+            str(pass_.direction): {
+                "matrix": computed_cells(plan, pass_, **shown).to_json(),
+                "steps": _steps_json(pass_.schedule),
+                "head_slices": pass_.setting.get("head_slices"),
+            }
+            for pass_ in plan.passes
+        },
+        lambda: ["\n\n".join(map(picture, plan.passes))],
+    )
+
+
+def _slices(pass_: Pass) -> str:
+    """The meaning of task numbers where heads are sliced."""
+    sizes = pass_.setting.get("head_slices")
+    if sizes is None:
+        return ""
+    chunks = f", each of {pass_.setting['chunks']} chunks" if "chunks" in pass_.setting else ""
+    return f"slices of {sizes} heads{chunks}, numbered one after another\n"
+
+
+def run_verify(args: Args) -> int:
+    plan = plan_of(args) if args.text is None else _read(args)
+    with progress("verifying") as tell:
+        findings = verify(plan, progress=tell)
+    return show(
+        args,
+        lambda: {
+            "ok": not findings,
+            "digest": digest(plan),
+            "problems": [finding.to_json() for finding in findings],
+        },
+        lambda: _verify_text(plan, findings),
+        ok=not findings,
+    )
+
+
+def _verify_text(plan: Plan, findings: Sequence[Finding]) -> list[str]:
+    if findings:
+        return [*map(str, findings), f"bad: {len(findings)} problems found"]
+    operations = sum(len(p.operations) for pass_ in plan.passes for p in pass_.programs)
+    passes = " and ".join(str(pass_.direction) for pass_ in plan.passes)
+    return [
+        f"ok: {plan.method} on {plan.num_ranks} ranks, {passes}: every visible pair is "
+        f"computed once and reduced to its owner once, and no rank deadlocks "
+        f"({operations} operations, digest {digest(plan)[:12]})"
+    ]
+
+
+def _read(args: Args) -> Plan:
+    """The plan of `--text`, with the passes of `--pass`."""
+    if others := flags_beside(args, "--text", "--pass"):
+        raise UsageError(f"--text gives the whole plan; leave out {', '.join(others)}")
+    if args.text == "-":
+        text = sys.stdin.read(len(HEADER))  # an input that is no plan may have no end
+        text += sys.stdin.read(MOST_BYTES) if text == HEADER else ""
+    else:
+        text = read_text(args.text, most_bytes=MOST_BYTES)
+    try:
+        plan = parse_plan(text)
+    except PlanTextError as error:
+        raise UsageError(f"{args.text} is not the text form of a plan: {error}") from error
+    directions = directions_of(args)
+    passes = tuple(pass_ for pass_ in plan.passes if pass_.direction in directions)
+    if not passes:
+        raise UsageError(f"{args.text} holds no {args.passes or ''} pass to verify")
+    return dataclasses.replace(plan, passes=passes)
+
+
+PLAN = Command(
+    "make a plan: what it chose, what it costs, and the steps of its schedule",
+    run_plan,
+    flags(
+        """
+        --target NAME   compile the plan for a machine: kernels of each call, places of buffers
+                        (h200, a cluster's name or its file)
+        --rank R        whose program --target shows (default 0)
+        --text FILE     write the full text form to FILE, or alone to - (stdout)
+        """,
+        text=str,
     ),
-    more_flags=add_plan_flags,
+    plan_flags,
     examples=(
         "mesh-attention plan --ranks 9 --chunks 3x3",
         "mesh-attention plan --ranks 8 --tokens 64k --heads 32 --causal --target h200",
         "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4",
         "mesh-attention plan --tile 3x3 --text plan.txt",
+    ),
+)
+DRAW = Command(
+    "draw who computes what (the assignment matrix) and in which steps",
+    run_draw,
+    flags(
+        """
+        --first N       draw the first N partitions (default: all up to 64 ranks, else 32; in JSON
+                        all)
+        --whole-tasks   also number cells that the mask empties but a rank's tasks span
+        """
+    ),
+    plan_flags,
+    examples=(
+        "mesh-attention draw --method mesh --ranks 9 --chunks 3x3 --pass forward",
+        "mesh-attention draw --method mesh --ranks 9 --no-rotation --causal --layout contiguous",
+    ),
+)
+VERIFY = Command(
+    "prove a plan by running all ranks on symbols; exit code 1 when it is wrong",
+    run_verify,
+    flags("--text FILE  verify the plan in FILE (- is stdin) instead of making one", text=str),
+    plan_flags,
+    examples=(
+        "mesh-attention verify --ranks 64 --causal --chunks 4x4",
+        "mesh-attention plan --text - | mesh-attention verify --text -",
     ),
 )

@@ -6,14 +6,13 @@ page, and writes the page only if `--output` is given.
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import FLAGS_OF_ALL, add_plan_flags, asked_of_all
+from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.options import FLAGS_OF_ALL, asked_of_all, plan_flags
 from mesh_attention.cli.output import BATCH_FLAG, batch_note, missing_kernels_note, progress, show
-from mesh_attention.cli.values import size
+from mesh_attention.cli.values import UsageError
 from mesh_attention.report.estimates import RANKS
 from mesh_attention.report.facts import report_facts
 from mesh_attention.report.page import plotly_js, write_page
@@ -21,7 +20,7 @@ from mesh_attention.report.page import plotly_js, write_page
 OUTPUT = Path("report.html")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     asked = asked_of_all(args, "report")
     output: Path | None = args.output or (None if args.json else OUTPUT)
     library = ""
@@ -58,26 +57,18 @@ def _refuse_unwritable(path: Path) -> None:
         raise UsageError(f"{path} may not be written")
 
 
+_FLAGS = flags(
+    f"""
+    --output FILE       the page (default {OUTPUT}; with --json none, unless it is given)
+    --scaling-ranks N   the most ranks of the scaling picture (default: 8 x --ranks, 64 to
+                        {RANKS[-1]})
+    """
+)
 COMMAND = Command(
-    summary="one page to look at: the choice, who computes what and when, all methods, scaling",
-    run=run,
-    flags=(
-        *FLAGS_OF_ALL,
-        BATCH_FLAG,
-        Flag(
-            "--output",
-            f"the page (default {OUTPUT}; with --json none, unless it is given)",
-            Path,
-            "FILE",
-        ),
-        Flag(
-            "--scaling-ranks",
-            f"the most ranks of the scaling picture (default: 8 x --ranks, 64 to {RANKS[-1]})",
-            size,
-            "N",
-        ),
-    ),
-    more_flags=add_plan_flags,
+    "one page to look at: the choice, who computes what and when, all methods, scaling",
+    run,
+    [*FLAGS_OF_ALL, *BATCH_FLAG, *_FLAGS],
+    plan_flags,
     examples=(
         "mesh-attention report --ranks 32 --model llama-70b --tokens 128k",
         "mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html",

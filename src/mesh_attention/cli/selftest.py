@@ -6,12 +6,11 @@ block; all are held against float64 attention (`measure/exactness.py`). Exit cod
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mesh_attention.cli.command import Command, Flag
+from mesh_attention.cli.command import Args, Command, flags
 from mesh_attention.cli.local_ranks import local_ranks
 from mesh_attention.cli.output import show, table
 from mesh_attention.cli.values import one_of
@@ -48,7 +47,7 @@ class MethodCheck(NamedTuple):
         return head | self.errors.to_json() | ({"failure": self.failure} if self.failure else {})
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     begin = time.monotonic()
     methods = [args.method] if args.method else [*METHODS]
     cases = [(name, "causal", Mask(causal=True)) for name in methods]
@@ -134,8 +133,8 @@ def _kernels_lines(checks: list[KernelCheck], device: str | None) -> list[str]:
 
 
 COMMAND = Command(
-    summary="is attention exact here? every method on four processes, every kernel; under a minute",
-    run=run,
-    flags=(Flag("--method", "this method only (default: all)", one_of("method", METHODS), "NAME"),),
+    "is attention exact here? every method on four processes, every kernel; under a minute",
+    run,
+    flags("--method NAME  this method only (default: all)", method=one_of("method", METHODS)),
     examples=("mesh-attention selftest", "mesh-attention selftest --method mesh --json"),
 )

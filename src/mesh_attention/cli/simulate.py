@@ -5,28 +5,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mesh_attention.choose.ask import make_plan
-from mesh_attention.choose.auto import find_best
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli import output
-from mesh_attention.cli.command import Command, Flag, UsageError, flags_beside
-from mesh_attention.cli.options import (
-    add_plan_flags,
-    directions_of,
-    options_of,
-    problem_of,
-    ranks_of,
-    tell_fewer_chunks,
-    with_memory,
-)
-from mesh_attention.cli.values import one_of, size
+from mesh_attention.cli.command import Args, Command, flags, flags_beside
+from mesh_attention.cli.options import CLUSTERS, asked_on, plan_flags, tell_fewer_chunks
+from mesh_attention.cli.values import UsageError, one_of
 from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.pictures import check_gantt, draw_gantt, trace_of
 from mesh_attention.cost.planning import setting_of
@@ -36,7 +24,6 @@ from mesh_attention.files import replacing
 from mesh_attention.machine.cluster import Cluster
 from mesh_attention.machine.load import cluster_names, load_cluster
 from mesh_attention.plan.language.plan import Direction
-from mesh_attention.plan.methods.table import AUTO
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import problem_text
 
@@ -44,7 +31,7 @@ DEFAULT_CLUSTER = "hgx-h100"
 TRACE_RANKS, GANTT_RANKS = 16, 4
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     if args.clusters:
         if flags := flags_beside(args, "--clusters"):
             raise UsageError(f"--clusters lists all clusters; leave out {', '.join(flags)}")
@@ -57,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = load_cluster(args.cluster)
     if args.gantt:
         check_gantt(args.gantt, gantt_ranks)
-    # Each sequence of a batch has its part of the memory; the search drops plans that need more.
-    share = with_memory(cluster, gpu_bytes(cluster) / args.batch)
-    passes = simulated(args, share, args.overlap)
+    passes = simulated(args, cluster, args.overlap)
     timelines = [pass_.timeline for pass_ in passes]
     files = []
     if args.trace:
@@ -103,40 +88,30 @@ class Simulated:
 
 
 def simulated(
-    args: argparse.Namespace, cluster: Cluster, overlap: Overlap | str = Overlap.EVENTS
+    args: Args, cluster: Cluster, overlap: Overlap | str = Overlap.EVENTS
 ) -> list[Simulated]:
     """Each pass asked for, simulated with the options on the command line, or with `--best` with
     those that a search finds."""
-    problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
-    directions, method = directions_of(args), args.method or AUTO
+    asked = asked_on(args, cluster)
     if not args.best:
-        plan = make_plan(
-            problem, ranks, method=method, cluster=cluster, directions=directions, **options
-        )
+        plan = asked.plan(asked.cluster)
         tell_fewer_chunks(args, plan)
         return [
-            Simulated(simulate(plan, cluster, d, overlap=overlap, kernel=args.kernel), options)
-            for d in directions
+            Simulated(
+                simulate(plan, asked.cluster, direction, overlap=overlap, kernel=asked.kernel),
+                asked.options,
+            )
+            for direction in asked.directions
         ]
     with output.progress("searching") as tell:
-        best = find_best(
-            problem,
-            ranks,
-            cluster,
-            directions=directions,
-            options=options,
-            method=None if method == AUTO else method,
-            overlap=overlap,
-            kernel=args.kernel,
-            progress=tell,
-        )
+        best = asked.search(tell, overlap)
     return [
         Simulated(best.asked.timeline(scored), scored.options, best.tried)
         for scored in best.chosen.values()
     ]
 
 
-def _show_clusters(args: argparse.Namespace) -> int:
+def _show_clusters(args: Args) -> int:
     clusters = [load_cluster(name) for name in cluster_names()]
     width = max(len(cluster.name) for cluster in clusters)
     return output.show(
@@ -210,47 +185,33 @@ def _part_text(numbers: dict[str, Any], name: str) -> str:
     return f"{_seconds_text(seconds)} ({seconds / runtime if runtime else 0.0:.0%})"
 
 
-CLUSTER_FLAGS = (
-    Flag(
-        "--cluster",
-        f"{', '.join(cluster_names())}, or a TOML file (default {DEFAULT_CLUSTER})",
-        str,
-        "NAME|FILE",
-        DEFAULT_CLUSTER,
-    ),
-    Flag(
-        "--kernel",
-        "one of the cluster's kernels, for all attentions that it can do; otherwise each is done "
-        "by the fastest for it",
-        str,
-        "NAME",
-    ),
-    Flag(
-        "--best",
-        "search the options that are not given, and the method if none is, for the shortest time",
-    ),
+CLUSTER_FLAGS = flags(
+    f"""
+    --cluster NAME|FILE={DEFAULT_CLUSTER}  {CLUSTERS}, or a TOML file (default {DEFAULT_CLUSTER})
+    --kernel NAME   one of the cluster's kernels, for all attentions that it can do; otherwise each
+                    is done by the fastest for it
+    --best          search the options that are not given, and the method if none is, for the
+                    shortest time
+    """
+)
+_FLAGS = flags(
+    f"""
+    --clusters          list the clusters and stop
+    --overlap {"|".join(Overlap)}={Overlap.EVENTS}
+                        events: each operation waits for its inputs only (default); strict: both
+                        halves of a step end before the next begins; none: one operation at a time
+    --trace FILE.json   write a trace that Perfetto opens
+    --trace-ranks N     ranks in it (default the first {TRACE_RANKS})
+    --gantt FILE        draw a Gantt chart, .png or .svg
+    --gantt-ranks N     ranks in it (default the first {GANTT_RANKS})
+    """,
+    overlap=one_of("way to overlap", Overlap),
 )
 COMMAND = Command(
-    summary="model the timeline on a cluster: runtime, MFU, exposed communication, memory",
-    run=run,
-    flags=(
-        *CLUSTER_FLAGS,
-        output.BATCH_FLAG,
-        Flag("--clusters", "list the clusters and stop"),
-        Flag(
-            "--overlap",
-            "events: each operation waits for its inputs only (default); strict: both halves of "
-            "a step end before the next begins; none: one operation at a time",
-            one_of("way to overlap", Overlap),
-            "|".join(Overlap),
-            Overlap.EVENTS.value,
-        ),
-        Flag("--trace", "write a trace that Perfetto opens", Path, "FILE.json"),
-        Flag("--trace-ranks", f"ranks in it (default the first {TRACE_RANKS})", size, "N"),
-        Flag("--gantt", "draw a Gantt chart, .png or .svg", Path, "FILE"),
-        Flag("--gantt-ranks", f"ranks in it (default the first {GANTT_RANKS})", size, "N"),
-    ),
-    more_flags=add_plan_flags,
+    "model the timeline on a cluster: runtime, MFU, exposed communication, memory",
+    run,
+    [*CLUSTER_FLAGS, *output.BATCH_FLAG, *_FLAGS],
+    plan_flags,
     examples=(
         "mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 256k --causal",
         "mesh-attention simulate --cluster paper --ranks 128 --heads 64 --best --pass forward",

@@ -1,17 +1,17 @@
-"""Readers of option values for argparse: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, JSON files.
+"""Readers of option values: `128k`, `3x3`, `512MiB`, `128:0`, `0,100,400`, JSON files.
 
-`options.py` and the subcommands give them to flags. A reader takes the text of a value, and raises
-an error with an example if the text does not fit. Only `json_file` reads a file; none writes.
-Patterns say [0-9], since \\d would also match digits of other scripts.
+Flags are read by what `READERS` has for their metavar, or by a reader of their own. A reader takes
+the text of a value, and raises an error with an example if the text does not fit. Only `json_file`
+reads a file; none writes. Patterns say [0-9], since \\d would also match digits of other scripts.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from mesh_attention.errors import did_you_mean
@@ -26,11 +26,15 @@ _NUMBER = r"[0-9]{1,18}(?:(?:\.[0-9]{1,6})?[kKmMgG])?"  # 18 digits fit into 64 
 _MOST_BYTES = 1 << 26  # of a JSON file
 
 
+class UsageError(ValueError):
+    """The command cannot be carried out as it was written; the message says what would work."""
+
+
 def _matched(text: str, pattern: str, expected: str) -> re.Match[str]:
     """The match of the whole text; `expected` says in the error what the text should be."""
     match = re.fullmatch(pattern, text)
     if not match:
-        raise ArgumentTypeError(f"{text!r} is not {expected}")
+        raise UsageError(f"{text!r} is not {expected}")
     return match
 
 
@@ -50,13 +54,11 @@ def count(text: str) -> int:
 
 def _whole_number(text: str, *, at_least: int) -> int:
     if re.fullmatch(r"[0-9]{19,}", text):
-        raise ArgumentTypeError(f"a number of {len(text)} digits is too large")
+        raise UsageError(f"a number of {len(text)} digits is too large")
     match = _matched(text, f"-?{_NUMBER}", "a whole number such as 8, 128k or 1M")
     number = _number(match[0])
     if number < at_least:
-        raise ArgumentTypeError(
-            f"{text} is not possible; give a whole number of at least {at_least}"
-        )
+        raise UsageError(f"{text} is not possible; give a whole number of at least {at_least}")
     return number
 
 
@@ -66,7 +68,7 @@ def _number(text: str) -> int:
     power = " kmg".find(text[-1].lower())
     value = Fraction(text.rstrip("kKmMgG")) * 1024 ** max(power, 0)
     if value.denominator != 1:
-        raise ArgumentTypeError(f"{text} is not a whole number: it is {float(value):g}")
+        raise UsageError(f"{text} is not a whole number: it is {float(value):g}")
     return int(value)
 
 
@@ -83,7 +85,7 @@ def pair(expected: str) -> Callable[[str], tuple[int, int]]:
         match = _matched(text, r"([0-9]{1,18})x([0-9]{1,18})", expected)
         first, second = int(match[1]), int(match[2])
         if first < 1 or second < 1:
-            raise ArgumentTypeError(f"{text}: both numbers must be at least 1")
+            raise UsageError(f"{text}: both numbers must be at least 1")
         return first, second
 
     return read
@@ -96,13 +98,13 @@ def byte_size(text: str) -> int:
     (536870912, 1536, 2000000000, 100)
     """
     if re.match(r"\s*-\s*[0-9]", text):
-        raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
+        raise UsageError(f"{text} is not possible; give at least one byte")
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in _UNIT_BYTES:
-        raise ArgumentTypeError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
+        raise UsageError(f"{text!r} is not a size such as 512MiB, 2GiB or 1000000")
     number = int(float(match[1]) * _UNIT_BYTES[match[2]])
     if number < 1:
-        raise ArgumentTypeError(f"{text} is not possible; give at least one byte")
+        raise UsageError(f"{text} is not possible; give at least one byte")
     return number
 
 
@@ -131,9 +133,9 @@ def json_file(path: str) -> Any:
     try:
         return json.loads(read_text(path, most_bytes=_MOST_BYTES))
     except FileError as error:
-        raise ArgumentTypeError(str(error)) from error
+        raise UsageError(str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise ArgumentTypeError(f"{path} is not JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON: {error}") from error
 
 
 def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
@@ -142,9 +144,22 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in known:
-            raise ArgumentTypeError(
+            raise UsageError(
                 f"{text!r} is not a {kind}{did_you_mean(text, known)}; known: {', '.join(known)}"
             )
         return text
 
     return read
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "N": size,
+    "R": count,
+    "SIZE": byte_size,
+    "FILE": Path,
+    "FILE.json": Path,
+    "FILE.toml": Path,
+    "FOLDER": Path,
+    "NAME": str,
+    "NAME|FILE": str,
+}

@@ -5,14 +5,14 @@ Of one plan, or of all methods side by side (`--compare`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
 from mesh_attention.choose.scored import options_text
-from mesh_attention.cli.command import Command, Flag, UsageError
-from mesh_attention.cli.options import add_plan_flags, options_of, plan_of, problem_of, ranks_of
+from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.options import options_of, plan_flags, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
+from mesh_attention.cli.values import UsageError
 from mesh_attention.plan.language.plan import Direction, Plan
 from mesh_attention.plan.methods.parts.assignment import PLACES
 from mesh_attention.plan.methods.table import METHODS
@@ -21,7 +21,7 @@ from mesh_attention.plan.read.compare import Compared, compare
 from mesh_attention.plan.read.count import count, kept_bytes
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     if args.compare:
         return _show_comparison(args)
     plan = plan_of(args)
@@ -77,7 +77,7 @@ def _between(kept: dict[str, float], layers: int) -> str:
     )
 
 
-def _show_comparison(args: argparse.Namespace) -> int:
+def _show_comparison(args: Args) -> int:
     if args.passes not in (None, "both"):
         raise UsageError("--compare counts both passes; leave --pass out")
     problem, ranks, options = problem_of(args), ranks_of(args), options_of(args)
@@ -130,10 +130,10 @@ def _cells(row: Compared, batch: int) -> list[str]:
 
 
 COMMAND = Command(
-    summary="count the bytes each rank receives, inside and between nodes, and holds at most",
-    run=run,
-    flags=(Flag("--compare", "all methods at their best settings, side by side"), BATCH_FLAG),
-    more_flags=add_plan_flags,
+    "count the bytes each rank receives, inside and between nodes, and holds at most",
+    run,
+    [*flags("--compare  all methods at their best settings, side by side"), *BATCH_FLAG],
+    plan_flags,
     examples=(
         "mesh-attention volume --ranks 9",
         "mesh-attention volume --ranks 256 --tile 16x16 --tokens 512k --heads 64 "
