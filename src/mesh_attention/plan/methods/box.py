@@ -31,8 +31,7 @@ from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exc
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.query_ring import QueryOrder
-from mesh_attention.plan.methods.parts.ring_order import RingOrder
+from mesh_attention.plan.methods.parts.ring_order import QueryOrder, RingOrder
 from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
 from mesh_attention.plan.methods.parts.tile_pass import TilePass

@@ -26,9 +26,9 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
-from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
 from mesh_attention.plan.methods.parts.lower import Lowerings
 from mesh_attention.plan.methods.parts.reduce import PartialBuffers, Reduction
+from mesh_attention.plan.methods.parts.ring_steps import RingRoute, RingSteps
 from mesh_attention.plan.methods.parts.rotate import (
     GradientRoute,
     deliveries,
@@ -133,7 +133,7 @@ class _StarTrail:
         self._groups = star.groups()
         rings = [members for name, members in self._groups.items() if name[0] == "S"]
         direct = gradients is GradientRoute.DIRECT
-        self._route = KeyRoute(gradients, members_per_node(rings, nodes) if direct else 1)
+        self._route = RingRoute(True, gradients, members_per_node(rings, nodes) if direct else 1)
 
     def on_group(self) -> GroupPass:
         tiles, star = self.tiles, self.star
@@ -170,7 +170,7 @@ class _StarTrail:
         first_sums = pair("grad_k.block", "grad_v.block") if places else near_sums
         rotation = ring(w, star.width)
         blocks = [self._block(star.team(u + j, at + star.shift)) for at in rotation.blocks]
-        keys = KeyRing(
+        keys = RingSteps(
             tiles,
             self.lowerings,
             self._route,

@@ -1,10 +1,11 @@
-"""Keys rotate in a box, and queries stay: the order of its tasks.
+"""The orders of tasks of boxes of which one side rotates, while the other stays.
 
 Each slice of heads, or chunk of keys of it, goes round in a ring of its own, one ring after the
 other. The queries of a slice are chunks that meet every block in turn. Steps are numbered through
 all rings: `KV-9` brings the block of a step, `C-0-9` is the attention of Q chunk 0 on it, `sent-9`
-sends its gradients on, and `end-9` ends the ring that has that step. `key_ring.py` has what a unit
-does in each task.
+sends its gradients on, and `end-9` ends the ring that has that step. Where queries rotate, `Q-3`
+brings the block of step 3, and `C-3-0` is its attention. `ring_steps.py` has what a unit does in
+each task.
 
 The exchange that the next ring needs stands beside the last attention of a ring, when nothing else
 travels; that of the next chunk of queries beside the first step of the chunk before; and results
@@ -13,30 +14,29 @@ leave beside the attentions that follow.
 
 from __future__ import annotations
 
-from mesh_attention.plan.language.buffers import Kind
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
-from mesh_attention.plan.methods.parts.key_ring import KeyRing, KeyRoute
 from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.ring_steps import RingRoute, RingSteps
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, ring
 from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
-from mesh_attention.plan.methods.parts.tile_side import GATHER_Q
+from mesh_attention.plan.methods.parts.tile_side import GATHER_KV, GATHER_Q
 
 
 class RingOrder:
-    """`tasks` of all units in order, and `steps`, which show each transfer beside the computation
-    that hides it."""
+    """Of keys that rotate: `tasks` of all units in order, and `steps`, which show each transfer
+    beside the computation that hides it."""
 
     in_parts = False  # rotations leave nothing to wait for
 
     def __init__(self, tiles: TilePass, gradients: GradientRoute, inner: int | None) -> None:
         """`gradients`: how gradients reach their owners; `inner`: units of an inner ring, in a ring
         of rings."""
-        self._tiles, self.inner = tiles, inner
+        self._tiles, self._gradients, self._inner = tiles, gradients, inner
         direct = gradients is GradientRoute.DIRECT and inner is None
-        self.route = KeyRoute(gradients, tiles.kv.per_node if direct else 1)
+        self.route = RingRoute(True, gradients, tiles.kv.per_node if direct else 1)
         self._backward = tiles.direction is Direction.BACKWARD
         self.size = tiles.tile.b
         self._deliveries = deliveries(ring(0, self.size), per_node=self.route.per_node)
@@ -50,35 +50,17 @@ class RingOrder:
 
     @property
     def setting(self) -> dict[str, str]:
-        tiles, words = self._tiles, {"kv": f"rings of {self.inner}" if self.inner else "ring"}
+        tiles, words = self._tiles, {"kv": f"rings of {self._inner}" if self._inner else "ring"}
         if len(tiles.q.chunks) + len(tiles.kv.chunks) > 2:
             words |= tiles.cut_setting
         if tiles.tile.a > 1:
             words["q_reduce"] = tiles.q.reduce_by.value
         if self._backward:
-            words["gradients"] = self.route.gradients.value
+            words["gradients"] = self._gradients.value
         return {"tile": str(tiles.tile)} | words
 
-    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> KeyRing:
-        tile, chunks, line = tiles.tile, tiles.kv.chunks, tiles.tile.column(unit)
-        members = tile.kv_group(line)
-        rotation = ring(members.index(unit), len(members), self.inner)
-        owners = [(members[member],) for member in rotation.blocks]
-        rows = [tiles.kv.rows_of(owner, chunk.index) for chunk in chunks for owner in owners]
-        k, v, grad_k, grad_v = map(
-            tiles.head_group.local, (Kind.K, Kind.V, Kind.GRAD_K, Kind.GRAD_V)
-        )
-        return KeyRing(
-            tiles,
-            lowerings,
-            self.route,
-            tile.row(unit),
-            tiles.kv.group(line),
-            rotation,
-            rows,
-            own=[(chunk.local(k), chunk.local(v)) for chunk in chunks],
-            results=[(chunk.local(grad_k), chunk.local(grad_v)) for chunk in chunks],
-        )
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> RingSteps:
+        return RingSteps.of(tiles, lowerings, self.route, unit, self._inner)
 
     def _make(self) -> None:
         if self._tiles.tile.a > 1:
@@ -142,3 +124,39 @@ class RingOrder:
         self.tasks += [*beside, task, *sums]
         self.steps += tuple(Step(transfer, ()) for transfer in beside[:-1])
         self.steps += (Step(beside[-1] if beside else None, (task,)),)
+
+
+class QueryOrder:
+    """Of queries that rotate. `results`: the way of partial results to their owners; None: all at
+    the end."""
+
+    in_parts = False  # rotations leave nothing to wait for
+
+    def __init__(self, tiles: TilePass, results: GradientRoute | None) -> None:
+        self._tiles, self._results = tiles, results
+        per_node = tiles.q.per_node if results is GradientRoute.DIRECT else 1
+        self.route = RingRoute(False, results, per_node)
+        self.tasks = [Task(GATHER_KV, (0,))]
+        steps = [Step(self.tasks[0], ())]
+        size = tiles.tile.a
+        for step, sent in enumerate(deliveries(ring(0, size), per_node=per_node)):
+            following = [Task("Q", (step + 1,))] if step + 1 < size else []
+            attend = Task(COMPUTE, (step, 0))
+            self.tasks += [*following, attend, Task("sent", (step,))]
+            steps.append(Step(following[0] if following else None, (attend,)))
+            steps += [Step(Task("O", (delivery.step,)), ()) for delivery in sent if results]
+        self.tasks.append(Task("end", (0,)))
+        if not results:
+            steps.append(Step(Task(tiles.q.reduce_kind, (0,)), ()))
+        if tiles.kv.reduce_kind:
+            self.tasks.append(Task(tiles.kv.reduce_kind, (0,)))
+            steps.append(Step(self.tasks[-1], ()))
+        self.steps = tuple(steps)
+
+    @property
+    def setting(self) -> dict[str, str]:
+        q_reduce = self._results.value if self._results else "all-to-all"
+        return {"tile": str(self._tiles.tile), "q": "ring", "q_reduce": q_reduce}
+
+    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> RingSteps:
+        return RingSteps.of(tiles, lowerings, self.route, unit)

@@ -48,9 +48,9 @@ class TileBlocks:
     def empty(self, task: Task) -> list[Operation]:
         """Neutral results where a unit has computed none."""
         (index,) = task.index
-        return (
-            [] if index in self._begun[task.kind] else self._tiles.side_of[task.kind].empty(index)
-        )
+        if index in self._begun[task.kind]:
+            return []
+        return self._tiles.side_of[task.kind].empty(task.at("empty"), index)
 
 
 class TileOrder:

@@ -156,9 +156,8 @@ class TileSide:
         """The accumulators of a chunk."""
         return tuple([self._sum(kind, index) for kind in self.partials])
 
-    def empty(self, index: int) -> list[Operation]:
+    def empty(self, task: Task, index: int) -> list[Operation]:
         """Neutral partials of a chunk of which a unit computes nothing."""
-        task = Task(self.reduce_kind, (index,), "empty")
         sums = [tuple([self._sum(kind, index) for kind in group]) for group in self.together]
         return [Merge(task, self.merge_rule, (), totals) for totals in sums]
 
