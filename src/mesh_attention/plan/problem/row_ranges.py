@@ -86,7 +86,7 @@ class RowRanges:
     def segments_of(self, starts: Array, stops: Array) -> list[Segment]:
         """Those that hold queries of these stretches, each once and in order."""
         _, at, _, _ = cut(starts, stops, *self.edges)
-        return [self.segments[i] for i in np.unique(at).tolist()]
+        return [self.segments[i] for i in sorted({*at.tolist()})]
 
     def lines(self, at: Array) -> tuple[tuple[Array, ...], ...]:
         """lo, its slope, hi and its slope of these segments, interval by interval; an interval that
