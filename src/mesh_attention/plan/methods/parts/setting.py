@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
+from inspect import get_annotations
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.buffers import Kind
@@ -71,6 +72,9 @@ class Option:
         return value
 
 
+_own_kinds = cache(partial(get_annotations, eval_str=True))  # settings share their bases
+
+
 @cache  # every question of a batch asks for them
 def options_of(setting: type[Setting]) -> Mapping[str, Option]:
     """The options of a setting, by name.
@@ -79,7 +83,8 @@ def options_of(setting: type[Setting]) -> Mapping[str, Option]:
     ['layout', 'stripe_block', 'stretches', 'relayout', 'one_call', 'gather_out', 'keep', \
 'layers', 'ranks_per_node']
     """
-    kinds, options = get_type_hints(setting), dict[str, Option]()
+    bases, options = reversed(setting.__mro__), dict[str, Option]()
+    kinds = {name: kind for base in bases for name, kind in _own_kinds(base).items()}
     for f in fields(setting):
         kind = kinds[f.name]
         members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
