@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.member_pieces import heads_as_bits
 from mesh_attention.plan.language.program import Attend, AttendBackward, Task, reads, writes
-from mesh_attention.plan.language.workspace import _History, heads_as_bits
+from mesh_attention.plan.language.workspace import _History
 
 TASK = Task("C", (0, 0))
 

@@ -7,7 +7,7 @@ puts these lines together. Text that does not parse raises `PlanTextError`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_type_hints
 
 from mesh_attention.errors import PlanTextError
@@ -96,7 +96,7 @@ _CODECS: dict[Any, _Codec] = {
     ),
     tuple[str, ...]: _many(_TEXT, "+"),
     tuple[Piece, ...]: _PIECES,
-    tuple[tuple[Piece, ...], ...]: _many(_PIECES, "|"),
+    Sequence[tuple[Piece, ...]]: _many(_PIECES, "|"),
     tuple[Move, ...]: _many((_move_text, _parse_move), "+"),
     tuple[Call, ...]: _many((str, _parse_call), "+"),
 }

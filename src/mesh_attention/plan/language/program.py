@@ -12,12 +12,14 @@ their place in the group, so the members of many groups can share one operation 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import Any
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Value, value
+from mesh_attention.plan.language.member_pieces import MemberPieces
 
 
 class CallKind(StrEnum):
@@ -130,8 +132,7 @@ class _Named(Value):
 
     def _find_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         op: Operation = self  # type: ignore[assignment]
-        written = dict.fromkeys([piece.buffer for piece in writes(op)])
-        read = dict.fromkeys([piece.buffer for piece in reads(op)])
+        read, written = (dict.fromkeys(names) for names in _names(op))
         names = tuple(read | written), tuple(written)
         object.__setattr__(self, "_touched", names[0])
         object.__setattr__(self, "_written", names[1])
@@ -188,12 +189,12 @@ class _Exchange(_Named):
 @value
 class AllToAll(_Exchange):
     """`sends[m]` goes to member m, `receives[m]` comes from member m; own pieces are copied.
-    Sizes may differ, and tuples may be empty."""
+    Sizes may differ, and tuples may be empty. Either side is a tuple, or `MemberPieces`."""
 
     task: Task
     group: str
-    sends: tuple[tuple[Piece, ...], ...]
-    receives: tuple[tuple[Piece, ...], ...]
+    sends: Sequence[tuple[Piece, ...]]
+    receives: Sequence[tuple[Piece, ...]]
 
     def __hash__(self) -> int:
         """Of the first member's pieces: all would take long, and most exchanges differ there."""
@@ -293,6 +294,20 @@ Operation = Communication | Attention | Merge | Free
 def whole_call(op: Attention, kind: CallKind) -> Call:
     """One call for all rows of both sides."""
     return Call(kind, 0, op.q.num_rows, 0, op.k.num_rows)
+
+
+def _names(op: Operation) -> tuple[Iterable[str], Iterable[str]]:
+    """Names of the buffers that an operation reads, and of those that it writes."""
+    if isinstance(op, AllToAll):
+        sends, receives = map(_names_of_side, (op.sends, op.receives))
+        return sends, receives
+    return [piece.buffer for piece in reads(op)], [piece.buffer for piece in writes(op)]
+
+
+def _names_of_side(side: Sequence[tuple[Piece, ...]]) -> Iterable[str]:
+    if isinstance(side, MemberPieces):
+        return side.names()
+    return [piece.buffer for pieces in side for piece in pieces]
 
 
 def reads(op: Operation) -> tuple[Piece, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece
+from mesh_attention.plan.language.member_pieces import MemberPieces
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
@@ -79,13 +80,17 @@ class TrafficMeter:
         before: tuple[object, Flows] | None = op.known.get("flows")
         if before is not None and before[0] == held:
             return before[1]
-        sizes = enumerate(self._sizes(op.sends)), enumerate(self._sizes(op.receives))
-        flows = Flows(
-            {m: size for m, (size, _) in sizes[0] if op.sends[m]},
-            {m: size for m, size in sizes[1] if op.receives[m]},
-        )
+        sent, received = map(self._by_member, (op.sends, op.receives))
+        flows = Flows({member: size for member, (size, _) in sent.items()}, received)
         op.known["flows"] = held, flows
         return flows
+
+    def _by_member(self, side: Sequence[tuple[Piece, ...]]) -> dict[int, tuple[int, int]]:
+        """The sizes of each member that has pieces."""
+        if isinstance(side, MemberPieces):
+            return side.num_bytes(self._rows_of)
+        sizes = enumerate(self._sizes(side))
+        return {member: size for member, size in sizes if side[member]}
 
     def _sizes(self, members: Iterable[Sequence[Piece]]) -> list[tuple[int, int]]:
         """Of the pieces of each member the bytes, and the part of them that is not statistics."""

@@ -19,11 +19,11 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeVar
 
 from mesh_attention.plan.language.buffers import Buffer, Piece, Role
+from mesh_attention.plan.language.member_pieces import MemberPieces, heads_as_bits
 from mesh_attention.plan.language.program import (
     AllToAll,
     Attention,
@@ -202,23 +202,25 @@ def _find(waits: set[int], uses: Uses, area: Area) -> None:
                     waits.add(at)
 
 
-@lru_cache(maxsize=4096)
-def heads_as_bits(heads: tuple[int, int] | None) -> int:
-    """
-    >>> bin(heads_as_bits((1, 3))), heads_as_bits(None)
-    ('0b110', -1)
-    """
-    return -1 if heads is None else (1 << heads[1]) - (1 << heads[0])
-
-
 def _areas(op: Operation) -> tuple[list[Area], list[Area]]:
     """What an operation reads, and what it writes."""
     if not isinstance(op, AllToAll):
         return together(reads(op)), together(writes(op))
     if "areas" not in op.known:
-        op.known["areas"] = together(reads(op)), together(writes(op))
+        op.known["areas"] = tuple(map(_areas_of_side, (op.sends, op.receives)))
     areas: tuple[list[Area], list[Area]] = op.known["areas"]
     return areas
+
+
+def _areas_of_side(side: Sequence[tuple[Piece, ...]]) -> list[Area]:
+    if not isinstance(side, MemberPieces):
+        return together([*chain.from_iterable(side)])
+    return [
+        (tensor.name + end, heads, start, stop)
+        for tensor in side.tensors
+        for start, stop in _merged([*chain.from_iterable(tensor.rows)])
+        for end, heads in tensor.holders.bits.items()
+    ]
 
 
 def together(pieces: Sequence[Piece]) -> list[Area]:
@@ -238,7 +240,7 @@ def together(pieces: Sequence[Piece]) -> list[Area]:
 
 
 def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    if len(intervals) == 1:
+    if len(intervals) < 2:
         return intervals
     merged: list[tuple[int, int]] = []
     low, high = -1, -1
@@ -294,7 +296,7 @@ class Alike:
     def _use_of(self, op: Operation) -> object:
         if isinstance(op, AllToAll):  # among many ranks it has many pieces, which plans share
             sides = (op.sends, op.receives)
-            pieces: tuple[object, ...] = tuple(self._number(side, lambda x: x) for side in sides)
+            pieces: tuple[object, ...] = tuple(self._number(side, _in_brief) for side in sides)
         else:
             pieces = (op.buffers,) if isinstance(op, Free) else (reads(op), writes(op))
         return op.task, type(op), isinstance(op, Attention) and is_one_call(op), *pieces
@@ -305,6 +307,10 @@ class Alike:
             number = self._equal.setdefault(key_of(item), len(self._equal))
             known = self._numbers[id(item)] = item, number
         return known[1]
+
+
+def _in_brief(side: Sequence[tuple[Piece, ...]]) -> object:
+    return side.tensors if isinstance(side, MemberPieces) else side
 
 
 def _size_of(b: Buffer) -> object:

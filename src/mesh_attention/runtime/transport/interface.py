@@ -78,7 +78,7 @@ def transfers(op: Communication, size: int) -> Transfers:
     """The transfers of one member's operation, in a group of `size` members."""
     match op:
         case AllToAll():
-            return Transfers(op.sends, op.receives)
+            return Transfers(tuple(op.sends), tuple(op.receives))
         case SendRecv():
             sends = tuple(op.sends if to == op.to_member else () for to in range(size))
             receives = tuple(op.receives if m == op.from_member else () for m in range(size))

@@ -19,16 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 from weakref import proxy
 
 from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Role
+from mesh_attention.plan.language.member_pieces import Holders, MemberPieces, MovedTensor
 from mesh_attention.plan.language.plan import Direction, OnDemand
 from mesh_attention.plan.language.program import AllToAll, Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.chunks import Chunk
 from mesh_attention.plan.methods.parts.exchanged_rows import (
     Cuts,
-    HeadParts,
     KvReplicas,
     RelayoutRows,
     UnitRows,
@@ -50,7 +49,6 @@ _OUTPUTS = {
     Direction.FORWARD: (Kind.OUT, Kind.LSE),
     Direction.BACKWARD: (Kind.GRAD_Q, Kind.GRAD_K, Kind.GRAD_V),
 }
-Pieces = tuple[tuple[Piece, ...], ...]  # for each member of a group
 
 
 def comes_by(cut: PassCut, key_side: bool, index: int) -> Task:
@@ -175,7 +173,7 @@ class HeadExchange:
         # Head groups with equally many heads name their rows alike.
         index = 0 if self._first.cut is not None else index
         held = self._held_rows(task, self._rows.like(unit), index)
-        return [_exchange(task, self._rows.group(unit), self._replicas, sent, held)]
+        return [_exchange(task, self._rows.group(unit), sent, held)]
 
     def _chunk(self, task: Task, key_side: bool) -> Chunk:
         """The chunk that an exchange carries."""
@@ -188,9 +186,9 @@ class HeadExchange:
         slots = self._first.sides[key_side].slots
         return slots[task.index[0] % len(slots)]
 
-    def _find_sent(self, task: Task, sent: tuple[Cuts, ...]) -> tuple[_Sent, ...]:
+    def _find_sent(self, task: Task, sent: tuple[Cuts, ...]) -> tuple[MovedTensor, ...]:
         """Rows of this rank's own tensors, by the units that work on them."""
-        sources = []
+        replicas, incoming, tensors = self._replicas, task.kind in _INCOMING, []
         for kind in self._kinds[task.kind]:
             side = kind.is_key_side
             chunk, slots = self._chunk(task, side), self._slots(task, side)
@@ -200,18 +198,19 @@ class HeadExchange:
                     for cuts in sent
                 ]
             )
-            sources.append(_Sent(kind.value, side, rows, chunk.heads))
-        return tuple(sources)
+            heads = _caller_heads(replicas, chunk.heads, incoming=incoming, keys=side)
+            tensors.append(MovedTensor(kind.value, rows, heads))
+        return tuple(tensors)
 
-    def _find_held(self, task: Task, unit: int, index: int) -> tuple[_Held, ...]:
+    def _find_held(self, task: Task, unit: int, index: int) -> tuple[MovedTensor, ...]:
         """A head group's heads of the rows of its unit, by the members that own them."""
-        parts, sources = self._replicas.of(task.kind in _INCOMING)[index], []
+        parts, tensors = self._replicas.of(task.kind in _INCOMING)[index], []
         for kind in self._kinds[task.kind]:
             side = kind.is_key_side
             chunk, here = self._chunk(task, side), tuple([part.here for part in parts[side]])
-            rows = self._rows.in_unit(unit, chunk, keys=side)
-            sources.append(_Held(chunk.name(self._first.local(kind)), rows, here))
-        return tuple(sources)
+            rows, heads = self._rows.in_unit(unit, chunk, keys=side), _unit_heads(here)
+            tensors.append(MovedTensor(chunk.name(self._first.local(kind)), rows, heads))
+        return tuple(tensors)
 
     def _sums(self, task: Task) -> Iterator[Operation]:
         for kind in self._kinds[task.kind]:
@@ -225,77 +224,37 @@ class HeadExchange:
                     yield Merge(task, MergeRule.SUM, parts, (end,))
 
 
-class _Sent(NamedTuple):
-    """Of a tensor of a rank's own: rows for each unit of a group, and the heads of a chunk."""
-
-    name: str
-    key_side: bool
-    rows: tuple[Spans, ...]
-    heads: tuple[int, int] | None
-
-
-class _Held(NamedTuple):
-    """Of a tensor inside the method: the rows of each member, and heads."""
-
-    name: str
-    rows: tuple[Spans, ...]
-    heads: tuple[tuple[int, int] | None, ...]
-
-
+# All tensors of a side share holders, and so do the passes, tiles and cuts of a search.
 @lru_cache(maxsize=_SHARED)
-def _caller_pieces(replicas: KvReplicas, sent: tuple[_Sent, ...], *, incoming: bool) -> Pieces:
-    """For each member of a group, unit by unit, with the heads that it holds."""
-
-    def names(source: _Sent, of_group: HeadParts) -> list[tuple[str, tuple[int, int]]]:
-        # Results of a head that several head groups hold arrive in copies.
-        first, last = source.heads or (0, 0)
-        return [
-            (source.name + x.copy, (x.there[0] + first, x.there[0] + last) if last else x.there)
-            for x in of_group[source.key_side]
-        ]
-
-    by_group = [
-        [(source.rows, names(source, of_group)) for source in sent]
-        for of_group in replicas.of(incoming)
-    ]
-    return tuple(
+def _caller_heads(
+    replicas: KvReplicas, heads: tuple[int, int] | None, *, incoming: bool, keys: bool
+) -> Holders:
+    """What each head group has of the heads of a chunk. Results of a head that several head groups
+    hold arrive in copies."""
+    first, last = heads or (0, 0)
+    return Holders(
         [
-            tuple(
-                [
-                    Piece(name, a, b, held)
-                    for rows, names in of_group
-                    for a, b in rows[unit]
-                    for name, held in names
-                ]
-            )
-            for unit in range(len(sent[0].rows))
-            for of_group in by_group
+            [
+                (x.copy, (x.there[0] + first, x.there[0] + last) if last else x.there)
+                for x in of_group[keys]
+            ]
+            for of_group in replicas.of(incoming)
         ]
     )
 
 
 @lru_cache(maxsize=_SHARED)
-def _unit_pieces(held: tuple[_Held, ...]) -> Pieces:
-    """For each member of a group."""
-    return tuple(
-        [
-            tuple(
-                [
-                    Piece(name, a, b, part)
-                    for name, rows, heads in held
-                    for a, b in rows[member]
-                    for part in heads
-                ]
-            )
-            for member in range(len(held[0].rows))
-        ]
-    )
+def _unit_heads(heads: tuple[tuple[int, int] | None, ...]) -> Holders:
+    """Of a buffer inside the method."""
+    return Holders([[("", part) for part in heads]])
+
+
+_side = lru_cache(maxsize=_SHARED)(MemberPieces)  # units and tasks share them
 
 
 @lru_cache(maxsize=_SHARED)
 def _exchange(
-    task: Task, group: str, replicas: KvReplicas, sent: tuple[_Sent, ...], held: tuple[_Held, ...]
+    task: Task, group: str, sent: tuple[MovedTensor, ...], held: tuple[MovedTensor, ...]
 ) -> AllToAll:
-    incoming = task.kind in _INCOMING
-    caller, unit = _caller_pieces(replicas, sent, incoming=incoming), _unit_pieces(held)
-    return AllToAll(task, group, *((caller, unit) if incoming else (unit, caller)))
+    caller, unit = _side(sent), _side(held)
+    return AllToAll(task, group, *((caller, unit) if task.kind in _INCOMING else (unit, caller)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mesh_attention.plan.language.buffers import Buffer, Piece
+from mesh_attention.plan.language.member_pieces import heads_as_bits
 from mesh_attention.plan.language.program import Free, Program, reads, writes
-from mesh_attention.plan.language.workspace import Area, heads_as_bits, together
+from mesh_attention.plan.language.workspace import Area, together
 
 _Written = dict[int, list[tuple[int, int]]]  # rows by heads
 
