@@ -19,8 +19,9 @@ from mesh_attention.cost.pictures import WAIT
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.report.estimates import Scaling
 from mesh_attention.report.facts import ReportFacts
-from mesh_attention.report.page import page_of, pictures_of
+from mesh_attention.report.page import page_of
 from mesh_attention.report.picture import log_axis
+from mesh_attention.report.pictures import pictures_of
 from support.report_case import HOSTILE
 
 LIBRARY = "/* the library */"

@@ -19,9 +19,9 @@ from mesh_attention.errors import MissingPackageError
 from mesh_attention.files import replacing
 from mesh_attention.plan.methods.table import all_options
 from mesh_attention.plan.problem.arguments import bytes_text
-from mesh_attention.report import comparison_pictures, plan_pictures
 from mesh_attention.report.facts import MethodFacts, ReportFacts
 from mesh_attention.report.picture import Control, Picture
+from mesh_attention.report.pictures import pictures_of
 from mesh_attention.version import __version__
 
 _MOST_BUTTONS = 4  # choices of a control that stand side by side; more are a list
@@ -55,12 +55,6 @@ def plotly_js() -> str:
             "the page is drawn by plotly: pip install 'plotly>=6,<8'"
         ) from None
     return str(get_plotlyjs())
-
-
-def pictures_of(facts: ReportFacts) -> dict[str, Picture]:
-    """All pictures, by name. Those of shapes and scaling are left out where they would be empty."""
-    pictures = (*plan_pictures.pictures_of(facts), *comparison_pictures.pictures_of(facts))
-    return {picture.name: picture for picture in pictures if picture is not None}
 
 
 def write_page(facts: ReportFacts, path: Path, library: str) -> None:

@@ -1,6 +1,6 @@
 """What a picture is: variants as plotly.js reads them, and the controls that choose among them.
 
-`plan_pictures.py` and `comparison_pictures.py` make pictures of these parts. Colours of text and
+`pictures.py` makes pictures of these parts. Colours of text and
 grids are the page's, so that they follow light and dark. Colours of data are those of Okabe and
 Ito, or cividis: people who see fewer colours can tell them apart.
 """
@@ -81,6 +81,26 @@ def log_axis(title: str, values: Iterable[float]) -> dict[str, Any]:
     text = [f"{tick:g}" for tick in ticks]
     ends = [math.log10(low), math.log10(high)]
     return axis(title, type="log", tickvals=ticks, ticktext=text, range=ends)
+
+
+def heat_map(
+    x: list[Any], y: list[Any], z: list[list[Any]], hover: str, *, gap: int, **more: Any
+) -> dict[str, Any]:
+    """A cell for each x and y, without colour where z has None."""
+    template = {"hovertemplate": f"{hover}<extra></extra>", "hoverongaps": False}
+    return {"type": "heatmap", "x": x, "y": y, "z": z, "xgap": gap, "ygap": gap, **template, **more}
+
+
+def colour_bar(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, "thickness": 12, **more}
+
+
+def points(
+    name: str, x: list[Any], y: list[Any], hover: str, marker: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Marks at x and y; with another `mode`, lines through them."""
+    trace = {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker}
+    return {**trace, "hovertemplate": f"{hover}<extra></extra>", **more}
 
 
 def style_of(at: int) -> tuple[str, str]:
