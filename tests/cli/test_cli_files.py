@@ -305,7 +305,7 @@ def test_a_pipe_is_written_to_where_somebody_reads_it_and_refused_otherwise(tmp_
 RANK_OF_A_PARENT = """
 import multiprocessing as mp, os, time
 from concurrent.futures import ProcessPoolExecutor
-from mesh_attention.cli.local_ranks import _end_with_parent
+from mesh_attention.cli.selftest import _end_with_parent
 if __name__ == "__main__":
     ranks = ProcessPoolExecutor(1, mp.get_context("forkserver"), _end_with_parent)
     print(ranks.submit(os.getpid).result(), flush=True)

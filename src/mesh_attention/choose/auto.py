@@ -82,6 +82,11 @@ class PlanChoice:
     def plan(self) -> Plan:
         return self.question.plan()
 
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Those of the chosen settings that were simulated."""
+        return [scored.timeline for scored in self.chosen.values() if scored.timeline is not None]
+
     def timeline(self, direction: Direction) -> Timeline:
         """The timeline of a chosen setting. It is simulated now if an estimate was enough to
         choose it."""

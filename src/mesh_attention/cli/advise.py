@@ -1,6 +1,11 @@
-"""`mesh-attention advise`: which method to use, how fast it is, and how much memory it needs."""
+"""The best of all methods: `advise` says which to use, how fast it is and how much memory it needs;
+`report` shows the same as one HTML page, to look at and to send.
+"""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from mesh_attention.choose.auto import PlanChoice
 from mesh_attention.choose.explain import TIE_TEXT, about, behind, seconds_of
@@ -12,6 +17,7 @@ from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
 from mesh_attention.cli.command import Args, Command, flags
 from mesh_attention.cli.options import FLAGS_OF_ALL, asked_of_all, cluster_of, plan_flags
+from mesh_attention.cli.values import UsageError
 from mesh_attention.cost.planning import collector_paused
 from mesh_attention.files import check_writable
 from mesh_attention.machine.cluster import Cluster
@@ -19,11 +25,16 @@ from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.problem import Problem, problem_text
 from mesh_attention.plan.read.count import least_bytes
+from mesh_attention.report.estimates import RANKS
+from mesh_attention.report.facts import report_facts
+from mesh_attention.report.page import plotly_js, write_page
 from mesh_attention.step.model_shapes import model_shape
+
+PAGE = Path("report.html")
 
 
 @collector_paused()
-def run(args: Args) -> int:
+def run_advise(args: Args) -> int:
     check_flags(args)
     if args.step:
         return run_step(args, *cluster_of(args))
@@ -39,7 +50,6 @@ def run(args: Args) -> int:
     least = {d: least_bytes(problem, ranks, d) for d in asked.directions}
     verdict = _verdict(ranking, asked.batch, args.model)
     python, auto = python_line(choice, args.output), _default_note(chosen, ranking.default)
-    timelines = [scored.timeline for scored in choice.chosen.values()]
     return output.show(
         args,
         lambda: {
@@ -58,7 +68,7 @@ def run(args: Args) -> int:
             "methods": [row.to_json() | {"tie": ranking.is_tie(row)} for row in ranking.rows],
             "refused": ranking.refused,
             "settings_tried": choice.tried,
-            "kernels_not_installed": output.missing_kernels(timelines),
+            "kernels_not_installed": output.missing_kernels(choice.timelines),
         },
         lambda: [
             *verdict,
@@ -78,7 +88,7 @@ def run(args: Args) -> int:
             f"Cluster: {asked.found_by}.",
             f"Best of {choice.tried} settings. Modelled, not measured; the table is about one "
             "layer and one sequence.",
-            *output.missing_kernels_note(timelines),
+            *output.missing_kernels_note(choice.timelines),
         ],
     )
 
@@ -183,21 +193,75 @@ def _time(seconds: float, is_simulated: bool) -> str:
     return f"{'' if is_simulated else 'about '}{seconds * 1e3:.2f} ms"
 
 
-_FLAGS = flags(
+def run_report(args: Args) -> int:
+    asked = asked_of_all(args, "report")
+    path: Path | None = args.output or (None if args.json else PAGE)
+    library = ""
+    if path is not None:  # fail before the search, not after it
+        library = plotly_js()
+        _refuse_unwritable(path)
+    with output.progress("searching") as tell:
+        choice = asked.search(tell)
+    with output.progress("simulating and drawing") as tell:
+        facts = report_facts(
+            choice,
+            cluster_found=asked.found_by,
+            most_ranks=args.scaling_ranks or min(RANKS[-1], max(64, 8 * asked.ranks)),
+            command=args.command_line,
+            notes=[
+                *output.batch_note(asked.batch, choice.seconds),
+                *output.missing_kernels_note(choice.timelines),
+            ],
+            batch=asked.batch,
+            progress=tell,
+        )
+    if path is not None:
+        write_page(facts, path, library)
+    lines = [facts.reason, *facts.warnings, f"The page is in {path}."]
+    return output.show(args, facts.to_json, lambda: lines)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; --output names the page, such as {path / PAGE}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{path} may not be written")
+
+
+_OF_ADVISE = flags(
     """
     --batch N           sequences at a time (default 1); with --step: of a whole step
     --output FILE.json  write the plan for ContextParallel(plan=...)
     """
 )
-COMMAND = Command(
+ADVISE = Command(
     "which method to use, why, how fast and how much memory: all of them, ranked",
-    run,
-    [*FLAGS_OF_ALL, *_FLAGS, *STEP_FLAGS],
+    run_advise,
+    [*FLAGS_OF_ALL, *_OF_ADVISE, *STEP_FLAGS],
     plan_flags,
     examples=(
         "mesh-attention advise --ranks 32 --model llama-70b --tokens 128k",
         "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 512k --causal --json",
         "mesh-attention advise --ranks 32 --model llama-70b --output plan.json",
         "mesh-attention advise --ranks 8 --model qwen3-8b --tokens 1M --step --largest",
+    ),
+)
+_OF_REPORT = flags(
+    f"""
+    --output FILE       the page (default {PAGE}; with --json none, unless it is given)
+    --scaling-ranks N   the most ranks of the scaling picture (default: 8 x --ranks, 64 to
+                        {RANKS[-1]})
+    """
+)
+REPORT = Command(
+    "one page to look at: the choice, who computes what and when, all methods, scaling",
+    run_report,
+    [*FLAGS_OF_ALL, *output.BATCH_FLAG, *_OF_REPORT],
+    plan_flags,
+    examples=(
+        "mesh-attention report --ranks 32 --model llama-70b --tokens 128k",
+        "mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html",
     ),
 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
 from mesh_attention.cli.command import Args, Command, flags
-from mesh_attention.cli.local_ranks import local_ranks
 from mesh_attention.cli.output import progress, show, table
+from mesh_attention.cli.selftest import local_ranks
 from mesh_attention.cost.pictures import draw_gantt, pyplot
 from mesh_attention.cost.planning import plan_on
 from mesh_attention.cost.simulator import simulate
@@ -132,10 +132,8 @@ def _draw(folder: Path) -> list[str]:
             for j in range(NUM_RANKS):
                 axis.text(j, i, str(matrix[i, j]), ha="center", va="center", color="white")
         axis.set_title(case.title, fontsize=11)
-        axis.set_xlabel("KV partition")
-        axis.set_ylabel("Q partition")
-        axis.set_xticks(range(NUM_RANKS))
-        axis.set_yticks(range(NUM_RANKS))
+        axis.set(xlabel="KV partition", ylabel="Q partition")
+        axis.set(xticks=range(NUM_RANKS), yticks=range(NUM_RANKS))
     figure.suptitle("The rank that computes each cell")
     figure.tight_layout()
     with replacing(assignments) as part:

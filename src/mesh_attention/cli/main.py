@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from mesh_attention.cli import advise, demo, on_ranks, plan, report, selftest, simulate, volume
+from mesh_attention.cli import advise, demo, on_ranks, plan, selftest, simulate, volume
 from mesh_attention.cli.command import Command, run_command
 from mesh_attention.cli.values import UsageError
 from mesh_attention.errors import MeshAttentionError, did_you_mean, printable
@@ -31,9 +31,9 @@ COMMANDS: dict[str, Command] = {  # in the order of the help: those that plan, t
     "volume": volume.COMMAND,
     "verify": plan.VERIFY,
     "simulate": simulate.COMMAND,
-    "advise": advise.COMMAND,
+    "advise": advise.ADVISE,
     "draw": plan.DRAW,
-    "report": report.COMMAND,
+    "report": advise.REPORT,
     "profile": on_ranks.PROFILE,
     "tune": on_ranks.TUNE,
     "demo": demo.COMMAND,

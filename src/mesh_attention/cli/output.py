@@ -81,9 +81,9 @@ def nodes_text(ranks: int, ranks_per_node: int) -> str:
     return f"{nodes} node{'s' if nodes > 1 else ''} of {ranks_per_node}"
 
 
-def missing_kernels(timelines: Iterable[Timeline | None]) -> list[str]:
+def missing_kernels(timelines: Iterable[Timeline]) -> list[str]:
     """The kernels of simulations that are not installed here; their rates are another machine's."""
-    used = {name for timeline in timelines if timeline is not None for name in timeline.kernels}
+    used = {name for timeline in timelines for name in timeline.kernels}
     return sorted(name for name in used if not _is_installed(name))
 
 
@@ -96,7 +96,7 @@ def _is_installed(kernel: str) -> bool:
         return False
 
 
-def missing_kernels_note(timelines: Iterable[Timeline | None]) -> list[str]:
+def missing_kernels_note(timelines: Iterable[Timeline]) -> list[str]:
     """One line, or none."""
     missing = ", ".join(missing_kernels(timelines))
     if not missing:
