@@ -16,6 +16,7 @@ import pytest
 
 from mesh_attention.cli import command, output, simulate, values
 from mesh_attention.cli.main import COMMANDS, main
+from mesh_attention.report import page
 from mesh_attention.version import __version__
 
 PLANNING = ("plan", "volume", "verify", "simulate", "draw")
@@ -170,7 +171,7 @@ def test_progress_is_only_for_a_person_at_a_terminal(
     assert "verifying" in err
 
 
-@pytest.mark.parametrize("module", [command, output, simulate, values])
+@pytest.mark.parametrize("module", [command, output, page, simulate, values])
 def test_examples_in_docstrings_are_true(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

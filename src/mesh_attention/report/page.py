@@ -1,5 +1,6 @@
 """The page of `mesh-attention report`: one HTML file with everything in it, made of the facts.
 
+`page.html` is a template, and what fills its slots is made here.
 plotly.js draws the pictures; it comes with the Python package `plotly` (the extra `report`) and is
 put into the page whole. A policy in `page.html` tells browsers to load nothing from the network.
 """
@@ -7,9 +8,10 @@ put into the page whole. A policy in `page.html` tells browsers to load nothing 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,15 +27,12 @@ from mesh_attention.report.pictures import pictures_of
 from mesh_attention.version import __version__
 
 _MOST_BUTTONS = 4  # choices of a control that stand side by side; more are a list
-_TITLES = {  # of the sections, in this order
-    "choice": "The choice",
-    "methods": "All methods",
+_TITLES = {  # of the sections with pictures, in this order
     "assignment": "Who computes which tile",
     "gantt": "When each operation runs",
     "shapes": "Tiles and slices",
     "scaling": "More ranks",
     "memory": "Memory and time",
-    "notes": "How it was found",
 }
 _OPERATIONS = {
     "C-1-2": "attention of chunk 1 of the queries with chunk 2 of the keys; chunks count from 0",
@@ -63,6 +62,22 @@ def write_page(facts: ReportFacts, path: Path, library: str) -> None:
         part.write_text(page_of(facts, library), encoding="utf-8")
 
 
+class Html(str):
+    """Text that is HTML already. All other text is escaped where it is put into an element."""
+
+
+def tag(name: str, /, *inside: str, **attributes: Any) -> Html:
+    """An element; `class_` is the attribute class, and `data_value` is data-value.
+
+    >>> tag("a", "x < y ", tag("b", "z"), href="#top", class_="wide")
+    '<a href="#top" class="wide">x &lt; y <b>z</b></a>'
+    """
+    names = {key: key.rstrip("_").replace("_", "-") for key in attributes}
+    written = "".join(f' {names[key]}="{escape(str(x))}"' for key, x in attributes.items())
+    content = "".join(text if isinstance(text, Html) else escape(text) for text in inside)
+    return Html(f"<{name}{written}>{content}" + ("" if name in ("br", "input") else f"</{name}>"))
+
+
 def page_of(facts: ReportFacts, library: str) -> str:
     """The HTML of the page."""
     pictures = pictures_of(facts)
@@ -70,17 +85,12 @@ def page_of(facts: ReportFacts, library: str) -> str:
         name: {key: variant._asdict() for key, variant in picture.variants.items()}
         for name, picture in pictures.items()
     }
-    contents = {"choice": _choice(facts), "methods": _methods(facts), "notes": _notes(facts)}
-    contents |= {name: _figure(picture) for name, picture in pictures.items()}
+    titles = {name: title for name, title in _TITLES.items() if name in pictures}
+    sections = [
+        tag("section", tag("h2", title), *_figure(pictures[name]), id=name, data_picture=name)
+        for name, title in titles.items()
+    ]
     methods = " and ".join(dict.fromkeys(facts.chosen.values()))
-    menu, sections = "", ""
-    for name, title in _TITLES.items():
-        if name in contents:
-            data = f' data-picture="{name}"' if name in pictures else ""
-            menu += f'<a href="#{name}">{title}</a>'
-            sections += (
-                f'<section id="{name}"{data}>\n<h2>{title}</h2>\n{contents[name]}</section>\n'
-            )
 
     def file(name: str) -> str:
         return (files(__package__) / name).read_text(encoding="utf-8")
@@ -90,8 +100,12 @@ def page_of(facts: ReportFacts, library: str) -> str:
         title=escape(f"{methods} on {facts.ranks} ranks of {facts.cluster}"),
         css=file("page.css"),
         about=f"{escape(facts.problem)}. Modelled, not measured.{_batch(facts)}",
-        menu=menu,
-        sections=sections,
+        menu="".join(tag("a", title, href=f"#{name}") for name, title in titles.items()),
+        choice="\n".join(_choice(facts)),
+        tie=TIE_TEXT,
+        methods="\n".join(_methods(facts)),
+        pictures="\n".join(sections),
+        notes=_notes(facts),
         variants=_json(variants),
         library=library,
         script=file("page.js"),
@@ -113,74 +127,52 @@ def _batch(facts: ReportFacts) -> str:
     )
 
 
-def _choice(facts: ReportFacts) -> str:
-    numbers = [
-        (f"{_ms_text(facts.seconds)} ms", " and ".join(facts.directions)),
-        (f"{facts.mfu_percent:.1f} %", f"MFU, of {facts.gpu}"),
-        (bytes_text(sum(facts.received_bytes.values())), "a rank receives"),
-        (bytes_text(sum(facts.least_bytes.values())), "is the least possible"),
-        (bytes_text(facts.peak_bytes * facts.batch), f"of memory a rank, batch {facts.batch}"),
-    ]
-    cards = "".join(
-        f"<div><dt>{escape(text)}</dt><dd>{escape(number)}</dd></div>" for number, text in numbers
-    )
-    passes = [
-        f"{direction}: {escape(name)} <code>{escape(facts.settings[direction])}</code>"
-        for direction, name in facts.chosen.items()
-    ]
-    return f"""\
-<p class="reason">{escape(facts.reason)}</p>
-{"".join(f"<p><strong>{escape(line)}</strong></p>" for line in facts.warnings)}
-<dl class="cards">{cards}</dl>
-{_list(passes)}
-{_to_copy("A line of Python to paste", facts.python)}
-{_to_copy("The command that made this page", facts.command) if facts.command else ""}
-"""
+def _choice(facts: ReportFacts) -> Iterator[Html]:
+    numbers = {
+        " and ".join(facts.directions): f"{_ms_text(facts.seconds)} ms",
+        f"MFU, of {facts.gpu}": f"{facts.mfu_percent:.1f} %",
+        "a rank receives": bytes_text(sum(facts.received_bytes.values())),
+        "is the least possible": bytes_text(sum(facts.least_bytes.values())),
+        f"of memory a rank, batch {facts.batch}": bytes_text(facts.peak_bytes * facts.batch),
+    }
+    yield tag("p", facts.reason, class_="reason")
+    yield from (tag("p", tag("strong", line)) for line in facts.warnings)
+    cards = [tag("div", tag("dt", text), tag("dd", number)) for text, number in numbers.items()]
+    yield tag("dl", *cards, class_="cards")
+    passes = [(f"{d}: {name} ", tag("code", facts.settings[d])) for d, name in facts.chosen.items()]
+    yield tag("ul", *(tag("li", *texts) for texts in passes))
+    yield _to_copy("A line of Python to paste", facts.python)
+    if facts.command:
+        yield _to_copy("The command that made this page", facts.command)
 
 
 def _ms_text(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3f}"
 
 
-def _to_copy(label: str, text: str) -> str:
-    return (
-        f'<div class="copied"><pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code>'
-        '</pre><button type="button" class="copy">copy</button></div>'
-    )
+def _to_copy(label: str, text: str) -> Html:
+    pre = tag("pre", tag("code", text), tabindex=0, aria_label=label)
+    return tag("div", pre, tag("button", "copy", type="button", class_="copy"), class_="copied")
 
 
-def _methods(facts: ReportFacts) -> str:
+def _methods(facts: ReportFacts) -> Iterator[Html]:
     """The table of all methods, which `page.js` can sort, and a legend of the settings in it."""
     times = [*facts.directions, *(["both"] if len(facts.directions) > 1 else [])]
     heads = ["method", *(f"{time}, ms" for time in times), "MFU, %"]
     heads += [f"received {direction}" for direction in facts.directions]
     heads += ["from other nodes", "memory", "setting"]
-    head = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}</button></th>'
-        for text in heads
-    )
-    rows = "".join(_row(facts, method) for method in facts.methods)
-    least = [f"<td>{bytes_text(facts.least_bytes[d])}</td>" for d in facts.directions]
-    blank = "<td></td>"
-    foot = blank * (len(times) + 1) + "".join(least) + blank * 3
-    refused = _list([escape(f"{name}: {text}") for name, text in facts.refused.items()])
-    return f"""\
-<p>Each at the best setting that was found, in each pass. A click on a heading sorts by it. A time
-with &ldquo;about&rdquo; was not simulated: it is what one rank sees, and ranks that wait for each
-other take longer. &ldquo;As fast&rdquo; means {TIE_TEXT}. Received bytes and memory are those of a
-rank. Below received bytes is their ratio to the least possible, a lower bound by the visible area,
-which plans come close to under a full mask only. <span class="hint">The table scrolls to the
-side.</span></p>
-<div class="wide" tabindex="0" role="region" aria-label="{_TITLES["methods"]}">
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>{rows}</tbody>
-<tfoot><tr><th scope="row">least possible</th>{foot}</tr></tfoot>
-</table>
-</div>
-{f"<p>Not possible here:</p>{refused}" if facts.refused else ""}
-{_legend("What the settings mean", _settings_in_words(facts))}
-"""
+    buttons = [tag("button", text, type="button") for text in heads]
+    head = tag("tr", *(tag("th", each, scope="col", aria_sort="none") for each in buttons))
+    rows = [_row(facts, method) for method in facts.methods]
+    least = [bytes_text(facts.least_bytes[direction]) for direction in facts.directions]
+    cells = [tag("td", text) for text in ([""] * (len(times) + 1) + least + [""] * 3)]
+    foot = tag("tr", tag("th", "least possible", scope="row"), *cells)
+    table = tag("table", tag("thead", head), tag("tbody", *rows), tag("tfoot", foot))
+    yield tag("div", table, class_="wide", tabindex=0, role="region", aria_label="All methods")
+    if facts.refused:
+        yield tag("p", "Not possible here:")
+        yield tag("ul", *(tag("li", f"{name}: {why}") for name, why in facts.refused.items()))
+    yield _legend("What the settings mean", _settings_in_words(facts))
 
 
 def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
@@ -194,81 +186,75 @@ def _settings_in_words(facts: ReportFacts) -> dict[str, str]:
     }
 
 
-def _legend(title: str, words: Mapping[str, str]) -> str:
+def _legend(title: str, words: Mapping[str, str]) -> Html:
     if not words:
-        return ""
-    rows = "".join(
-        f"<dt><code>{escape(code)}</code></dt><dd>{escape(text)}</dd>"
-        for code, text in words.items()
-    )
-    return f'<details><summary>{title}</summary><dl class="codes">{rows}</dl></details>'
+        return Html("")
+    terms = ((tag("dt", tag("code", code)), tag("dd", text)) for code, text in words.items())
+    listed = tag("dl", *chain.from_iterable(terms), class_="codes")
+    return tag("details", tag("summary", title), listed)
 
 
-def _row(facts: ReportFacts, method: MethodFacts) -> str:
-    passes = [method.passes[d] for d in facts.directions]
-    times = [(p.seconds, p.is_simulated) for p in passes]
+def _row(facts: ReportFacts, method: MethodFacts) -> Html:
+    passes = {direction: method.passes[direction] for direction in facts.directions}
+    times = [(p.seconds, p.is_simulated) for p in passes.values()]
     if len(passes) > 1:
         times.append((method.seconds, method.is_simulated))
-    cells: list[tuple[float, str]] = [  # the value to sort by, and HTML
-        (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}")
+    cells: list[tuple[float, str, str]] = [  # the value to sort by, its text and a small note
+        (seconds, f"{'' if is_simulated else 'about '}{_ms_text(seconds)}", "")
         for seconds, is_simulated in times
     ]
-    cells.append((method.mfu_percent, f"{method.mfu_percent:.1f}"))
-    for direction, p in zip(facts.directions, passes, strict=True):
+    cells.append((method.mfu_percent, f"{method.mfu_percent:.1f}", ""))
+    for direction, p in passes.items():
         least = facts.least_bytes[direction]
-        ratio = f"<small>{p.received_bytes / least:.2f} x least</small>" if least else ""
-        cells.append((p.received_bytes, f"{bytes_text(p.received_bytes)}{ratio}"))
-    other, peak = sum(p.other_node_bytes for p in passes), method.peak_bytes
-    warning = "<small>more than there is</small>" if peak > facts.gpu_bytes else ""
-    cells += [(other, bytes_text(other)), (peak, f"{bytes_text(peak)}{warning}")]
-    numbers = "".join(f'<td data-value="{value!r}">{text}</td>' for value, text in cells)
-    settings = list(dict.fromkeys(p.setting for p in passes))
+        ratio = f"{p.received_bytes / least:.2f} x least" if least else ""
+        cells.append((p.received_bytes, bytes_text(p.received_bytes), ratio))
+    other, peak = sum(p.other_node_bytes for p in passes.values()), method.peak_bytes
+    warning = "more than there is" if peak > facts.gpu_bytes else ""
+    cells += [(other, bytes_text(other), ""), (peak, bytes_text(peak), warning)]
+    numbers = [tag("td", text, _small(note), data_value=repr(x)) for x, text, note in cells]
+    settings = list(dict.fromkeys(p.setting for p in passes.values()))
     if len(settings) > 1:
-        settings = [f"{d}: {p.setting}" for d, p in zip(facts.directions, passes, strict=True)]
-    words = "<br>".join(map(escape, settings))
-    words = f'<td class="words" data-value="{escape(settings[0])}">{words}</td>'
-    name, is_choice = escape(method.name), method is facts.methods[0]
-    mark, style = ("<small>as fast</small>" if method.is_tie else ""), ""
-    if is_choice:
-        mark, style = "<small>the choice</small>", ' class="chosen"'
-    head = f'<th scope="row" data-value="{name}">{name}{mark}</th>'
-    return f"<tr{style}>{head}{numbers}{words}</tr>\n"
+        settings = [f"{direction}: {p.setting}" for direction, p in passes.items()]
+    lines = [line for setting in settings for line in (tag("br"), setting)][1:]
+    words = tag("td", *lines, class_="words", data_value=settings[0])
+    is_choice = method is facts.methods[0]
+    mark = "the choice" if is_choice else "as fast" if method.is_tie else ""
+    head = tag("th", method.name, _small(mark), scope="row", data_value=method.name)
+    return tag("tr", head, *numbers, words, **({"class_": "chosen"} if is_choice else {}))
 
 
-def _figure(picture: Picture) -> str:
-    controls = "".join(_control(picture.name, at, c) for at, c in enumerate(picture.controls))
-    first = next(iter(picture.variants.values()))
-    title = _TITLES[picture.name]
-    return f"""\
-<div class="controls">{controls}</div>
-<figure>
-<div class="plot {picture.name}" role="img" aria-label="{title}"></div>
-<figcaption aria-live="polite">{escape(first.caption)}</figcaption>
-</figure>
-{_legend("What the names of operations mean", _OPERATIONS) if picture.name == "gantt" else ""}
-"""
+def _small(note: str) -> Html:
+    return tag("small", note) if note else Html("")
 
 
-def _control(picture: str, at: int, control: Control) -> str:
+def _figure(picture: Picture) -> Iterator[Html]:
+    controls = [_control(picture.name, at, c) for at, c in enumerate(picture.controls)]
+    yield tag("div", *controls, class_="controls")
+    label = _TITLES[picture.name]
+    plot = tag("div", class_=f"plot {picture.name}", role="img", aria_label=label)
+    caption = next(iter(picture.variants.values())).caption
+    yield tag("figure", plot, tag("figcaption", caption, aria_live="polite"))
+    if picture.name == "gantt":
+        yield _legend("What the names of operations mean", _OPERATIONS)
+
+
+def _control(picture: str, at: int, control: Control) -> Html:
     """Radio buttons, or a list of many choices; a single choice is a hidden input."""
-    name, label = f"{picture}-{control.name}", escape(control.label)
-    choices = [(escape(value), escape(text)) for value, text in control.choices]
-    if len(choices) == 1:
-        return f'<input type="hidden" data-control="{at}" value="{choices[0][0]}">'
-    if len(choices) > _MOST_BUTTONS:
-        options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices)
-        return (
-            f'<label>{label} <select data-control="{at}" name="{name}">{options}</select></label>'
-        )
-    buttons = "".join(
-        f'<label><input type="radio" data-control="{at}" name="{name}" value="{value}"'
-        f"{'' if i else ' checked'}><span>{text}</span></label>"
-        for i, (value, text) in enumerate(choices)
-    )
-    return f"<fieldset><legend>{label}</legend>{buttons}</fieldset>"
+    how: dict[str, Any] = {"data_control": at, "name": f"{picture}-{control.name}"}
+    if len(control.choices) == 1:
+        return tag("input", type="hidden", data_control=at, value=control.choices[0][0])
+    if len(control.choices) > _MOST_BUTTONS:
+        options = [tag("option", text, value=value) for value, text in control.choices]
+        return tag("label", f"{control.label} ", tag("select", *options, **how))
+    buttons: list[Html] = []
+    for value, text in control.choices:
+        checked = {} if buttons else {"checked": ""}
+        button = tag("input", type="radio", **how, value=value, **checked)
+        buttons.append(tag("label", button, tag("span", text)))
+    return tag("fieldset", tag("legend", control.label), *buttons)
 
 
-def _notes(facts: ReportFacts) -> str:
+def _notes(facts: ReportFacts) -> Html:
     kernels = "; ".join(
         f"{direction}: {', '.join(f'{name} {part:.0%}' for name, part in used.items())}"
         for direction, used in facts.kernels.items()
@@ -290,9 +276,4 @@ def _notes(facts: ReportFacts) -> str:
         *([f"Options that were given: {facts.options}."] if facts.options else []),
         *facts.notes,
     ]
-    made_by = f"<p>Made by mesh_attention {escape(__version__)}.</p>"
-    return f"{_list(map(escape, lines))}\n{made_by}\n"
-
-
-def _list(items: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+    return tag("ul", *(tag("li", line) for line in lines))
