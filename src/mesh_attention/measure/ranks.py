@@ -66,12 +66,22 @@ class Ranks:
     def backend(self) -> str:
         return backend_of(self.group)
 
+    def wait_for_device(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
     def wait_for_all(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
+        self.wait_for_device()
         dist.all_reduce(torch.zeros(1, device=self._agreeing), group=self.group)
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
+        self.wait_for_device()
+
+    def timed(self, work: Callable[[], Result]) -> tuple[Result, float]:
+        """The result, and the seconds of this rank from when all begin until its device is done."""
+        self.wait_for_all()
+        begin = time.perf_counter()
+        result = work()
+        self.wait_for_device()
+        return result, time.perf_counter() - begin
 
     @property
     def _agreeing(self) -> torch.device:
@@ -144,7 +154,7 @@ class Ranks:
         for event in events[1:]:
             work()
             event.record()
-        torch.cuda.synchronize(self.device)
+        self.wait_for_device()
         return [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events)]
 
 

@@ -126,13 +126,12 @@ def _within(part: float) -> float:
 
 def _loop(ranks: Ranks, work: Work, times: int) -> float:
     """Seconds of so many calls, averaged over ranks."""
-    ranks.wait_for_all()
-    begin = time.perf_counter()
-    for _ in range(times):
-        work()
-    if ranks.is_cuda:
-        torch.cuda.synchronize(ranks.device)
-    return ranks.average([time.perf_counter() - begin])[0]
+
+    def calls() -> None:
+        for _ in range(times):
+            work()
+
+    return ranks.average([ranks.timed(calls)[1]])[0]
 
 
 def _on_threads(call: Work, begin: Begin, transfers: int) -> tuple[float, float, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -215,9 +214,9 @@ def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction,
         times: list[tuple[float, float]] = []
         runs = 1 + LEAST_RUNS
         while len(times) < runs:
-            out, forward = _timed(ranks, partial(cp.attention, *inputs))
-            _, backward = _timed(ranks, partial(torch.autograd.grad, out, inputs, grad_out))
-            times.append((forward, backward))
+            out, forward = ranks.timed(partial(cp.attention, *inputs))
+            _, backward = ranks.timed(partial(torch.autograd.grad, out, inputs, grad_out))
+            times.append((ranks.longest(forward), ranks.longest(backward)))
             if len(times) == 2:  # the first makes executors, and buffers of transports
                 once = sum(times[-1])
                 runs = 1 + max(LEAST_RUNS, min(MOST_RUNS, int(lasting / max(once, 1e-9))))
@@ -227,13 +226,3 @@ def plan_seconds(ranks: Ranks, plan: Plan, *, lasting: float) -> dict[Direction,
         for column in zip(*times[1:], strict=True)
     )
     return {Direction.FORWARD: forward, Direction.BACKWARD: backward}
-
-
-def _timed(ranks: Ranks, work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result, and the longest seconds of all ranks, which are the same on all of them."""
-    ranks.wait_for_all()
-    begin = time.perf_counter()
-    result = work()
-    if ranks.is_cuda:
-        torch.cuda.synchronize(ranks.device)
-    return result, ranks.longest(time.perf_counter() - begin)

@@ -1,18 +1,34 @@
 """Who computes which tile of the chosen plan, a head at a time, and in which node and groups.
 
-`facts.py` asks for it; the page draws it as a matrix of ranks.
+`facts.py` asks for the facts, and `pictures.py` for the picture that is made of them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import Attention
 from mesh_attention.plan.read.draw import computed_cells
+from mesh_attention.report.picture import (
+    PALETTE,
+    SCALE,
+    Control,
+    Picture,
+    Variant,
+    axis,
+    colour_bar,
+    heat_map,
+    pass_control,
+    picture_of,
+)
 
 MOST_PARTITIONS = 64  # of more, only every second, or fourth, ... is shown
+_MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
+_ORDINALS = {2: "second", 3: "third"}
 MOST_HEADS = 4  # a matrix is shown for a head of each of so many head groups
 
 
@@ -90,3 +106,72 @@ def _groups(plan: Plan, pass_: Pass) -> dict[str, tuple[int, ...]]:
         if len(groups) > 1 and len(number) == plan.num_ranks:
             numbers[kind] = tuple(number[rank] for rank in range(plan.num_ranks))
     return numbers
+
+
+def assignment_picture(
+    assignment: AssignmentFacts, chosen: Mapping[Direction, str], num_nodes: int
+) -> Picture:
+    """The matrix of ranks, in colours of nodes, ranks or groups. `chosen`: the method of each
+    pass."""
+    shown, heads, ranks = assignment.partitions, assignment.heads, range(len(assignment.nodes))
+    step = shown[1] if len(shown) > 1 else 1
+    labels = {"node": "node"} if num_nodes > 1 else {}
+    labels["rank"] = "rank"
+    labels |= {kind: f"{kind} group" for groups in assignment.groups.values() for kind in groups}
+    part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
+    if len(heads) < assignment.num_head_groups:
+        groups = f"{len(heads)} of {assignment.num_head_groups} head groups"
+        part += f" (a head of each of the first {groups})"
+    cells: dict[str, Any] = {"constrain": "domain", "showgrid": False, "zeroline": False}
+    if len(shown) <= _MOST_NUMBERED:
+        cells |= {"tick0": 0, "dtick": 1}
+    turned = {"autorange": "reversed", "scaleanchor": "x", "constraintoward": "top"}
+    layout = {
+        "xaxis": axis("KV partition", **cells),
+        "yaxis": axis("Q partition", **cells, **turned),
+    }
+
+    def make(direction: str, colour: str, head: str) -> Variant:
+        matrix = assignment.matrix(Direction(direction), int(head)).ranks
+        numbers = {"node": assignment.nodes, "rank": ranks}
+        numbers |= assignment.groups[Direction(direction)]
+        of_rank, what = numbers.get(colour, ranks), labels[colour]
+        trace = heat_map(
+            [*shown],
+            [*shown],
+            [[None if r is None else of_rank[r] for r in row] for row in matrix],
+            "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
+            f"<br>{what if colour in numbers else 'rank'} %{{z}}",
+            gap=int(len(shown) <= 2 * _MOST_NUMBERED),
+            customdata=matrix,
+            **_category_colours(max(of_rank) + 1, what),
+        )
+        if len(shown) <= _MOST_NUMBERED:
+            # Newer versions of plotly.js write the word null where there is no text.
+            text = [["" if r is None else str(r) for r in row] for row in matrix]
+            trace |= {"text": text, "texttemplate": "%{text}"}
+        by = "the rank" if colour == "rank" else f"the {what} of the rank"
+        missing = "" if colour in numbers else f" There are no {colour} groups in this pass."
+        caption = (
+            f"{chosen[Direction(direction)]} {direction}, head {head}{part}: each "
+            f"cell is a Q partition against a KV partition, coloured by {by} that "
+            f"computes it.{missing} Cells without colour hold nothing that the mask shows."
+        )
+        return Variant(caption, [trace], layout)
+
+    controls = (
+        pass_control(chosen),
+        Control("colour", "Colour by", tuple(labels.items())),
+        Control("head", "Head", tuple((str(head), f"head {head}") for head in heads)),
+    )
+    return picture_of("assignment", controls, make)
+
+
+def _category_colours(number: int, title: str) -> dict[str, Any]:
+    """A few categories have a colour each, many a scale."""
+    if number > len(PALETTE):
+        colours = {"colorscale": SCALE, "zmin": 0, "zmax": number - 1}
+        return {**colours, "colorbar": colour_bar(title)}
+    steps = [[at / number, PALETTE[i]] for i in range(number) for at in (i, i + 1)]
+    bar = colour_bar(title, tickvals=list(range(number)))
+    return {"colorscale": steps, "zmin": -0.5, "zmax": number - 0.5, "colorbar": bar}

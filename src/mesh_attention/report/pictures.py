@@ -1,4 +1,4 @@
-"""The pictures of the page: who computes which tile, when each operation runs, tiles and slices,
+"""The pictures of the page but that of `assignment.py`: when each operation runs, tiles and slices,
 numbers of ranks, memory and time.
 
 `page.py` shows them; nothing is computed here that the facts do not hold.
@@ -13,6 +13,7 @@ from mesh_attention.cost.pictures import COLOURS, WAIT
 from mesh_attention.cost.timeline import Stream
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.table import USUAL
+from mesh_attention.report.assignment import assignment_picture
 from mesh_attention.report.estimates import Scaling, ScalingLine, ShapeTimes, TimedShape
 from mesh_attention.report.facts import CHOSEN, GanttFacts, ReportFacts
 from mesh_attention.report.picture import (
@@ -34,8 +35,6 @@ from mesh_attention.report.picture import (
     style_of,
 )
 
-_ORDINALS = {2: "second", 3: "third"}
-_MOST_NUMBERED = 16  # partitions of a matrix whose cells have room for a number
 _SLOW = 1.6  # times the fastest: what is slower has one colour
 _NUM_SHOWN = 6  # methods whose lines are shown; the others when their name is clicked
 _BOTH = "both"
@@ -45,77 +44,10 @@ _MS = "milliseconds, modelled"
 
 def pictures_of(facts: ReportFacts) -> dict[str, Picture]:
     """All pictures, by name. Those of shapes and scaling are left out where they would be empty."""
-    pictures = [_assignment(facts), _gantt(facts)]
+    pictures = [assignment_picture(facts.assignment, facts.chosen, facts.nodes), _gantt(facts)]
     pictures += [_shapes(facts)] if facts.shapes else []
     pictures += [_scaling(facts)] if facts.scaling else []
     return {picture.name: picture for picture in (*pictures, _memory(facts))}
-
-
-def _assignment(facts: ReportFacts) -> Picture:
-    """The matrix of ranks, in colours of nodes, ranks or groups."""
-    assignment = facts.assignment
-    shown, heads, ranks = assignment.partitions, assignment.heads, range(len(assignment.nodes))
-    step = shown[1] if len(shown) > 1 else 1
-    labels = {"node": "node"} if facts.nodes > 1 else {}
-    labels["rank"] = "rank"
-    labels |= {kind: f"{kind} group" for groups in assignment.groups.values() for kind in groups}
-    part = "" if step == 1 else f", every {_ORDINALS.get(step, f'{step}th')} partition"
-    if len(heads) < assignment.num_head_groups:
-        groups = f"{len(heads)} of {assignment.num_head_groups} head groups"
-        part += f" (a head of each of the first {groups})"
-    cells: dict[str, Any] = {"constrain": "domain", "showgrid": False, "zeroline": False}
-    if len(shown) <= _MOST_NUMBERED:
-        cells |= {"tick0": 0, "dtick": 1}
-    turned = {"autorange": "reversed", "scaleanchor": "x", "constraintoward": "top"}
-    layout = {
-        "xaxis": axis("KV partition", **cells),
-        "yaxis": axis("Q partition", **cells, **turned),
-    }
-
-    def make(direction: str, colour: str, head: str) -> Variant:
-        matrix = assignment.matrix(Direction(direction), int(head)).ranks
-        numbers = {"node": assignment.nodes, "rank": ranks}
-        numbers |= assignment.groups[Direction(direction)]
-        of_rank, what = numbers.get(colour, ranks), labels[colour]
-        trace = heat_map(
-            [*shown],
-            [*shown],
-            [[None if r is None else of_rank[r] for r in row] for row in matrix],
-            "Q partition %{y}, KV partition %{x}<br>rank %{customdata}"
-            f"<br>{what if colour in numbers else 'rank'} %{{z}}",
-            gap=int(len(shown) <= 2 * _MOST_NUMBERED),
-            customdata=matrix,
-            **_category_colours(max(of_rank) + 1, what),
-        )
-        if len(shown) <= _MOST_NUMBERED:
-            # Newer versions of plotly.js write the word null where there is no text.
-            text = [["" if r is None else str(r) for r in row] for row in matrix]
-            trace |= {"text": text, "texttemplate": "%{text}"}
-        by = "the rank" if colour == "rank" else f"the {what} of the rank"
-        missing = "" if colour in numbers else f" There are no {colour} groups in this pass."
-        caption = (
-            f"{facts.chosen[Direction(direction)]} {direction}, head {head}{part}: each "
-            f"cell is a Q partition against a KV partition, coloured by {by} that "
-            f"computes it.{missing} Cells without colour hold nothing that the mask shows."
-        )
-        return Variant(caption, [trace], layout)
-
-    controls = (
-        pass_control(facts.directions),
-        Control("colour", "Colour by", tuple(labels.items())),
-        Control("head", "Head", tuple((str(head), f"head {head}") for head in heads)),
-    )
-    return picture_of("assignment", controls, make)
-
-
-def _category_colours(number: int, title: str) -> dict[str, Any]:
-    """A few categories have a colour each, many a scale."""
-    if number > len(PALETTE):
-        colours = {"colorscale": SCALE, "zmin": 0, "zmax": number - 1}
-        return {**colours, "colorbar": colour_bar(title)}
-    steps = [[at / number, PALETTE[i]] for i in range(number) for at in (i, i + 1)]
-    bar = colour_bar(title, tickvals=list(range(number)))
-    return {"colorscale": steps, "zmin": -0.5, "zmax": number - 0.5, "colorbar": bar}
 
 
 def _gantt(facts: ReportFacts) -> Picture:
