@@ -85,7 +85,8 @@ class PassScores:
             elif not scored.may_wait:
                 self.best = min(self.best or scored.score, scored.score)
         except PlanError as error:
-            self.refusals.setdefault(method, error)
+            # Without its frames: they hold all that the search has made, in a cycle.
+            self.refusals.setdefault(method, error.with_traceback(None))
             self._known[key] = None
         self._asked.report()
         return scored

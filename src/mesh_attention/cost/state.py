@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
+from weakref import proxy
 
 from mesh_attention.cost.operation_costs import TimedCall
 from mesh_attention.cost.timeline import RankTimes
@@ -187,7 +188,8 @@ class Capacities:
         network = cluster.network
         self._flows_of_nic = max(1.0, network.collective.gb_per_second / network.peer.gb_per_second)
         self._known: dict[object, Capacity] = {}
-        self.of_flow = cache(self._of_flow)
+        # In a cycle with its cache it would outlive its simulation.
+        self.of_flow = cache(partial(Capacities._of_flow, proxy(self)))
 
     def of_collective(self, devices: list[int]) -> tuple[Capacity, ...]:
         """What a collective shares: NICs, if it goes between nodes. It shares nothing where each
