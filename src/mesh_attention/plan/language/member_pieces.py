@@ -7,7 +7,7 @@ names, areas and bytes follow from these, and pieces are made where somebody ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import add
 from typing import NamedTuple, overload
@@ -102,23 +102,29 @@ class MemberPieces(Sequence[Pieces]):
     def __reduce__(self) -> tuple[type[tuple[Pieces, ...]], tuple[tuple[Pieces, ...]]]:
         return tuple, (tuple(self),)
 
-    def names(self) -> Iterator[str]:
+    def names(self) -> tuple[str, ...]:
         """Of the buffers, as the pieces name them in turn."""
+        names: dict[str, None] = {}
+        count = sum([len(tensor.holders.bits) for tensor in self.tensors])
         for unit in range(len(self.tensors[0].rows)):
             filled = [tensor for tensor in self.tensors if tensor.rows[unit]]
             for group in range(self._groups):
-                for tensor in filled:
-                    for end, _ in tensor.holders.parts[group]:
-                        yield tensor.name + end
-            if len(filled) == len(self.tensors):
-                break  # other units have the same
+                parts = [(x.name + end, None) for x in filled for end, _ in x.holders.parts[group]]
+                names.update(parts)
+                if len(names) == count:
+                    return tuple(names)
+        return tuple(names)
 
     def num_bytes(self, row_bytes: Callable[[str], tuple[int, int, bool]]) -> dict[int, Bytes]:
         """The bytes of each member that has pieces. `row_bytes`: heads of a buffer, bytes of a row
         and head, and whether it holds tokens."""
         everything, tokens = [0] * len(self), [0] * len(self)
+        known: dict[int, list[int]] = {}  # by identity: tensors share their rows
         for name, rows, holders in self.tensors:
-            sizes = [sum([stop - start for start, stop in spans]) for spans in rows]
+            sizes = known.get(id(rows))
+            if sizes is None:
+                sizes = [sum([stop - start for start, stop in spans]) for spans in rows]
+                known[id(rows)] = sizes
             for end, counts in holders.counts.items():
                 heads, size, holds_tokens = row_bytes(name + end)
                 each = [size * (heads if count < 0 else count) for count in counts]

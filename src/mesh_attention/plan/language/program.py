@@ -361,5 +361,9 @@ class Program:
     buffers: tuple[Buffer, ...]
     operations: tuple[Operation, ...]
 
+    def __hash__(self) -> int:
+        """Of the names in its operations: all would take long, and most programs differ there."""
+        return hash((self.rank, tuple([op.touched for op in self.operations])))
+
     def buffer_table(self) -> dict[str, Buffer]:
         return {buffer.name: buffer for buffer in self.buffers}

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 
 from mesh_attention.errors import PlanError
 from mesh_attention.machine.target import Target
+from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.plan import Pass, Plan, Programs
 from mesh_attention.plan.language.program import (
     Attend,
@@ -157,11 +158,16 @@ class PassCompiler:
             op if source < 0 else self._as(op, program.operations[source])
             for op, source in zip(known.after.operations, known.sources, strict=True)
         ]
-        own = program.buffer_table()
-        buffers = [
-            own[b.name] if b.offset is None else at_offset(own[b.name], b.offset)
-            for b in known.after.buffers
-        ]
+        own, others = program.buffer_table(), known.before.buffer_table()
+
+        def in_place(placed: Buffer) -> Buffer:
+            buffer = own[placed.name]
+            if placed.offset is None:
+                return buffer
+            # Of the first program the very buffers were placed.
+            return placed if buffer is others[placed.name] else at_offset(buffer, placed.offset)
+
+        buffers = map(in_place, known.after.buffers)
         return Program(program.rank, tuple(buffers), tuple(operations)), known.waits
 
     def _as(self, made: Operation, op: Operation) -> Operation:
