@@ -89,8 +89,8 @@ class TrafficMeter:
         """The sizes of each member that has pieces."""
         if isinstance(side, MemberPieces):
             return side.num_bytes(self._rows_of)
-        sizes = enumerate(self._sizes(side))
-        return {member: size for member, size in sizes if side[member]}
+        filled = [member for member, pieces in enumerate(side) if pieces]
+        return dict(zip(filled, self._sizes([side[member] for member in filled]), strict=True))
 
     def _sizes(self, members: Iterable[Sequence[Piece]]) -> list[tuple[int, int]]:
         """Of the pieces of each member the bytes, and the part of them that is not statistics."""
