@@ -103,19 +103,17 @@ def needed_tokens(
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """How many tokens each rank sends and receives one by one, where tiles have `a` rows: arrays
     (sent or received, rank) of queries and keys inside its node, and of those of other nodes."""
-    nears, fars = [], []
-    node = np.arange(q_layout.num_ranks) // per_node
-    same_node = node[:, None] == node
+    nears, fars, num_ranks = [], [], q_layout.num_ranks
     for find in (needed_queries, needed_keys):
         if a == 1 and find is needed_queries:  # every rank has the queries of its row
-            nears.append(np.zeros((2, len(node))))
+            nears.append(np.zeros((2, num_ranks)))
             fars.append(nears[0])
             continue
-        tokens = find(q_layout, kv_layout, rows, a).tokens_between()
-        np.fill_diagonal(tokens, 0)
-        near = tokens * same_node
-        nears.append(np.stack([near.sum(0), near.sum(1)]))
-        fars.append(np.stack([tokens.sum(0), tokens.sum(1)]) - nears[-1])
+        users, owners, tokens = find(q_layout, kv_layout, rows, a).tokens_between()
+        is_near = users // per_node == owners // per_node
+        for some, sums in ((is_near & (users != owners), nears), (~is_near, fars)):
+            ends = (owners[some], users[some])
+            sums.append(np.stack([np.bincount(x, tokens[some], num_ranks) for x in ends]))
     return (nears[0], nears[1]), (fars[0], fars[1])
 
 

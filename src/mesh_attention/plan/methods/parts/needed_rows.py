@@ -192,15 +192,14 @@ class NeededRows:
         _, _, low, high = cut(self._lo, self._hi, starts, stops)
         return bool((high - low).sum() < (self._hi - self._lo).sum())
 
-    def tokens_between(self) -> Array:
-        """How many rows of each owner each rank needs, [user, owner], its own rows too."""
-        ranks, owned = self._layout.num_ranks, self._owned
+    def tokens_between(self) -> tuple[Array, Array, Array]:
+        """Users, owners, and how many rows each of these users needs of each of these owners, its
+        own rows too. A pair of ranks may come several times; most come not at all."""
+        owned = self._owned
         line, lo = np.divmod(self._lo, self._stride)
         index, at, low, high = cut(lo, lo + self._hi - self._lo, owned.starts, owned.stops)
         owners = self._owners[at]
-        pairs = self._ranks[line[index], self._places[owners]] * ranks + owners
-        counts = np.bincount(pairs, weights=high - low, minlength=ranks * ranks)
-        return counts.astype(np.int64).reshape(ranks, ranks)
+        return self._ranks[line[index], self._places[owners]], owners, high - low
 
     def received(self, rank: int) -> Rows:
         """What a rank works on, by owner, its own rows too."""
