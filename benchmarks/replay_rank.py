@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from replay.rank import SLOWEST, Replayed, rank_to_replay
 
-from mesh_attention.cli.command import Args, Command, flags, run_command
+from mesh_attention.cli.command import Args, Command, run_command
 from mesh_attention.cli.main import exit_code
 from mesh_attention.cli.options import plan_flags
 from mesh_attention.cli.output import show, table
@@ -114,28 +114,25 @@ def _rank(text: str) -> int | str:
     return count(text)
 
 
-_FLAGS = flags(
-    f"""
-    --rank R|{SLOWEST}={SLOWEST}  whose program (default: of the rank that is predicted to end last)
-    --sms N={DEFAULT_SMS}  SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy
-                     engines
-    --same-priority  communication on a stream of ordinary priority (default: high)
-    --repeats N={DEFAULT_REPEATS}  timed runs, of which the median counts (default
-                     {DEFAULT_REPEATS})
-    """,
-    rank=_rank,
-    sms=count,
-)
 COMMAND = Command(
-    summary="run one rank of a plan on this GPU, with the network of a cluster modelled",
-    run=run,
-    flags=[*CLUSTER_FLAGS, *_FLAGS],
-    more_flags=plan_flags,
-    examples=(
-        f"{PROGRAM} --cluster paper --ranks 256 --tokens 524288 --heads 64 --best",
-        f"{PROGRAM} --cluster hgx-h100 --method usp --ulysses 8 --ranks 64 "
-        "--tokens 262144 --causal --pass forward --rank 0 --sms 24 --json",
-    ),
+    run,
+    f"""\
+run one rank of a plan on this GPU, with the network of a cluster modelled
+
+examples:
+  {PROGRAM} --cluster paper --ranks 256 --tokens 524288 --heads 64 --best
+  {PROGRAM} --cluster hgx-h100 --method usp --ulysses 8 --ranks 64
+    --tokens 262144 --causal --pass forward --rank 0 --sms 24 --json
+
+{CLUSTER_FLAGS}
+--rank R|{SLOWEST}={SLOWEST}  whose program (default: of the rank that is predicted to end last)
+--sms N={DEFAULT_SMS}  SMs that a communication takes (default {DEFAULT_SMS}, as NCCL); 0: copy
+                  engines
+--same-priority   communication on a stream of ordinary priority (default: high)
+--repeats N={DEFAULT_REPEATS}  timed runs, of which the median counts (default {DEFAULT_REPEATS})
+""",
+    plan_flags,
+    {"rank": _rank, "sms": count},
 )
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli import output
 from mesh_attention.cli.advise_step import FLAGS as STEP_FLAGS
 from mesh_attention.cli.advise_step import check_flags, model_step_text, run_step
-from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.command import Args, Command
 from mesh_attention.cli.options import FLAGS_OF_ALL, asked_of_all, cluster_of, plan_flags
 from mesh_attention.cli.values import UsageError
 from mesh_attention.cost.planning import collector_paused
@@ -230,38 +230,37 @@ def _refuse_unwritable(path: Path) -> None:
         raise UsageError(f"{path} may not be written")
 
 
-_OF_ADVISE = flags(
-    """
-    --batch N           sequences at a time (default 1); with --step: of a whole step
-    --output FILE.json  write the plan for ContextParallel(plan=...)
-    """
-)
 ADVISE = Command(
-    "which method to use, why, how fast and how much memory: all of them, ranked",
     run_advise,
-    [*FLAGS_OF_ALL, *_OF_ADVISE, *STEP_FLAGS],
+    f"""\
+which method to use, why, how fast and how much memory: all of them, ranked
+
+examples:
+  mesh-attention advise --ranks 32 --model llama-70b --tokens 128k
+  mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 512k --causal --json
+  mesh-attention advise --ranks 32 --model llama-70b --output plan.json
+  mesh-attention advise --ranks 8 --model qwen3-8b --tokens 1M --step --largest
+
+{FLAGS_OF_ALL}
+--batch N            sequences at a time (default 1); with --step: of a whole step
+--output FILE.json   write the plan for ContextParallel(plan=...)
+{STEP_FLAGS}
+""",
     plan_flags,
-    examples=(
-        "mesh-attention advise --ranks 32 --model llama-70b --tokens 128k",
-        "mesh-attention advise --ranks 64 --heads 64 --kv-heads 8 --tokens 512k --causal --json",
-        "mesh-attention advise --ranks 32 --model llama-70b --output plan.json",
-        "mesh-attention advise --ranks 8 --model qwen3-8b --tokens 1M --step --largest",
-    ),
-)
-_OF_REPORT = flags(
-    f"""
-    --output FILE       the page (default {PAGE}; with --json none, unless it is given)
-    --scaling-ranks N   the most ranks of the scaling picture (default: 8 x --ranks, 64 to
-                        {RANKS[-1]})
-    """
 )
 REPORT = Command(
-    "one page to look at: the choice, who computes what and when, all methods, scaling",
     run_report,
-    [*FLAGS_OF_ALL, *output.BATCH_FLAG, *_OF_REPORT],
+    f"""\
+one page to look at: the choice, who computes what and when, all methods, scaling
+
+examples:
+  mesh-attention report --ranks 32 --model llama-70b --tokens 128k
+  mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html
+
+{FLAGS_OF_ALL}
+{output.BATCH_FLAG}
+--output FILE        the page (default {PAGE}; with --json none, unless it is given)
+--scaling-ranks N    the most ranks of the scaling picture (default: 8 x --ranks, 64 to {RANKS[-1]})
+""",
     plan_flags,
-    examples=(
-        "mesh-attention report --ranks 32 --model llama-70b --tokens 128k",
-        "mesh-attention report --ranks 8 --heads 32 --tokens 64k --causal --output page.html",
-    ),
 )

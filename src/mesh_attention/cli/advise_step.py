@@ -18,14 +18,11 @@ from mesh_attention.step.costs import Keeps
 from mesh_attention.step.model_shapes import ModelShape
 from mesh_attention.step.splits import PlannedStep, StepPlan, largest_context, plan_step
 
-FLAGS = flags(
-    """
-    --step              plan a whole training step of --model: memory, time, what to enable
-    --host-memory SIZE  of a node, for --step (default: the cluster's)
-    --largest           also find the largest context that fits, and what limits it
-    """
-)
-_OF_STEP = [flag.names[0] for flag in FLAGS]
+FLAGS = """\
+--step               plan a whole training step of --model: memory, time, what to enable
+--host-memory SIZE   of a node, for --step (default: the cluster's)
+--largest            also find the largest context that fits, and what limits it"""
+_OF_STEP = [flag.names[0] for flag in flags(FLAGS)]
 _OF_QUESTION = ("--tokens", "--ranks", "--causal", "--no-causal", "--window", "--prefix")
 _TAKEN = ("--model", "--cluster", "--memory", "--batch", *_OF_QUESTION, *_OF_STEP)
 

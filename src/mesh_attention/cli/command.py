@@ -1,7 +1,7 @@
-"""What a subcommand is: what it runs, and its flags, written as its help shows them.
+"""What a subcommand is: what it runs, and its page of help, which declares its flags.
 
 A file of this folder makes each `Command`, and `main.py` lists them. Reading a command line, the
-pages of `--help` and `--help-all`, and errors that name options as flags follow from its flags.
+pages of `--help` and `--help-all`, and errors that name options as flags follow from its page.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import re
 import shlex
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from inspect import cleandoc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -56,29 +55,35 @@ class Flag(NamedTuple):
         return self.read(self.default) if self.default else None
 
 
-def flags(page: str, group: str = "options", *, seldom: bool = False, **read: Read) -> list[Flag]:
+def flags(
+    page: str,
+    group: str = "options",
+    *,
+    seldom: bool = False,
+    read: Mapping[str, Read] | None = None,
+) -> list[Flag]:
     """The flags of a page that is written as help shows it: two spaces before the help of a flag,
     which goes on in lines that begin with spaces. `N=1` is a metavar with a default. Values are
-    read as their metavar says (a list of words: one of them), or by a reader that is given by the
+    read as their metavar says (a list of words: one of them), or by what `read` has for the
     attribute of the flag.
 
     >>> [(flag.names, flag.attribute, flag.metavar, flag.help) for flag in flags('''
-    ...     --tokens N     query tokens
-    ...     --fast, --no-fast  whether it is
+    ... --tokens N         query tokens
+    ... --fast, --no-fast  whether it is
     ...                    fast
     ... ''')]  # doctest: +NORMALIZE_WHITESPACE
     [(('--tokens',), 'q_tokens', 'N', 'query tokens'),
      (('--fast', '--no-fast'), 'fast', '', 'whether it is fast')]
     """
     made = []
-    for text in re.split(r"\n(?=-)", cleandoc(page)):
+    for text in re.split(r"\n(?=-)", page.strip()):
         head, help = re.split(r"\s{2,}", text, maxsplit=1)
         *names, last = head.split(", ")
         last, _, value = last.partition(" ")
         metavar, _, default = value.partition("=")
         help = " ".join(help.split())
         flag = Flag((*names, last), metavar, help, None, group, seldom, default)
-        reader = read.get(flag.attribute) or READERS.get(metavar)
+        reader = (read or {}).get(flag.attribute) or READERS.get(metavar)
         if metavar and reader is None:
             reader = one_of(last.lstrip("-"), metavar.split("|"))
         made.append(flag._replace(read=reader))
@@ -91,15 +96,31 @@ class Args(SimpleNamespace):
     it, `written` the flags on it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Command:
-    """`run` returns the exit code; `more_flags` makes flags that several commands share."""
+    """`run` returns the exit code. `page`: what it does in a line, examples, and its flags as
+    `flags` takes them, with an empty line between. `more_flags` makes flags that several commands
+    share, and `read` has readers of values that no metavar names."""
 
-    summary: str
     run: Callable[[Args], int]
-    flags: Iterable[Flag] = ()
+    page: str
     more_flags: Callable[[], Iterable[Flag]] = tuple
-    examples: tuple[str, ...] = ()
+    read: Mapping[str, Read] | None = None
+
+    @property
+    def summary(self) -> str:
+        return self.page.partition("\n")[0]
+
+    @property
+    def examples(self) -> list[str]:
+        """Those of the page; an example goes on in lines that begin with more spaces."""
+        lines = re.split(r"\n  (?! )", self.page.split("\n\n")[1])[1:]
+        return [" ".join(line.split()) for line in lines]
+
+    def flags(self) -> list[Flag]:
+        own = flags(self.page.split("\n\n")[2], read=self.read)
+        json = Flag(("--json",), "", "print one line of JSON instead")
+        return [*own, json, *self.more_flags()]
 
 
 _HELP = ("--help", "-h")
@@ -112,8 +133,7 @@ class Parser:
 
     def __init__(self, prog: str, command: Command) -> None:
         self.prog, self.command = prog, command
-        json = Flag(("--json",), "", "print one line of JSON instead")
-        self.flags = (*command.flags, json, *command.more_flags())
+        self.flags = command.flags()
 
     def parse(self, words: Iterable[str]) -> Args:
         """The values, or a `UsageError`. `--help` prints its page, and ends the program."""
@@ -209,10 +229,10 @@ def with_flags(text: str, flags: Iterable[Flag]) -> str:
     The planner writes `name=value`, and a name alone in quotes or in a list.
 
     >>> known = flags('''
-    ...     --heads N                 of queries
-    ...     --tile AxB                cells of a rank
-    ...     --rotation, --no-rotation  of keys
-    ... ''', tile=str)
+    ... --heads N                  of queries
+    ... --tile AxB                 cells of a rank
+    ... --rotation, --no-rotation  of keys
+    ... ''', read={"tile": str})
     >>> with_flags("num_heads=7: 'tile' needs rotation=False; options: tile, num_heads", known)
     '--heads 7: --tile needs --no-rotation; options: --tile, --heads'
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesh_attention.choose.auto import find_best
-from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.command import Args, Command
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.selftest import local_ranks
 from mesh_attention.cost.pictures import draw_gantt, pyplot
@@ -148,8 +148,13 @@ def _draw(folder: Path) -> list[str]:
 
 
 COMMAND = Command(
-    "nine real ranks on this computer: three assignments of work, checked and counted",
     run,
-    flags("--output FOLDER=demo-output  folder of pictures"),
-    examples=("mesh-attention demo --output demo-output",),
+    """\
+nine real ranks on this computer: three assignments of work, checked and counted
+
+examples:
+  mesh-attention demo --output demo-output
+
+--output FOLDER=demo-output  folder of pictures
+""",
 )

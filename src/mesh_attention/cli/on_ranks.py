@@ -12,11 +12,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.command import Args, Command
 from mesh_attention.cli.options import (
     CLUSTERS,
     MODEL_FLAG,
-    AskedOnCluster,
+    Asked,
     asked_of_all,
     question_flags,
 )
@@ -139,7 +139,7 @@ def _tune(args: Args, ranks: Ranks) -> int:
             f"--ranks {args.ranks}: torchrun started {ranks.size}; leave --ranks out"
         )
     args.ranks = ranks.size
-    asked: AskedOnCluster = ranks.of_first(lambda: asked_of_all(args, "tune"))
+    asked: Asked = ranks.of_first(lambda: asked_of_all(args, "tune"))
     cluster, found_by = cluster_here(ranks.group, asked.options.get("ranks_per_node"))
     if args.cluster is not None:
         cluster, found_by = asked.cluster, asked.found_by
@@ -243,52 +243,43 @@ def _tune_text(outcome: TuningOutcome, file: Path) -> list[str]:
 
 
 PROFILE = Command(
-    "measure kernels and links on real ranks (under torchrun), write a cluster file",
     run_profile,
-    flags(
-        f"""
-        --output FILE.toml=cluster.toml  the file
-        --name NAME         of the cluster (default: as the file)
-        --ranks-per-node N  ranks that share a node, one after the other (default:
-                            LOCAL_WORLD_SIZE, as torchrun sets it)
-        --heads N           heads of kernel calls (default 32 on GPUs, 4 on CPUs)
-        --head-dim N=128    size of a head (default 128)
-        --dtype NAME        {", ".join(DTYPES)} (default bfloat16 on GPUs, float32 on CPUs)
-        --quick             fewer sizes and repeats: seconds in place of a minute, less exact
-        """,
-        dtype=one_of("dtype", DTYPES),
-    ),
-    examples=(
-        "torchrun --nproc-per-node 8 -m mesh_attention profile --output cluster.toml",
-        "mesh-attention simulate --cluster cluster.toml --ranks 8 --tokens 64k --best",
-    ),
+    f"""\
+measure kernels and links on real ranks (under torchrun), write a cluster file
+
+examples:
+  torchrun --nproc-per-node 8 -m mesh_attention profile --output cluster.toml
+  mesh-attention simulate --cluster cluster.toml --ranks 8 --tokens 64k --best
+
+--output FILE.toml=cluster.toml  the file
+--name NAME         of the cluster (default: as the file)
+--ranks-per-node N  ranks that share a node, one after the other (default: LOCAL_WORLD_SIZE, as
+                    torchrun sets it)
+--heads N           heads of kernel calls (default 32 on GPUs, 4 on CPUs)
+--head-dim N=128    size of a head (default 128)
+--dtype NAME        {", ".join(DTYPES)} (default bfloat16 on GPUs, float32 on CPUs)
+--quick             fewer sizes and repeats: seconds in place of a minute, less exact
+""",
+    read={"dtype": one_of("dtype", DTYPES)},
 )
 TUNE = Command(
-    "measure the best predicted settings on real ranks (under torchrun), write the fastest",
     run_tune,
-    [
-        *flags(
-            """
-            --output FILE.json  the file of the answer, for ContextParallel(tuned=...); one that is
-                                there keeps its answers to other questions (needed)
-            """
-        ),
-        *MODEL_FLAG,
-        *flags(
-            f"""
-            --cluster NAME|FILE  what predictions go by: a file of profile, or {CLUSTERS} (default:
-                                 by this machine's GPU)
-            --measurements N=10  at most so many (default 10), those of a tuning that was ended too
-            --again              measure anew what an earlier tuning has measured, and replace its
-                                 answer
-            """
-        ),
-    ],
+    f"""\
+measure the best predicted settings on real ranks (under torchrun), write the fastest
+
+examples:
+  torchrun --nproc-per-node 8 -m mesh_attention tune --tokens 65536 --heads 32 --causal
+    --output tuned.json
+  torchrun --nproc-per-node 8 -m mesh_attention tune --model llama-8b --tokens 131072
+    --cluster cluster.toml --output tuned.json
+
+--output FILE.json   the file of the answer, for ContextParallel(tuned=...); one that is there keeps
+                     its answers to other questions (needed)
+{MODEL_FLAG}
+--cluster NAME|FILE  what predictions go by: a file of profile, or {CLUSTERS} (default: by this
+                     machine's GPU)
+--measurements N=10  at most so many (default 10), those of a tuning that was ended too
+--again              measure anew what an earlier tuning has measured, and replace its answer
+""",
     question_flags,
-    examples=(
-        "torchrun --nproc-per-node 8 -m mesh_attention tune --tokens 65536 --heads 32 --causal "
-        "--output tuned.json",
-        "torchrun --nproc-per-node 8 -m mesh_attention tune --model llama-8b --tokens 131072 "
-        "--cluster cluster.toml --output tuned.json",
-    ),
 )

@@ -19,7 +19,7 @@ from typing import Any, get_origin
 from mesh_attention.choose.ask import ask
 from mesh_attention.choose.auto import PlanChoice, find_best
 from mesh_attention.choose.scored import gpu_bytes
-from mesh_attention.cli.command import Args, Flag, flags
+from mesh_attention.cli.command import Args, Flag, Read, flags
 from mesh_attention.cli.output import Progress
 from mesh_attention.cli.values import (
     UsageError,
@@ -30,8 +30,6 @@ from mesh_attention.cli.values import (
     one_of,
     pair,
     size,
-    starts,
-    window,
 )
 from mesh_attention.cost import detect_cluster
 from mesh_attention.cost.operation_costs import Overlap
@@ -49,43 +47,36 @@ DEFAULT_RANKS = 16
 _TOKENS, _HEADS, _HEAD_DIM = 65536, 32, 128
 MOST_RANKS = 1 << 16  # the programs of more would not fit into memory
 _PROBLEM = f"""
-    --ranks N       number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)
-    --tokens N      query tokens, as 128k or 1M (default 64k)
-    --heads N       query heads (default {_HEADS})
-    --kv-heads N    key and value heads (default: as --heads)
-    --head-dim N    size of a query and key head (default {_HEAD_DIM})
-    --causal, --no-causal  a query sees keys up to its own (default no)
-    --window LEFT[:RIGHT]  keys around the query; RIGHT is 0 when left out, inf is no limit
-    --documents STARTS     packed documents: 0,...,tokens
-    """
+--ranks N              number of ranks (default {DEFAULT_RANKS}, or A*B of --tile)
+--tokens N             query tokens, as 128k or 1M (default 64k)
+--heads N              query heads (default {_HEADS})
+--kv-heads N           key and value heads (default: as --heads)
+--head-dim N           size of a query and key head (default {_HEAD_DIM})
+--causal, --no-causal  a query sees keys up to its own (default no)
+--window LEFT[:RIGHT]  keys around the query; RIGHT is 0 when left out, inf is no limit
+--documents STARTS     packed documents: 0,...,tokens
+"""
 _MORE_OF_PROBLEM = """
-    --kv-tokens N       key tokens (default: as many as queries)
-    --v-head-dim N      size of a value head (default: as --head-dim)
-    --element-bytes N   bytes of an element: 2, 4 or 8 (default 2)
-    --kv-documents STARTS  the same for keys, where they differ
-    --prefix N          first keys that all see (with --causal)
-    --slices FILE       in place of masks: JSON, [[[query start, stop], [key start, stop],
-                        "causal"], ...]
-    """
+--kv-tokens N          key tokens (default: as many as queries)
+--v-head-dim N         size of a value head (default: as --head-dim)
+--element-bytes N      bytes of an element: 2, 4 or 8 (default 2)
+--kv-documents STARTS  the same for keys, where they differ
+--prefix N             first keys that all see (with --causal)
+--slices FILE          in place of masks: JSON, [[[query start, stop], [key start, stop], "causal"],
+                       ...]
+"""
 _PASS = "--pass forward|backward|both  which direction (default both)"
+_READ: dict[str, Read] = {"prefix": count, "slices": json_file}
+# Flags of pages of several commands.
 CLUSTERS = ", ".join(cluster_names())
-MODEL_FLAG = flags(
-    f"""
-    --model NAME|FILE    a known model, causal: {", ".join(MODELS)}; or a config.json of Hugging
-                         Face
-    """
-)
-FLAGS_OF_ALL = [
-    *MODEL_FLAG,
-    *flags(
-        f"""
-        --cluster NAME|FILE  {CLUSTERS}, or a TOML file (default: by this machine's GPU, or
-                             {detect_cluster.NEAREST})
-        --memory SIZE        of a GPU, such as 40GB (default: the cluster's)
-        --kernel NAME        use this kernel of the cluster where possible
-        """
-    ),
-]
+MODEL_FLAG = f"""\
+--model NAME|FILE    a known model, causal: {", ".join(MODELS)}; or a config.json of Hugging Face"""
+FLAGS_OF_ALL = f"""\
+{MODEL_FLAG}
+--cluster NAME|FILE  {CLUSTERS}, or a TOML file (default: by this machine's GPU, or
+                     {detect_cluster.NEAREST})
+--memory SIZE        of a GPU, such as 40GB (default: the cluster's)
+--kernel NAME        use this kernel of the cluster where possible"""
 
 
 def plan_flags() -> list[Flag]:
@@ -94,14 +85,15 @@ def plan_flags() -> list[Flag]:
 
 
 def question_flags() -> list[Flag]:
-    more: dict[str, Any] = {"seldom": True, "kv_documents": starts, "prefix": count}
-    made = flags(_PROBLEM, "problem", window=window, documents=starts)
-    made += flags(_MORE_OF_PROBLEM, "more of the problem", slices=json_file, **more)
-    methods = f"--method NAME  {', '.join(METHODS)}; or {AUTO} (default): chosen by a search"
-    made += flags(methods, "plan")
+    methods = ", ".join(METHODS)
     # First the options that all methods have. `costs` has no text: only Python code can give it.
     options = sorted(all_options().values(), key=lambda option: option[1] != tuple(METHODS))
-    return made + [_option_flag(*option) for option in options if option[0].has_text]
+    return [
+        *flags(_PROBLEM, "problem"),
+        *flags(_MORE_OF_PROBLEM, "more of the problem", seldom=True, read=_READ),
+        *flags(f"--method NAME  {methods}; or {AUTO} (default): chosen by a search", "plan"),
+        *(_option_flag(*option) for option in options if option[0].has_text),
+    ]
 
 
 def _option_flag(option: Option, methods: tuple[str, ...]) -> Flag:
@@ -127,61 +119,49 @@ def _option_flag(option: Option, methods: tuple[str, ...]) -> Flag:
 
 @dataclass(frozen=True)
 class Asked:
-    """The question of a command line. `method` is None where the command line names none."""
+    """The question of how fast plans are on a cluster. Its GPUs have the memory that one sequence
+    of the batch may take; `found_by` says in words how the cluster was chosen."""
 
     problem: Problem
     ranks: int
-    directions: tuple[Direction, ...]
-    method: str | None
-    options: dict[str, Any]
-
-    def plan(self, cluster: Cluster | None = None) -> Plan:
-        how: dict[str, Any] = {"directions": self.directions, "cluster": cluster, **self.options}
-        if self.method is not None:
-            how["method"] = self.method
-        return ask(self.problem, self.ranks, **how).plan()
-
-
-@dataclass(frozen=True)
-class AskedOnCluster(Asked):
-    """The question of how fast that is. GPUs of `cluster` have the memory that one sequence of the
-    batch may take; `found_by` says in words how the cluster was chosen."""
-
     cluster: Cluster
     found_by: str
+    directions: tuple[Direction, ...]
+    method: str | None  # None: all
+    options: dict[str, Any]
     kernel: str | None
     batch: int  # sequences that share the memory of a GPU
 
     def search(self, tell: Progress | None, overlap: Overlap | str = Overlap.EVENTS) -> PlanChoice:
-        """The best plan of the method, or of all where none is named."""
         return find_best(
             self.problem,
             self.ranks,
             self.cluster,
             directions=self.directions,
             options=self.options,
-            method=None if self.method == AUTO else self.method,
+            method=self.method,
             overlap=overlap,
             kernel=self.kernel,
             progress=tell,
         )
 
 
-def asked_of(args: Args) -> Asked:
+def asked_on(args: Args, cluster: Cluster, found_by: str = "") -> Asked:
+    batch = getattr(args, "batch", None) or 1
     return Asked(
-        problem_of(args), ranks_of(args), directions_of(args), args.method, options_of(args)
+        problem_of(args),
+        ranks_of(args),
+        with_memory(cluster, gpu_bytes(cluster) / batch),
+        found_by,
+        directions_of(args),
+        None if args.method == AUTO else args.method,
+        options_of(args),
+        getattr(args, "kernel", None),
+        batch,
     )
 
 
-def asked_on(args: Args, cluster: Cluster, found_by: str = "") -> AskedOnCluster:
-    batch = getattr(args, "batch", None) or 1
-    share = with_memory(cluster, gpu_bytes(cluster) / batch)
-    kernel = getattr(args, "kernel", None)
-    asked = vars(asked_of(args))
-    return AskedOnCluster(**asked, cluster=share, found_by=found_by, kernel=kernel, batch=batch)
-
-
-def asked_of_all(args: Args, command: str) -> AskedOnCluster:
+def asked_of_all(args: Args, command: str) -> Asked:
     """The question of `command`, which is named in the error about a flag that it does not take."""
     if args.method is not None:
         raise UsageError(
@@ -196,11 +176,15 @@ def asked_of_all(args: Args, command: str) -> AskedOnCluster:
     return asked_on(args, *cluster_of(args))
 
 
-def plan_of(args: Args) -> Plan:
-    plan = asked_of(args).plan()
+def plan_of(args: Args, cluster: Cluster | None = None) -> Plan:
+    """The plan that is asked for, on a cluster where one is named."""
+    how: dict[str, Any] = {"directions": directions_of(args), "cluster": cluster}
+    if args.method is not None:
+        how["method"] = args.method
+    plan = ask(problem_of(args), ranks_of(args), **how, **options_of(args)).plan()
     # After planning: if the planner refuses them, its error is the better one.
     for name in PLACES:
-        if getattr(args, name) is not None and args.ranks_per_node is None:
+        if getattr(args, name) is not None and args.ranks_per_node is None and cluster is None:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} places ranks on nodes: add --ranks-per-node N")
     tell_fewer_chunks(args, plan)

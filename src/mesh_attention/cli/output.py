@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from mesh_attention.choose.explain import time_text
-from mesh_attention.cli.command import Args, flags
+from mesh_attention.cli.command import Args
 from mesh_attention.cost.timeline import Timeline
 from mesh_attention.machine.kernel_facts import library_facts
 
 Progress = Callable[[int, int], None]  # called with (done, total)
-BATCH_FLAG = flags("--batch N=1  sequences at a time (default 1)")
+BATCH_FLAG = "--batch N=1  sequences at a time (default 1)"
 _PATIENCE_SECONDS = 1.0
 _REDRAW_SECONDS = 0.1
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.cli.command import Args, Command, flags, flags_beside
+from mesh_attention.cli.command import Args, Command, flags_beside
 from mesh_attention.cli.options import directions_of, plan_flags, plan_of
 from mesh_attention.cli.output import progress, show
 from mesh_attention.cli.values import UsageError
@@ -204,48 +204,49 @@ def _read(args: Args) -> Plan:
 
 
 PLAN = Command(
-    "make a plan: what it chose, what it costs, and the steps of its schedule",
     run_plan,
-    flags(
-        """
-        --target NAME   compile the plan for a machine: kernels of each call, places of buffers
-                        (h200, a cluster's name or its file)
-        --rank R        whose program --target shows (default 0)
-        --text FILE     write the full text form to FILE, or alone to - (stdout)
-        """,
-        text=str,
-    ),
+    """\
+make a plan: what it chose, what it costs, and the steps of its schedule
+
+examples:
+  mesh-attention plan --ranks 9 --chunks 3x3
+  mesh-attention plan --ranks 8 --tokens 64k --heads 32 --causal --target h200
+  mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4
+  mesh-attention plan --tile 3x3 --text plan.txt
+
+--target NAME  compile the plan for a machine: kernels of each call, places of buffers (h200, a
+               cluster's name or its file)
+--rank R       whose program --target shows (default 0)
+--text FILE    write the full text form to FILE, or alone to - (stdout)
+""",
     plan_flags,
-    examples=(
-        "mesh-attention plan --ranks 9 --chunks 3x3",
-        "mesh-attention plan --ranks 8 --tokens 64k --heads 32 --causal --target h200",
-        "mesh-attention plan --method mesh --ranks 64 --causal --chunks 4x4",
-        "mesh-attention plan --tile 3x3 --text plan.txt",
-    ),
+    {"text": str},
 )
 DRAW = Command(
-    "draw who computes what (the assignment matrix) and in which steps",
     run_draw,
-    flags(
-        """
-        --first N       draw the first N partitions (default: all up to 64 ranks, else 32; in JSON
-                        all)
-        --whole-tasks   also number cells that the mask empties but a rank's tasks span
-        """
-    ),
+    """\
+draw who computes what (the assignment matrix) and in which steps
+
+examples:
+  mesh-attention draw --method mesh --ranks 9 --chunks 3x3 --pass forward
+  mesh-attention draw --method mesh --ranks 9 --no-rotation --causal --layout contiguous
+
+--first N      draw the first N partitions (default: all up to 64 ranks, else 32; in JSON all)
+--whole-tasks  also number cells that the mask empties but a rank's tasks span
+""",
     plan_flags,
-    examples=(
-        "mesh-attention draw --method mesh --ranks 9 --chunks 3x3 --pass forward",
-        "mesh-attention draw --method mesh --ranks 9 --no-rotation --causal --layout contiguous",
-    ),
 )
 VERIFY = Command(
-    "prove a plan by running all ranks on symbols; exit code 1 when it is wrong",
     run_verify,
-    flags("--text FILE  verify the plan in FILE (- is stdin) instead of making one", text=str),
+    """\
+prove a plan by running all ranks on symbols; exit code 1 when it is wrong
+
+examples:
+  mesh-attention verify --ranks 64 --causal --chunks 4x4
+  mesh-attention plan --text - | mesh-attention verify --text -
+
+--text FILE  verify the plan in FILE (- is stdin) instead of making one
+""",
     plan_flags,
-    examples=(
-        "mesh-attention verify --ranks 64 --causal --chunks 4x4",
-        "mesh-attention plan --text - | mesh-attention verify --text -",
-    ),
+    {"text": str},
 )

@@ -21,7 +21,7 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.command import Args, Command
 from mesh_attention.cli.output import progress, show, table
 from mesh_attention.cli.values import one_of
 from mesh_attention.errors import MeshAttentionError
@@ -208,8 +208,15 @@ def _join(rank: int, num_ranks: int, folder: str) -> None:
 
 
 COMMAND = Command(
-    "is attention exact here? every method on four processes, every kernel; under a minute",
     run,
-    flags("--method NAME  this method only (default: all)", method=one_of("method", METHODS)),
-    examples=("mesh-attention selftest", "mesh-attention selftest --method mesh --json"),
+    """\
+is attention exact here? every method on four processes, every kernel; under a minute
+
+examples:
+  mesh-attention selftest
+  mesh-attention selftest --method mesh --json
+
+--method NAME  this method only (default: all)
+""",
+    read={"method": one_of("method", METHODS)},
 )

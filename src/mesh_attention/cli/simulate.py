@@ -12,8 +12,8 @@ from typing import Any
 
 from mesh_attention.choose.scored import gpu_bytes
 from mesh_attention.cli import output
-from mesh_attention.cli.command import Args, Command, flags, flags_beside
-from mesh_attention.cli.options import CLUSTERS, asked_on, plan_flags, tell_fewer_chunks
+from mesh_attention.cli.command import Args, Command, flags_beside
+from mesh_attention.cli.options import CLUSTERS, asked_on, plan_flags, plan_of
 from mesh_attention.cli.values import UsageError, one_of
 from mesh_attention.cost.operation_costs import Overlap
 from mesh_attention.cost.pictures import check_gantt, draw_gantt, trace_of
@@ -94,8 +94,7 @@ def simulated(
     those that a search finds."""
     asked = asked_on(args, cluster)
     if not args.best:
-        plan = asked.plan(asked.cluster)
-        tell_fewer_chunks(args, plan)
+        plan = plan_of(args, asked.cluster)
         return [
             Simulated(
                 simulate(plan, asked.cluster, direction, overlap=overlap, kernel=asked.kernel),
@@ -185,37 +184,34 @@ def _part_text(numbers: dict[str, Any], name: str) -> str:
     return f"{_seconds_text(seconds)} ({seconds / runtime if runtime else 0.0:.0%})"
 
 
-CLUSTER_FLAGS = flags(
-    f"""
-    --cluster NAME|FILE={DEFAULT_CLUSTER}  {CLUSTERS}, or a TOML file (default {DEFAULT_CLUSTER})
-    --kernel NAME   one of the cluster's kernels, for all attentions that it can do; otherwise each
-                    is done by the fastest for it
-    --best          search the options that are not given, and the method if none is, for the
-                    shortest time
-    """
-)
-_FLAGS = flags(
-    f"""
-    --clusters          list the clusters and stop
-    --overlap {"|".join(Overlap)}={Overlap.EVENTS}
-                        events: each operation waits for its inputs only (default); strict: both
-                        halves of a step end before the next begins; none: one operation at a time
-    --trace FILE.json   write a trace that Perfetto opens
-    --trace-ranks N     ranks in it (default the first {TRACE_RANKS})
-    --gantt FILE        draw a Gantt chart, .png or .svg
-    --gantt-ranks N     ranks in it (default the first {GANTT_RANKS})
-    """,
-    overlap=one_of("way to overlap", Overlap),
-)
+CLUSTER_FLAGS = f"""\
+--cluster NAME|FILE={DEFAULT_CLUSTER}  {CLUSTERS}, or a TOML file (default {DEFAULT_CLUSTER})
+--kernel NAME     one of the cluster's kernels, for all attentions that it can do; otherwise each is
+                  done by the fastest for it
+--best            search the options that are not given, and the method if none is, for the shortest
+                  time"""
 COMMAND = Command(
-    "model the timeline on a cluster: runtime, MFU, exposed communication, memory",
     run,
-    [*CLUSTER_FLAGS, *output.BATCH_FLAG, *_FLAGS],
+    f"""\
+model the timeline on a cluster: runtime, MFU, exposed communication, memory
+
+examples:
+  mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 256k --causal
+  mesh-attention simulate --cluster paper --ranks 128 --heads 64 --best --pass forward
+  mesh-attention simulate --ranks 16 --chunks 2x2 --trace trace.json --gantt chart.png
+  mesh-attention simulate --clusters
+
+{CLUSTER_FLAGS}
+{output.BATCH_FLAG}
+--clusters        list the clusters and stop
+--overlap {"|".join(Overlap)}={Overlap.EVENTS}
+                  events: each operation waits for its inputs only (default); strict: both halves of
+                  a step end before the next begins; none: one operation at a time
+--trace FILE.json  write a trace that Perfetto opens
+--trace-ranks N   ranks in it (default the first {TRACE_RANKS})
+--gantt FILE      draw a Gantt chart, .png or .svg
+--gantt-ranks N   ranks in it (default the first {GANTT_RANKS})
+""",
     plan_flags,
-    examples=(
-        "mesh-attention simulate --cluster hgx-h100 --ranks 64 --tokens 256k --causal",
-        "mesh-attention simulate --cluster paper --ranks 128 --heads 64 --best --pass forward",
-        "mesh-attention simulate --ranks 16 --chunks 2x2 --trace trace.json --gantt chart.png",
-        "mesh-attention simulate --clusters",
-    ),
+    {"overlap": one_of("way to overlap", Overlap)},
 )

@@ -156,6 +156,8 @@ READERS: dict[str, Callable[[str], Any]] = {
     "N": size,
     "R": count,
     "SIZE": byte_size,
+    "STARTS": starts,
+    "LEFT[:RIGHT]": window,
     "FILE": Path,
     "FILE.json": Path,
     "FILE.toml": Path,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesh_attention.choose.scored import options_text
-from mesh_attention.cli.command import Args, Command, flags
+from mesh_attention.cli.command import Args, Command
 from mesh_attention.cli.options import options_of, plan_flags, plan_of, problem_of, ranks_of
 from mesh_attention.cli.output import BATCH_FLAG, of_batch, progress, show, table
 from mesh_attention.cli.values import UsageError
@@ -130,14 +130,18 @@ def _cells(row: Compared, batch: int) -> list[str]:
 
 
 COMMAND = Command(
-    "count the bytes each rank receives, inside and between nodes, and holds at most",
     run,
-    [*flags("--compare  all methods at their best settings, side by side"), *BATCH_FLAG],
+    f"""\
+count the bytes each rank receives, inside and between nodes, and holds at most
+
+examples:
+  mesh-attention volume --ranks 9
+  mesh-attention volume --ranks 256 --tile 16x16 --tokens 512k --heads 64 --ranks-per-node 8
+    --alpha 4 --json
+  mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8
+
+--compare    all methods at their best settings, side by side
+{BATCH_FLAG}
+""",
     plan_flags,
-    examples=(
-        "mesh-attention volume --ranks 9",
-        "mesh-attention volume --ranks 256 --tile 16x16 --tokens 512k --heads 64 "
-        "--ranks-per-node 8 --alpha 4 --json",
-        "mesh-attention volume --compare --ranks 64 --heads 64 --kv-heads 8 --ranks-per-node 8",
-    ),
 )
