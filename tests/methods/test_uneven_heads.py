@@ -16,7 +16,7 @@ from mesh_attention.plan.language.computed_pairs import balance
 from mesh_attention.plan.language.program import AllToAll, Attend, Merge, MergeRule
 from mesh_attention.plan.language.text import parse_plan, plan_text
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, head_shares, ulysses_degrees
-from mesh_attention.plan.methods.parts.tile_pass import TilePass
+from mesh_attention.plan.methods.parts.tile_plan import TilePass
 from mesh_attention.plan.methods.parts.tile_side import Tiling
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from support.cases import Case

@@ -31,17 +31,23 @@ from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exc
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
 from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.ring_order import QueryOrder, RingOrder
+from mesh_attention.plan.methods.parts.ring_order import RingOrder
 from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.methods.parts.tile_order import TileOrder, UnevenOrder
-from mesh_attention.plan.methods.parts.tile_pass import TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, Side, TilePlanner, cut_of, layout_kind
+from mesh_attention.plan.methods.parts.tile_plan import (
+    Box,
+    Side,
+    TilePass,
+    TilePlanner,
+    cut_of,
+    layout_kind,
+)
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED, GREEDY, order_tasks
 from mesh_attention.plan.problem.arguments import bytes_text
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 
-Order = TileOrder | UnevenOrder | RingOrder | QueryOrder
+Order = TileOrder | UnevenOrder | RingOrder
 # Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
 HOLD = 1
 Directions = tuple[Direction, ...]
@@ -77,12 +83,21 @@ def _plan(problem: Problem, num_ranks: int, box: Box, directions: Directions) ->
 
 def _pass_of(passes: Sequence[TilePass], lowerings: Lowerings, order: Order | None) -> Pass:
     """`passes`: on each head group; `order`: None if each has its own."""
-
-    def on_group(index: int) -> GroupPass:
-        tiles = passes[index]
-        return box_on_group(tiles, lowerings, order or UnevenOrder(tiles))
-
-    return with_exchanges(OnDemand(len(passes), on_group))
+    orders = OnDemand(len(passes), lambda index: order or UnevenOrder(passes[index]))
+    tiles, first = passes[0], orders[0]
+    alone = tiles.tile.num_ranks == 1 and tiles.head_group.cut is None
+    made = GroupPass(
+        tiles.head_group,
+        tiles.direction,
+        tiles.needs,
+        tiles.groups,
+        first.steps,
+        first.setting,
+        lambda unit, index: _unit(passes[index], lowerings, orders[index], unit),
+        hold=HOLD if first.in_parts and not alone else 0,
+        keeps_gathered=tiles.keeps_gathered,
+    )
+    return with_exchanges(made)
 
 
 @lru_cache(maxsize=16)
@@ -137,11 +152,8 @@ def _kept(box: Box, cuts: dict[Direction, PassCut], planner: TilePlanner) -> Kee
 
 
 def _order_of(problem: Problem, box: Box, tiles: TilePass) -> Order:
-    if box.rotates is Side.KEYS:
-        assert box.route is not None, "the gradients of rotating keys are sent step by step"
-        return _ring_order(tiles, box.route, box.inner)
-    if box.rotates is Side.QUERIES:
-        return _query_order(tiles, box.route)
+    if box.rotates is not None:
+        return _ring_order(tiles, box.rotates is Side.KEYS, box.route, box.inner)
     # If all rows are in one unit, and in one call under any mask, its programs serve any mask.
     serves_any = box.one_call and tiles.tile.num_ranks == 1
     rows, cap = (tiles.problem if serves_any else problem).rows, box.max_memory_bytes
@@ -150,8 +162,7 @@ def _order_of(problem: Problem, box: Box, tiles: TilePass) -> Order:
 
 
 # Of all masks, or of those that order tasks alike.
-_ring_order, _query_order = lru_cache(maxsize=16)(RingOrder), lru_cache(maxsize=16)(QueryOrder)
-_tile_order = lru_cache(maxsize=16)(TileOrder)
+_ring_order, _tile_order = lru_cache(maxsize=16)(RingOrder), lru_cache(maxsize=16)(TileOrder)
 
 
 def _plan_within_cap(
@@ -246,38 +257,22 @@ def _within_cap(
     )
 
 
-def box_on_group(tiles: TilePass, lowerings: Lowerings, order: Order) -> GroupPass:
-    """A box on one head group."""
-
-    def unit(unit: int) -> Unit:
-        """All operations of one unit; exchanges around it are added by `assemble.py`."""
-        blocks = order.unit(tiles, lowerings, unit)
-        operations: list[Operation | Task] = []
-        for task in order.tasks:
-            match task.kind:
-                case "C" | "Q" | "KV" | "sent" | "end":  # attend; a block comes, its results go
-                    operations += blocks.operations(task)
-                case tiles.q.reduce_kind | tiles.kv.reduce_kind:  # combine
-                    if not task.stage:
-                        operations += blocks.empty(task)
-                    parts = tiles.parts(unit, task.whole)
-                    for part in [parts[int(task.stage or 0)]] if order.in_parts else parts:
-                        operations += part
-                case "AG-Q" | "AG-KV":
-                    operations += tiles.parts(unit, task)[0]
-                case _:  # exchange tokens for heads, or back
-                    operations.append(task)
-        return Unit(operations, {**tiles.buffers(unit), **blocks.buffers})
-
-    alone = tiles.tile.num_ranks == 1 and tiles.head_group.cut is None
-    return GroupPass(
-        tiles.head_group,
-        tiles.direction,
-        tiles.needs,
-        tiles.groups,
-        order.steps,
-        order.setting,
-        unit,
-        hold=HOLD if order.in_parts and not alone else 0,
-        keeps_gathered=tiles.keeps_gathered,
-    )
+def _unit(tiles: TilePass, lowerings: Lowerings, order: Order, unit: int) -> Unit:
+    """All operations of one unit of a head group; `assemble.py` adds exchanges around them."""
+    blocks = order.unit(tiles, lowerings, unit)
+    operations: list[Operation | Task] = []
+    for task in order.tasks:
+        match task.kind:
+            case "C" | "Q" | "KV" | "sent" | "end":  # attend; a block comes, its results go
+                operations += blocks.operations(task)
+            case tiles.q.reduce_kind | tiles.kv.reduce_kind:  # combine
+                if not task.stage:
+                    operations += blocks.empty(task)
+                parts = tiles.parts(unit, task.whole)
+                for part in [parts[int(task.stage or 0)]] if order.in_parts else parts:
+                    operations += part
+            case "AG-Q" | "AG-KV":
+                operations += tiles.parts(unit, task)[0]
+            case _:  # exchange tokens for heads, or back
+                operations.append(task)
+    return Unit(operations, {**tiles.buffers(unit), **blocks.buffers})

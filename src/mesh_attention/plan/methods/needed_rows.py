@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from mesh_attention.errors import PlanError
-from mesh_attention.plan.language.buffers import Piece, Role
+from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
@@ -26,11 +26,10 @@ from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exc
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
-from mesh_attention.plan.methods.parts.lower import Lowerings, lowerings_of
+from mesh_attention.plan.methods.parts.lower import COMPUTE, Lowerings, attention, lowerings_of
 from mesh_attention.plan.methods.parts.needed_rows import check_ranges, needed_keys, needed_queries
 from mesh_attention.plan.methods.parts.needed_side import ByMember, NeededSide, RankRows
 from mesh_attention.plan.methods.parts.setting import Keep, ShapeSetting, SliceSetting, kept_kinds
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, attention
 from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner, cut_of
 from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, kinds_of_sides
 from mesh_attention.plan.problem.layout import LayoutKind
@@ -74,8 +73,6 @@ def plan_needed_rows(
     def build(direction: Direction) -> Pass:
         slices = slices_of[direction]
         kinds = kinds_of_sides(direction, gather_out=setting.gather_out)
-        kept = Role.KEPT if direction is Direction.FORWARD else Role.RECALLED
-        role = kept if keeps_gathered else Role.WORKSPACE
         q, kv = (
             NeededSide(
                 head_group,
@@ -83,12 +80,12 @@ def plan_needed_rows(
                 slices,
                 kinds[i],
                 travels=needed[i].travels,
-                gathered_as=role,
+                keeps=keeps_gathered,
             )
             for i in (0, 1)
         )
         method = _NeededRows(head_group, q, kv, lowerings, slices, gathers)
-        return with_exchanges([method.on_group(direction, tile)])
+        return with_exchanges(method.on_group(direction, tile))
 
     return planner.plan(problem, map(build, directions))
 
@@ -159,7 +156,7 @@ class _NeededRows:
             steps.append(Step(Task(self._kv.reduce_kind or self._q.reduce_kind, (part,)), ()))
         return Schedule(tuple(steps))
 
-    def _unit(self, unit: int) -> Unit:
+    def _unit(self, unit: int, index: int) -> Unit:
         q, kv = self._q.rows_of(unit), self._kv.rows_of(unit)
         calls: tuple[Call, ...] = ()
         if kv.rows:

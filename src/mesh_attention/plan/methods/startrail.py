@@ -26,7 +26,7 @@ from mesh_attention.plan.language.program import (
 )
 from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
-from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.lower import Lowerings, Pair
 from mesh_attention.plan.methods.parts.reduce import PartialBuffers, Reduction
 from mesh_attention.plan.methods.parts.ring_steps import RingRoute, RingSteps
 from mesh_attention.plan.methods.parts.rotate import (
@@ -36,8 +36,7 @@ from mesh_attention.plan.methods.parts.rotate import (
     ring,
 )
 from mesh_attention.plan.methods.parts.setting import CombineSetting, RotationSetting, option
-from mesh_attention.plan.methods.parts.tile_pass import Pair, TilePass
-from mesh_attention.plan.methods.parts.tile_plan import Box, TilePlanner
+from mesh_attention.plan.methods.parts.tile_plan import Box, TilePass, TilePlanner
 from mesh_attention.plan.problem.problem import Problem
 
 _SIDES = ((Kind.K, Kind.GRAD_K), (Kind.V, Kind.GRAD_V))
@@ -153,7 +152,7 @@ class _StarTrail:
         after = (self.tiles.q.reduce_kind, "PB", "RS-dKV")
         return (*steps, *(Step(Task(kind, (0,)), ()) for kind in after))
 
-    def _unit(self, unit: int) -> Unit:
+    def _unit(self, unit: int, index: int) -> Unit:
         tiles, star, group = self.tiles, self.star, self.tiles.head_group
         chunk, (u, w, j) = tiles.kv.chunks[0], star.place(unit)
         team, taker, giver = unit // star.size, star.taker(unit), star.first_team(unit)
@@ -240,6 +239,6 @@ def plan_startrail(
     def build(direction: Direction) -> Pass:
         (tiles,) = planner.tile_passes(direction)
         method = _StarTrail(tiles, lowerings, star, setting.gradients, planner.nodes)
-        return with_exchanges([method.on_group()])
+        return with_exchanges(method.on_group())
 
     return planner.plan(problem, map(build, directions))

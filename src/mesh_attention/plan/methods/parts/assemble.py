@@ -1,6 +1,6 @@
 """From a method on its head groups to a pass: programs with exchanges and frees.
 
-A method gives, for every unit of a head group, its operations and buffers (`GroupPass`).
+A method gives, for every unit of every head group, its operations and buffers (`GroupPass`).
 `with_exchanges` turns them into programs: it adds the caller's tensors, delta where it is used, the
 exchanges where units work on rows of other ranks (`exchange.py`), and frees after the last use.
 Every builder ends here; nothing here knows which method it is.
@@ -36,9 +36,9 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPass:
-    """One pass of a method on one head group. Its operations name the unit's own rows by
-    `head_group.local(kind)`. Where the head group is cut, the operations and the steps say where
-    chunks come and go."""
+    """One pass of a method on its head groups, of which `head_group` is the first. `unit(u, index)`
+    is unit u of a head group; its operations name the unit's own rows by `head_group.local(kind)`.
+    Where head groups are cut, the operations and the steps say where chunks come and go."""
 
     head_group: HeadGroup
     direction: Direction
@@ -46,47 +46,46 @@ class GroupPass:
     groups: Mapping[str, tuple[int, ...]]  # of units, the same on all head groups
     steps: tuple[Step, ...]
     setting: dict[str, str]
-    unit: Callable[[int], Unit]
+    unit: Callable[[int, int], Unit]
     # For how many attentions buffers are kept after their last use: transfers into other memory
     # then need not wait.
     hold: int = 0
     keeps_gathered: bool = False  # rows that it gathers stay for the backward pass
 
 
-def with_exchanges(passes: Sequence[GroupPass]) -> Pass:
-    """One pass from a method on each of its head groups, in order of their index."""
-    first = passes[0]
-    head_group, degree = first.head_group, first.head_group.degree
+def with_exchanges(made: GroupPass) -> Pass:
+    """The pass of all ranks."""
+    head_group, degree = made.head_group, made.head_group.degree
     # A unit alone has no groups.
-    groups = head_group.on_all(first.groups) if head_group.num_units > 1 else {}
-    exchange = exchange_of(head_group, first.direction, first.needs)
+    groups = head_group.on_all(made.groups) if head_group.num_units > 1 else {}
+    exchange = exchange_of(head_group, made.direction, made.needs)
     groups.update(exchange.groups())
-    assembler = Assembler(first.hold)
+    assembler = Assembler(made.hold)
 
     def program(rank: int) -> Program:
         unit, index = divmod(rank, degree)
-        made = passes[index].unit(unit)
+        inside = made.unit(unit, index)
         operations = [*exchange.before(unit, index)]
-        for op in made.operations:
+        for op in inside.operations:
             operations += exchange.operations(op, unit, index) if isinstance(op, Task) else (op,)
         operations += exchange.after(unit, index)
-        buffers = {**exchange.buffers(unit, index), **made.buffers}
+        buffers = {**exchange.buffers(unit, index), **inside.buffers}
         return assembler.program(rank, operations, buffers)
 
-    steps = first.steps
-    setting = first.setting | ({"ulysses": str(degree)} if degree > 1 else {})
+    steps = made.steps
+    setting = made.setting | ({"ulysses": str(degree)} if degree > 1 else {})
     if head_group.is_exchanged and head_group.cut is None:
         steps = (Step(TO_HEADS, ()), *steps, Step(TO_TOKENS, ()))
     if head_group.shards is not None:
         setting["relayout"] = "on"
     kept = [kind.value for kind in head_group.kept if head_group.is_exchanged]
-    if kept or first.keeps_gathered:
-        setting["keep"] = " ".join([*kept, *["gathered"] * first.keeps_gathered])
+    if kept or made.keeps_gathered:
+        setting["keep"] = " ".join([*kept, *["gathered"] * made.keeps_gathered])
     programs = Programs(degree * head_group.num_units, program)
     # Whether all head groups have the same number of heads, and receive the same bytes.
     alike = head_group.shards is None and degree in ulysses_degrees(head_group.problem)
     copies = degree if alike else 1
-    return Pass(first.direction, groups, programs, Schedule(steps), setting, copies)
+    return Pass(made.direction, groups, programs, Schedule(steps), setting, copies)
 
 
 class Assembler:

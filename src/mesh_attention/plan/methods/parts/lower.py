@@ -9,7 +9,7 @@ Blocks of queries are cut where segments of the mask begin. On a segment bounds 
 intervals of the first and the last query of a piece show which keys it sees whole, in part or not
 at all. Where cells are open, blocks of keys are cut where intervals end, and both sides along
 diagonals, so that causal squares are square. Of a ring's n^2 tasks all but a few have no open cell,
-and a few comparisons decide them. Builders ask `lowerings_of`.
+and a few comparisons decide them. Builders ask `lowerings_of`, and `attention` makes the operation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from mesh_attention.plan.language.buffers import Kind, Piece
 from mesh_attention.plan.language.computed_pairs import pairs_of_rows
-from mesh_attention.plan.language.program import Call, CallKind
+from mesh_attention.plan.language.program import (
+    Attend,
+    AttendBackward,
+    Attention,
+    Call,
+    CallKind,
+    Task,
+)
 from mesh_attention.plan.methods.parts.blocks import (
     Array,
     RowList,
@@ -45,6 +53,8 @@ _FEW_PAIRS = 32
 # More segments hardly ever become few calls, and take long to look at.
 _MOST_SEGMENTS = 256
 
+COMPUTE = "C"  # the kind of task of an attention
+Pair = tuple[Piece, Piece]  # of K and of V, or of their gradients
 BlockList = Sequence[tuple[int, int]]  # (start, stop) of consecutive positions, in row order
 
 
@@ -259,3 +269,23 @@ class Lowerings:
             calls = whole if self._one_call else lower(q, k)
             calls = self._calls[q, k] = self._equal.setdefault(calls, calls)
         return calls
+
+
+def attention(
+    task: Task,
+    queries: dict[Kind, Piece],
+    keys: Pair,
+    sums: tuple[Piece, ...],
+    calls: tuple[Call, ...],
+    fresh: tuple[bool, bool],
+) -> Attention:
+    """The attention of these queries and keys into `sums`: partial results of the queries, then of
+    the keys. `fresh`: whether those of queries, and of keys, hold nothing yet. It is a backward one
+    if dO is among the queries."""
+    if Kind.GRAD_OUT not in queries:
+        out, lse = sums
+        return Attend(task, queries[Kind.Q], *keys, out, lse, calls, fresh[0])
+    grad_q, grad_k, grad_v = sums
+    q, grad_out, lse = (queries[kind] for kind in (Kind.Q, Kind.GRAD_OUT, Kind.LSE))
+    inputs = (q, *keys, grad_out, lse, queries.get(Kind.OUT), queries.get(Kind.DELTA))
+    return AttendBackward(task, *inputs, grad_q, grad_k, grad_v, calls, *fresh)

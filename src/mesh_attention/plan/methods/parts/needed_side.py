@@ -23,7 +23,7 @@ from mesh_attention.plan.language.buffers import Buffer, Kind, Piece, Precision,
 from mesh_attention.plan.language.program import Merge, MergeRule, Operation, Task
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
 from mesh_attention.plan.methods.parts.needed_rows import NeededRows, Rows
-from mesh_attention.plan.methods.parts.tile_side import GATHERED, SideKinds
+from mesh_attention.plan.methods.parts.tile_side import SideKinds
 from mesh_attention.plan.problem.layout import Layout
 from mesh_attention.plan.problem.spans import Spans, joined
 
@@ -125,18 +125,17 @@ class NeededSide:
         kinds: SideKinds,
         *,
         travels: bool,
-        gathered_as: Role,
+        keeps: bool,
     ) -> None:
-        """`gathered_as`: the role of queries, keys and values that come from other ranks."""
+        """`keeps`: what comes from other ranks stays for the backward pass."""
         self.head_group = head_group
         self.rows_of = rows_of  # of a rank
         self.travels = travels  # whether some rank works on rows of another
         self.inputs, self._together, self.rule, self.reduce_kind, _ = kinds
         self.partials = tuple([kind for group in self._together for kind in group])
-        self._roles = dict.fromkeys(GATHERED, gathered_as)
-        self.keeps_gathered = travels and gathered_as is not Role.WORKSPACE
-        recalled = GATHERED if gathered_as is Role.RECALLED else ()
-        self.moved = tuple(kind for kind in self.inputs if kind not in recalled)
+        self.keeps_gathered = travels and keeps
+        self._roles = kinds.gathered_as(keeps=keeps)
+        self.moved = tuple([x for x in self.inputs if self._roles.get(x) is not Role.RECALLED])
         self.chunks = head_group.chunks(self.inputs[0], 1, slices)
         # Ranks exchange many rows alike, and share the pieces of them.
         self._pieces, self._piece = cache(_pieces), cache(Piece)

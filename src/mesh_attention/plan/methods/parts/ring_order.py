@@ -14,33 +14,33 @@ leave beside the attentions that follow.
 
 from __future__ import annotations
 
-from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.language.program import Task
 from mesh_attention.plan.language.tasks import Step
 from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
-from mesh_attention.plan.methods.parts.lower import Lowerings
+from mesh_attention.plan.methods.parts.lower import COMPUTE, Lowerings
 from mesh_attention.plan.methods.parts.ring_steps import RingRoute, RingSteps
 from mesh_attention.plan.methods.parts.rotate import GradientRoute, deliveries, ring
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
-from mesh_attention.plan.methods.parts.tile_side import GATHER_KV, GATHER_Q
+from mesh_attention.plan.methods.parts.tile_plan import TilePass
 
 
 class RingOrder:
-    """Of keys that rotate: `tasks` of all units in order, and `steps`, which show each transfer
-    beside the computation that hides it."""
+    """`tasks` of all units in order, and `steps`, which show each transfer beside the computation
+    that hides it. Results of queries leave when all that stays has met all blocks."""
 
     in_parts = False  # rotations leave nothing to wait for
 
-    def __init__(self, tiles: TilePass, gradients: GradientRoute, inner: int | None) -> None:
-        """`gradients`: how gradients reach their owners; `inner`: units of an inner ring, in a ring
-        of rings."""
-        self._tiles, self._gradients, self._inner = tiles, gradients, inner
-        direct = gradients is GradientRoute.DIRECT and inner is None
-        self.route = RingRoute(True, gradients, tiles.kv.per_node if direct else 1)
-        self._backward = tiles.direction is Direction.BACKWARD
-        self.size = tiles.tile.b
-        self._deliveries = deliveries(ring(0, self.size), per_node=self.route.per_node)
-        self._num_q, self._num_kv = tiles.q.chunks_of_slice, tiles.kv.chunks_of_slice
+    def __init__(
+        self, tiles: TilePass, keys: bool, results: GradientRoute | None, inner: int | None
+    ) -> None:
+        """`keys`: keys rotate, and not queries; `results`: how results of blocks reach their
+        owners, None: all at the end; `inner`: units of an inner ring, in a ring of rings."""
+        self._tiles, self._inner = tiles, inner
+        side = tiles.kv if keys else tiles.q
+        direct = results is GradientRoute.DIRECT and inner is None
+        self._route = RingRoute(keys, results, side.per_node if direct else 1)
+        self._moving, self._staying = self._route.sides(tiles)
+        self._size = self._moving.size
+        self._deliveries = deliveries(ring(0, self._size), per_node=self._route.per_node)
         self._came: set[Task] = set()
         self._going: list[Task] = []  # exchanges that wait for the next transfer
         self._sums: list[Task] = []  # what follows them, after an attention
@@ -50,54 +50,65 @@ class RingOrder:
 
     @property
     def setting(self) -> dict[str, str]:
-        tiles, words = self._tiles, {"kv": f"rings of {self._inner}" if self._inner else "ring"}
+        tiles, results = self._tiles, self._route.results
+        words = {"tile": str(tiles.tile)}
+        if not self._route.keys:
+            return words | {"q": "ring", "q_reduce": results.value if results else "all-to-all"}
+        words["kv"] = f"rings of {self._inner}" if self._inner else "ring"
         if len(tiles.q.chunks) + len(tiles.kv.chunks) > 2:
             words |= tiles.cut_setting
         if tiles.tile.a > 1:
             words["q_reduce"] = tiles.q.reduce_by.value
-        if self._backward:
-            words["gradients"] = self._gradients.value
-        return {"tile": str(tiles.tile)} | words
+        if self._moving.partials and results:
+            words["gradients"] = results.value
+        return words
 
     def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> RingSteps:
-        return RingSteps.of(tiles, lowerings, self.route, unit, self._inner)
+        return RingSteps.of(tiles, lowerings, self._route, unit, self._inner)
 
     def _make(self) -> None:
-        if self._tiles.tile.a > 1:
-            self._communicate([Task(GATHER_Q, (0,))])
-        parts = len(self._tiles.kv.chunks)
+        if self._staying.size > 1:
+            self._communicate([Task(self._staying.gather_kind, (0,))])
+        parts = len(self._moving.chunks)
         self._communicate([*self._comes(0, key_side=True), *self._comes(0, key_side=False)])
         for part in range(parts):
-            for step in range(self.size):
+            for step in range(self._size):
                 self._step(part, step, part + 1 == parts)
-            self.tasks.append(Task("end", (part * self.size,)))
-            if self._backward:
+            self.tasks.append(Task("end", (part * self._size,)))
+            if self._moving.partials:
                 self._goes(part, key_side=True)
+        if not self._route.results:
+            self.steps += (Step(Task(self._moving.reduce_kind, (0,)), ()),)
+        if not self._route.keys and self._staying.reduce_kind:
+            self._communicate([Task(self._staying.reduce_kind, (0,))])
         self._communicate(self._going)
         self.tasks += [*self._sums, *(task.at(SUM) for task in self._going)]
 
     def _step(self, part: int, step: int, last_part: bool) -> None:
-        in_slice = part % self._num_kv
-        first = part // self._num_kv * self._num_q
-        queries = range(first, first + self._num_q)
-        number = part * self.size + step
-        for index in queries:
+        keys, per_slice = self._route.keys, self._moving.chunks_of_slice
+        in_slice, count = part % per_slice, self._staying.chunks_of_slice
+        first = part // per_slice * count
+        chunks = range(first, first + count)
+        number = part * self._size + step
+        for index in chunks:
             beside: list[Task] = []
-            if step == in_slice == 0 and index + 1 in queries:
+            if step == in_slice == 0 and index + 1 in chunks:
                 beside += self._comes(index + 1, key_side=False)
-            if step == self.size - 1 and index == queries[-1] and not last_part:
+            if step == self._size - 1 and index == chunks[-1] and not last_part:
                 beside += self._comes(part + 1, key_side=True)
-                if in_slice == self._num_kv - 1:
-                    beside += self._comes(queries.stop, key_side=False)
-            if index == first and step + 1 < self.size:
-                beside.append(Task("KV", (number + 1,)))
-            self._attend(Task(COMPUTE, (index, number)), [*beside, *self._going])
-            if step == self.size - 1 and in_slice == self._num_kv - 1:
-                self._communicate([Task(self._tiles.q.reduce_kind, (index,))])
+                if in_slice == per_slice - 1:
+                    beside += self._comes(chunks.stop, key_side=False)
+            if index == first and step + 1 < self._size:
+                beside.append(Task("KV" if keys else "Q", (number + 1,)))
+            attend = Task(COMPUTE, (index, number) if keys else (number, index))
+            self._attend(attend, [*beside, *self._going])
+            if keys and step == self._size - 1 and in_slice == per_slice - 1:
+                self._communicate([Task(self._staying.reduce_kind, (index,))])
                 self._goes(index, key_side=False)
         self.tasks.append(Task("sent", (number,)))
-        if self._backward:
-            sent = [Task("dKV", (part * self.size + d.step,)) for d in self._deliveries[step]]
+        if self._moving.partials and self._route.results:
+            kind, first = "dKV" if keys else "O", part * self._size
+            sent = [Task(kind, (first + delivery.step,)) for delivery in self._deliveries[step]]
             self.steps += tuple(Step(task, ()) for task in sent)
 
     def _comes(self, index: int, *, key_side: bool) -> list[Task]:
@@ -110,9 +121,9 @@ class RingOrder:
     def _goes(self, index: int, *, key_side: bool) -> None:
         """A slice that is exchanged at once goes when all of its results are there."""
         cut = self._tiles.head_group.cut
-        if cut is None or (self._backward and cut.chunks == (1, 1) and not key_side):
-            return
-        self._going.append(goes_by(cut, self._tiles.direction, key_side, index))
+        at_once = self._moving.partials and cut is not None and cut.chunks == (1, 1)
+        if cut is not None and (key_side or not at_once):
+            self._going.append(goes_by(cut, self._tiles.direction, key_side, index))
 
     def _communicate(self, tasks: list[Task]) -> None:
         self.tasks += tasks
@@ -124,39 +135,3 @@ class RingOrder:
         self.tasks += [*beside, task, *sums]
         self.steps += tuple(Step(transfer, ()) for transfer in beside[:-1])
         self.steps += (Step(beside[-1] if beside else None, (task,)),)
-
-
-class QueryOrder:
-    """Of queries that rotate. `results`: the way of partial results to their owners; None: all at
-    the end."""
-
-    in_parts = False  # rotations leave nothing to wait for
-
-    def __init__(self, tiles: TilePass, results: GradientRoute | None) -> None:
-        self._tiles, self._results = tiles, results
-        per_node = tiles.q.per_node if results is GradientRoute.DIRECT else 1
-        self.route = RingRoute(False, results, per_node)
-        self.tasks = [Task(GATHER_KV, (0,))]
-        steps = [Step(self.tasks[0], ())]
-        size = tiles.tile.a
-        for step, sent in enumerate(deliveries(ring(0, size), per_node=per_node)):
-            following = [Task("Q", (step + 1,))] if step + 1 < size else []
-            attend = Task(COMPUTE, (step, 0))
-            self.tasks += [*following, attend, Task("sent", (step,))]
-            steps.append(Step(following[0] if following else None, (attend,)))
-            steps += [Step(Task("O", (delivery.step,)), ()) for delivery in sent if results]
-        self.tasks.append(Task("end", (0,)))
-        if not results:
-            steps.append(Step(Task(tiles.q.reduce_kind, (0,)), ()))
-        if tiles.kv.reduce_kind:
-            self.tasks.append(Task(tiles.kv.reduce_kind, (0,)))
-            steps.append(Step(self.tasks[-1], ()))
-        self.steps = tuple(steps)
-
-    @property
-    def setting(self) -> dict[str, str]:
-        q_reduce = self._results.value if self._results else "all-to-all"
-        return {"tile": str(self._tiles.tile), "q": "ring", "q_reduce": q_reduce}
-
-    def unit(self, tiles: TilePass, lowerings: Lowerings, unit: int) -> RingSteps:
-        return RingSteps.of(tiles, lowerings, self.route, unit)

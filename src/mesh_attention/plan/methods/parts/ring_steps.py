@@ -23,17 +23,16 @@ from mesh_attention.plan.language.program import (
     SendRecv,
     Task,
 )
-from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.reduce import by_member
+from mesh_attention.plan.methods.parts.lower import COMPUTE, Lowerings, attention
+from mesh_attention.plan.methods.parts.reduce import Pieces, by_member
 from mesh_attention.plan.methods.parts.rotate import (
     Delivery,
     GradientRoute,
     Rotation,
     deliveries,
-    hop,
     ring,
 )
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, Pieces, TilePass, attention
+from mesh_attention.plan.methods.parts.tile_plan import TilePass
 from mesh_attention.plan.methods.parts.tile_side import TileSide
 from mesh_attention.plan.problem.spans import Spans
 
@@ -92,6 +91,7 @@ class RingSteps:
         self._tiles, self._lowerings, self._route = tiles, lowerings, route
         self._group, self._rotation, self._size = group, rotation, rotation.size
         self._rows, self._own, self._results = rows, own, results
+        self._sizes = [pieces[0].num_rows for pieces in own]  # of the blocks of each ring
         self._moving, self._staying = route.sides(tiles)
         self._kinds = self._moving.partials
         stays = [self._staying.spans(line, chunk.index) for chunk in self._staying.chunks]
@@ -166,16 +166,17 @@ class RingSteps:
         """The transfer that brings the block of a step."""
         (number,) = task.index
         step = number % self._size
-        self._declare(self._block(number), self._moving.inputs, number)
-        first = number - step
-        return [hop(task, self._group, self._rotation, step, lambda s: self._block(first + s))]
+        way, arriving = self._rotation.hops[step - 1], self._block(number)
+        self._declare(arriving, self._moving.inputs, number)
+        passed_on = self._block(number - step + way.send_step)
+        return [SendRecv(task, self._group, way.to_member, passed_on, way.from_member, arriving)]
 
     def _attend(self, task: Task) -> list[Operation]:
         """The attention of a chunk that stays and the block of a step."""
         tiles, keys, shared = self._tiles, self._route.keys, self._route.shared
         i, j = task.index
         index, number = (i, j) if keys else (j, i)
-        sums = self._sums(number)
+        sums = self._sums(number) if self._kinds else ()
         self._declare(sums, self._kinds, number, Precision.ACCUMULATE)
         calls = self._lowerings.calls(self._queries[i], self._keys[j])
         if not calls:
@@ -184,7 +185,7 @@ class RingSteps:
         self._begun.add(number)
         self._begun_staying.add(index)
         pieces = self._block(number)
-        key: object = (task, pieces, calls, begun, first)
+        key: object = (index, number, pieces[0].buffer, calls, begun, first)
         if key not in shared:
             if keys:
                 (k, v), totals = pieces, tiles.q.sums(i) + sums
@@ -198,13 +199,15 @@ class RingSteps:
 
     def _send_on(self, number: int) -> list[Operation]:
         """The transfers of results that are due once all chunks have met the block of a step."""
+        if not self._kinds:
+            return []
         operations: list[Operation] = []
         step = number % self._size
         # Queries have results at every step, whatever they see.
         if number not in self._begun and (step == 0 or not self._route.keys):
             self._begun.add(number)
             operations += self._merges(_EMPTY, [], self._sums(number))
-        for delivery in self._deliveries[step] if self._kinds and self._route.results else ():
+        for delivery in self._deliveries[step] if self._route.results else ():
             operations += self._deliver(number - step, delivery)
         return operations
 
@@ -220,7 +223,7 @@ class RingSteps:
         incoming = self._partial(number, self._name_of_arriving(number, block, first))
         self._declare(outgoing, self._kinds, number)
         self._declare(incoming, self._kinds, block)
-        key, shared = (task, *parts), self._route.shared
+        key, shared = ("sum", number, *[part[0].buffer for part in parts]), self._route.shared
         if key not in shared:
             stage = task.at("sum" if self._route.keys else "merge")
             shared[key] = self._merges(stage, parts, outgoing)
@@ -232,9 +235,13 @@ class RingSteps:
             return operations
         totals = self._sums(block)
         self._declare(totals, self._kinds, block, Precision.ACCUMULATE)
-        summands = [totals] * (block in self._begun) + [incoming]
+        begun = block in self._begun
         self._begun.add(block)
-        return operations + self._merges(task.at("arrived"), summands, totals)
+        key = "arrived", number, block, begun
+        if key not in shared:
+            parts = [totals, incoming] if begun else [incoming]
+            shared[key] = self._merges(task.at("arrived"), parts, totals)
+        return operations + shared[key]
 
     def _end(self, part: int) -> list[Operation]:
         """The total results of the member's own block, with those that came for it."""
@@ -282,7 +289,7 @@ class RingSteps:
         part, step = divmod(number, self._size)
         if not step:
             return self._own[part]
-        return _pieces(self._moving.inputs, str(number), self._num_rows(number))
+        return _pieces(self._moving.inputs, str(number), self._sizes[number // self._size])
 
     def _sums(self, number: int) -> Pieces:
         """The accumulators of a step's block."""
@@ -290,7 +297,7 @@ class RingSteps:
 
     def _partial(self, number: int, name: str) -> Pieces:
         """Partial results of a step's block: `3.wire` as they are sent, ..."""
-        return _pieces(self._kinds, name, self._num_rows(number))
+        return _pieces(self._kinds, name, self._sizes[number // self._size])
 
     def _name_of_arriving(self, number: int, block: int, first: int) -> str:
         if self._travels and block != first:
@@ -298,10 +305,6 @@ class RingSteps:
         if self._route.keys:
             return f"back{number}"
         return "back" if self._travels else f"{number}.in"
-
-    def _num_rows(self, number: int) -> int:
-        """Blocks of a ring have equally many rows."""
-        return self._own[number // self._size][0].num_rows
 
     def _declare(
         self,

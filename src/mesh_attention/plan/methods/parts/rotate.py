@@ -19,13 +19,10 @@ Used by the rings of keys and of queries. Pure functions of a member's place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
-
-from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.plan.language.program import SendRecv, Task
 
 
 class Hop(NamedTuple):
@@ -147,17 +144,3 @@ def members_per_node(rings: Iterable[Sequence[int]], nodes: Sequence[int]) -> in
         most = max(Counter(nodes[member] for member in members).values())
         sizes |= {*runs, most}  # a node that the ring comes back to has more than a run
     return sizes.pop() if len(sizes) == 1 else 1
-
-
-def hop(
-    task: Task,
-    group: str,
-    rotation: Rotation,
-    step: int,
-    pieces: Callable[[int], tuple[Piece, ...]],
-) -> SendRecv:
-    """The transfer that brings the block of a step; `pieces(s)` are the tensors of step s."""
-    way = rotation.hops[step - 1]
-    return SendRecv(
-        task, group, way.to_member, pieces(way.send_step), way.from_member, pieces(step)
-    )

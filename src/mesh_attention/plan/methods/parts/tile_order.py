@@ -16,8 +16,8 @@ from mesh_attention.plan.language.buffers import Buffer
 from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.exchange import SUM, comes_by, goes_by
-from mesh_attention.plan.methods.parts.lower import Lowerings
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.lower import COMPUTE, Lowerings
+from mesh_attention.plan.methods.parts.tile_plan import TilePass
 from mesh_attention.plan.methods.parts.tile_side import GATHER_KV, GATHER_Q
 from mesh_attention.plan.methods.parts.tile_tasks import CAPPED
 

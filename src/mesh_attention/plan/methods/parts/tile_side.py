@@ -38,7 +38,7 @@ from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
 
 ALL_UNITS = "all"
 GATHER_Q, GATHER_KV = "AG-Q", "AG-KV"  # kinds of tasks
-GATHERED = (Kind.Q, Kind.K, Kind.V)  # what may stay for the backward pass
+_GATHERED = (Kind.Q, Kind.K, Kind.V)  # what may stay for the backward pass
 Kinds = tuple[Kind, ...]
 
 
@@ -50,6 +50,12 @@ class SideKinds(NamedTuple):
     merge_rule: MergeRule
     reduce_kind: str  # of the tasks that reduce them; empty where there are none
     backward: bool
+
+    def gathered_as(self, *, keeps: bool) -> dict[Kind, Role]:
+        """The roles of what may stay for the backward pass, if it `keeps`. What that pass recalls
+        is not gathered again."""
+        kept = Role.RECALLED if self.backward else Role.KEPT
+        return dict.fromkeys(_GATHERED, kept if keeps else Role.WORKSPACE)
 
 
 def kinds_of_sides(direction: Direction, *, gather_out: bool) -> tuple[SideKinds, SideKinds]:
@@ -97,10 +103,8 @@ class TileSide:
         self.own = head_group.sides[keys]
         self._name = "KV" if keys else "Q"  # with the number of a line it names a group
         self.size = tile.b if keys else tile.a  # units of a line
-        kept = Role.RECALLED if backward else Role.KEPT
         self.keeps_gathered = tiling.keeps_gathered and not self.rotates
-        role = kept if self.keeps_gathered else Role.WORKSPACE
-        self._roles = dict.fromkeys(GATHERED, role) if self.size > 1 else {}
+        self._roles = kinds.gathered_as(keeps=self.keeps_gathered) if self.size > 1 else {}
         self.gathered = tuple([x for x in self.inputs if self._roles.get(x) is not Role.RECALLED])
         held = head_group.kept if backward and head_group.is_exchanged else ()
         self.exchanged = tuple([kind for kind in self.gathered if kind not in held])

@@ -33,7 +33,8 @@ from mesh_attention.plan.methods.parts.greedy import (
     peak_bytes,
     smallest_cap,
 )
-from mesh_attention.plan.methods.parts.tile_pass import COMPUTE, TilePass
+from mesh_attention.plan.methods.parts.lower import COMPUTE
+from mesh_attention.plan.methods.parts.tile_plan import TilePass
 from mesh_attention.plan.methods.parts.tile_side import TileSide
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, join_runs, num_visible
