@@ -76,6 +76,8 @@ IMPOSSIBLE = [
     ("volume --rank 9", "unknown option --rank (did you mean --ranks?)"),
     ("volume nine", "unknown argument nine"),
     ("volume --json=yes", "--json"),
+    ("volume --help=all", "-h/--help: is given or not, without a value: 'all'"),
+    ("volume --ranks --json", "--ranks: needs a value"),
     ("draw --first 0", "at least 1"),
     ("plan --text - --json", "give --text a file"),
     ("plan --text /no/such/folder/plan.txt", "No such file"),

@@ -123,9 +123,8 @@ class Command:
         return [*own, json, *self.more_flags()]
 
 
-_HELP = ("--help", "-h")
-_HELP_ALL = ("--help-all", "--all")
-_SHOWN_HELP = Flag(("-h", "--help"), "", "show this help message and exit")
+_HELP = Flag(("-h", "--help"), "", "show this help message and exit")
+_HELP_ALL = Flag(("--help-all", "--all"), "", "the same with all options")  # a line below names it
 
 
 class Parser:
@@ -138,13 +137,11 @@ class Parser:
     def parse(self, words: Iterable[str]) -> Args:
         """The values, or a `UsageError`. `--help` prints its page, and ends the program."""
         args = Args(**{flag.attribute: flag.left_out for flag in self.flags})
-        by_name = {name: flag for flag in self.flags for name in flag.names}
+        known = (_HELP, _HELP_ALL, *self.flags)
+        by_name = {name: flag for flag in known for name in flag.names}
         args.written, unknown, rest = [], [], iter(words)
         for word in rest:
             name, is_joined, text = word.partition("=")
-            if word in (*_HELP, *_HELP_ALL):
-                print(self.help(seldom=word in _HELP_ALL), end="")
-                raise SystemExit(0)
             flag = by_name.get(name)
             if flag is None:
                 unknown.append(name)
@@ -153,6 +150,9 @@ class Parser:
             if flag.read is None:
                 if is_joined:
                     raise self._refusal(f"is given or not, without a value: {text!r}", flag)
+                if flag in (_HELP, _HELP_ALL):
+                    print(self.help(seldom=flag is _HELP_ALL), end="")
+                    raise SystemExit(0)
                 value: Any = not name.startswith("--no-")
             else:
                 text = text if is_joined else next(rest, "--")
@@ -176,7 +176,7 @@ class Parser:
         """The page of `--help`, or with `seldom` that of `--help-all`."""
         groups: dict[str, list[tuple[str, str]]] = {"options": []}
         left_out = 0
-        for flag in (_SHOWN_HELP, *self.flags):
+        for flag in (_HELP, *self.flags):
             if flag.is_seldom and not seldom:
                 left_out += 1
                 continue
