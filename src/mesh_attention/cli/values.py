@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -26,8 +27,9 @@ _NUMBER = r"[0-9]{1,18}(?:(?:\.[0-9]{1,6})?[kKmMgG])?"  # 18 digits fit into 64 
 _MOST_BYTES = 1 << 26  # of a JSON file
 
 
-class UsageError(ValueError):
-    """The command cannot be carried out as it was written; the message says what would work."""
+class UsageError(ValueError, ArgumentTypeError):
+    """The command cannot be carried out as it was written; the message says what would work. It is
+    an error of argparse too, for scripts that read values as commands do."""
 
 
 def _matched(text: str, pattern: str, expected: str) -> re.Match[str]:
