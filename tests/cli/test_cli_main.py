@@ -82,6 +82,19 @@ def test_short_help_fits_a_screen_and_shows_examples_before_options(
     assert ("--help-all" in out) == (name in (*PLANNING, "advise", "report", "tune"))
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_declares_a_summary_examples_and_flags_that_differ(name: str) -> None:
+    known = COMMANDS[name]
+    assert known.summary == known.summary.strip() != ""
+    assert all(re.match(r"mesh-attention \w|torchrun .* mesh_attention", x) for x in known.examples)
+    assert any(f" {name} " in f"{example} " for example in known.examples)
+    names = [each for flag in known.flags() for each in flag.names]
+    assert len(names) == len({*names})
+    attributes = [flag.attribute for flag in known.flags()]
+    assert len(attributes) == len({*attributes})
+    assert all(flag.help for flag in known.flags())
+
+
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mesh-attention {__version__}\n"
