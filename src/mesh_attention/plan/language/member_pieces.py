@@ -1,8 +1,9 @@
-"""The pieces of all members of an exchange of tokens for heads, in brief.
+"""The pieces of all members of an exchange, in brief.
 
-Such an exchange has a piece of each tensor for each member of its group: thousands in the programs
-that a search looks at. All of them are rows of some ranks with the heads of some head groups, so
-names, areas and bytes follow from these, and pieces are made where somebody asks for them.
+An exchange of tokens for heads, or of partial results, has pieces of each tensor for each member of
+its group: thousands in the programs that a search looks at. All of them are rows of some units with
+the heads of some head groups, so names, areas and bytes follow from these, and pieces are made
+where somebody asks for them.
 """
 
 from __future__ import annotations

@@ -146,15 +146,15 @@ def stack_rows(rows: Spans, copies: int, chunk: Chunk) -> Spans:
     return slice_spans(rows, chunk.start, chunk.stop) * copies
 
 
-def in_whole(buffer: str, member: int, num_members: int, chunk: Chunk) -> tuple[Piece, ...]:
+def in_whole(member: int, num_members: int, chunk: Chunk) -> Spans:
     """The rows of one member in a whole."""
     firsts = [(num_members * a + member * (b - a), b - a) for a, b in pairwise(chunk.cuts)]
-    return tuple([Piece(buffer, first, first + size) for first, size in firsts])
+    return tuple([(first, first + size) for first, size in firsts])
 
 
-def in_stack(buffer: str, copy: int, chunk: Chunk) -> tuple[Piece, ...]:
+def in_stack(copy: int, chunk: Chunk) -> Spans:
     base = copy * chunk.size
-    return tuple([Piece(buffer, base + a, base + b) for a, b in pairwise(chunk.cuts)])
+    return tuple([(base + a, base + b) for a, b in pairwise(chunk.cuts)])
 
 
 def slice_sizes(num_heads: int, first: int, most: int) -> tuple[int, ...]:

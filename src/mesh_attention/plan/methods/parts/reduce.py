@@ -16,13 +16,15 @@ Used by tiles and by StarTrail (algorithm.md, section 4). These functions only m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from mesh_attention.plan.language.buffers import Piece
+from mesh_attention.plan.language.member_pieces import Holders, MemberPieces, MovedTensor
 from mesh_attention.plan.language.program import (
     AllGather,
     AllToAll,
@@ -37,10 +39,11 @@ from mesh_attention.plan.methods.parts.chunks import Chunk, in_stack, in_whole, 
 from mesh_attention.plan.problem.spans import Spans
 
 Pieces = tuple[Piece, ...]
-ByMember = tuple[Pieces, ...]
+Sides = tuple[MemberPieces, MemberPieces]  # what is sent, and what is received
+_WHOLE = Holders([[("", None)]])  # all heads of a buffer
 
 
-def by_member(size: int, pieces: Mapping[int, Pieces]) -> ByMember:
+def by_member(size: int, pieces: Mapping[int, Pieces]) -> tuple[Pieces, ...]:
     """The pieces of each member of a group; none for members that are not named."""
     return tuple([pieces.get(member, ()) for member in range(size)])
 
@@ -166,35 +169,25 @@ class Reduction:
     def _exchange(self, task: Task, names: Sequence[str]) -> AllToAll:
         """Each owner's rows of the partials, to the owner's stacks."""
         stacks = [f"{name}.in" for name in names]
-        sides = (
-            self._of_members(self.owners, names, self._owned),
-            self._of_members(self.users, stacks, self._stacked),
-        )
+        owned = {owner: self._owned(at) for at, owner in enumerate(self.owners)}
+        sides = self._side(names, owned), self._side(stacks, self._stacked(self.users))
         return AllToAll(task, self.group, *sides)
 
-    def _of_members(
-        self, members: Iterable[int], names: Sequence[str], pieces: Callable[[str, int], Pieces]
-    ) -> ByMember:
-        """For the i-th of these members the i-th pieces of each name."""
-        by_index = {member: _each(names, [i], pieces) for i, member in enumerate(members)}
-        return by_member(self.group_size, by_index)
+    def _side(self, names: Sequence[str], rows: Mapping[int, Spans]) -> MemberPieces:
+        """These rows of each name, by member; none for members that are not named."""
+        of_members = tuple([rows.get(member, ()) for member in range(self.group_size)])
+        return MemberPieces(tuple([MovedTensor(name, of_members, _WHOLE) for name in names]))
 
-    def _owned(self, name: str, owner: int) -> Pieces:
+    def _owned(self, owner: int) -> Spans:
         """The rows of an owner in a whole."""
-        return in_whole(name, owner, len(self.owners), self.chunk)
+        return in_whole(owner, len(self.owners), self.chunk)
 
-    def _stacked(self, stack: str, copy: int) -> Pieces:
-        return in_stack(stack, copy, self.chunk)
+    def _stacked(self, members: Iterable[int]) -> dict[int, Spans]:
+        """The rows of each of these members in a stack of them."""
+        return {member: in_stack(at, self.chunk) for at, member in enumerate(members)}
 
     def _whole(self, buffer: str) -> Piece:
         return Piece(buffer, 0, len(self.owners) * self.chunk.size)
-
-
-def _each(
-    names: Sequence[str], indices: Iterable[int], pieces: Callable[[str, int], Pieces]
-) -> Pieces:
-    """The pieces of each index of each name."""
-    return tuple([p for name in names for index in indices for p in pieces(name, index)])
 
 
 def _copies(stacks: Sequence[str], count: int, size: int) -> Pieces:
@@ -205,21 +198,21 @@ def _copies(stacks: Sequence[str], count: int, size: int) -> Pieces:
 @lru_cache(maxsize=1024)  # members with equal places in groups of equal size do the same
 def _by_nodes(
     reduction: Reduction, tensors: tuple[tuple[str, ...], ...]
-) -> tuple[tuple[ByMember, ByMember], list[tuple[Pieces, Pieces]], tuple[ByMember, ByMember]]:
+) -> tuple[Sides, list[tuple[Pieces, Pieces]], Sides]:
     """The pieces of the exchange inside a node, of each merge there (inputs, outputs), and of the
     exchange between nodes."""
-    per_node, others, size = reduction.per_node, reduction.counterparts(), reduction.group_size
-    num_nodes, rows = len(others), len(others) * reduction.chunk.size
+    per_node, others, chunk = reduction.per_node, reduction.counterparts(), reduction.chunk
+    num_nodes, rows = len(others), len(others) * chunk.size
     names = [name for group in tensors for name in group]
     stacks, sums, arriving = ([f"{n}.{end}" for n in names] for end in ("in", "node", "nodes"))
     first = reduction.member - reduction.member % per_node
-    sends: dict[int, Pieces] = {}
-    receives: dict[int, Pieces] = {}
+    sends: dict[int, Spans] = {}
+    receives: dict[int, Spans] = {}
     for place in range(per_node):
         of_place = range(place, len(reduction.owners), per_node)
         copies = range(place * num_nodes, (place + 1) * num_nodes)
-        sends[first + place] = _each(names, of_place, reduction._owned)
-        receives[first + place] = _each(stacks, copies, reduction._stacked)
+        sends[first + place] = tuple(chain.from_iterable(map(reduction._owned, of_place)))
+        receives[first + place] = tuple([x for copy in copies for x in in_stack(copy, chunk)])
     merged = [
         (
             _copies([f"{name}.in" for name in group], per_node, rows),
@@ -228,7 +221,6 @@ def _by_nodes(
         for group in tensors
     ]
     # Stacks hold a chunk of each counterpart.
-    sent, received = (
-        reduction._of_members(others, names, reduction._stacked) for names in (sums, arriving)
-    )
-    return (by_member(size, sends), by_member(size, receives)), merged, (sent, received)
+    stacked = reduction._stacked(others)
+    inside = reduction._side(names, sends), reduction._side(stacks, receives)
+    return inside, merged, (reduction._side(sums, stacked), reduction._side(arriving, stacked))

@@ -198,8 +198,9 @@ class TileSide:
         names = [(self.head_group.local(kind), f"{kind}.{index}") for kind in self.gathered]
         own = tuple([piece for name, _ in names for piece in chunk.local_parts(name)])
         taken = {
-            owner: tuple([p for _, name in names for p in in_whole(name, at, self.size, chunk)])
+            owner: tuple([Piece(name, a, b) for _, name in names for a, b in rows])
             for at, owner in enumerate(reduction.owners)
+            for rows in (in_whole(at, self.size, chunk),)
         }
         size, sends = reduction.group_size, dict.fromkeys(reduction.users, own)
         return [AllToAll(task, reduction.group, by_member(size, sends), by_member(size, taken))]
