@@ -20,7 +20,7 @@ from mesh_attention.plan.problem.block_pairs import pairs_of_blocks
 from mesh_attention.plan.problem.layout import Layout, LayoutKind
 from mesh_attention.plan.problem.row_ranges import RowRanges
 from mesh_attention.plan.problem.runs import Run, num_visible, pairs_of_parts
-from mesh_attention.plan.problem.spans import Spans, joined, slice_spans
+from mesh_attention.plan.problem.spans import Spans, slice_spans, union
 
 Array = NDArray[np.int64]
 
@@ -61,8 +61,10 @@ class CallPairs:
         if counted is None:
             pairs = known
             if pairs is None:
-                queries = slice_spans(q_rows, q, q + height)
-                keys = slice_spans(k_rows, k, k + width)
+                whole_q = height == table[op.q.buffer].num_rows
+                queries = q_rows if whole_q else slice_spans(q_rows, q, q + height)
+                whole_k = width == table[op.k.buffer].num_rows
+                keys = k_rows if whole_k else slice_spans(k_rows, k, k + width)
                 pairs = pairs_of_rows(*self._layouts, queries, keys, self._mask)
             counted = self._by_rows[key] = pairs, q_rows, k_rows
         return counted[0]
@@ -81,7 +83,9 @@ def pairs_of_rows(
 @lru_cache(maxsize=512)
 def _blocks_of(layout: Layout, spans: Spans) -> Array:
     """Starts and stops of the blocks of positions at these places, in order."""
-    return np.array(joined(sorted(layout.blocks_of(spans) or ())), dtype=np.int64)
+    edges = layout.edges_of(spans)
+    assert edges is not None, "runs of striped layouts are counted otherwise"
+    return np.stack(union(*edges), axis=1)
 
 
 @lru_cache(maxsize=512)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -250,24 +250,26 @@ class Layout:
             place_start += stop - slot
         return runs
 
-    def blocks_of(self, spans: Spans) -> list[tuple[int, int]] | None:
-        """The positions of intervals of places as stretches, in order: faster than `runs`. None for
-        a striped layout, which may have many."""
+    def edges_of(self, spans: Spans) -> NDArray[np.int64] | None:
+        """The starts and the stops of the stretches of positions that lie at intervals of places,
+        in order: faster than `runs`. None for a striped layout, which may have many."""
         if self.kind is LayoutKind.STRIPED:
             return None
-        if self.kind is LayoutKind.CONTIGUOUS and self.order is None:
-            return list(spans)
-        return self._blocks(spans)
+        at_places = self.kind is LayoutKind.CONTIGUOUS and self.order is None
+        if not at_places and len(spans) < _MANY_SPANS:
+            return _edges(self._blocks(spans))
+        return _edges(spans) if at_places else self._many_edges(spans)
+
+    def _many_edges(self, spans: Spans) -> NDArray[np.int64]:
+        (starts, stops), (places, shifts) = _edges(spans), self._shifts
+        _, index, low, high = cut(starts, stops, places[:-1], places[1:])
+        return np.stack([low, high]) + shifts[index]
 
     def _blocks(self, spans: Spans) -> list[tuple[int, int]]:
-        """As `blocks_of`, but cut where another rank or another stretch begins."""
+        """Their positions, cut where another rank or another stretch begins."""
         places, firsts = self._stretches
         if len(spans) >= _MANY_SPANS:
-            edges, shifts = self._shifts
-            starts, stops = np.array(spans, dtype=np.int64).T
-            _, index, low, high = cut(starts, stops, edges[:-1], edges[1:])
-            by = shifts[index]
-            return list(zip((low + by).tolist(), (high + by).tolist(), strict=True))
+            return list(zip(*self._many_edges(spans).tolist(), strict=True))
         blocks = []
         for start, stop in spans:
             at = bisect_right(places, start) - 1
@@ -322,6 +324,12 @@ class Layout:
     def tokens(self, rank: int) -> list[int | None]:
         """Positions of a rank's slots with None for padding; for reading, not for speed."""
         return [int(p) if p < self.num_tokens else None for p in self.positions(rank)]
+
+
+def _edges(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Starts and stops of intervals."""
+    flat = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=2 * len(spans))
+    return flat.reshape(-1, 2).T
 
 
 @lru_cache(maxsize=32)  # plans of a search, and both passes, have the same

@@ -12,14 +12,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.plan.language.program import Call, CallKind
 from mesh_attention.plan.problem.layout import Layout
-from mesh_attention.plan.problem.spans import Spans, joined
+from mesh_attention.plan.problem.spans import Spans
 
 # A list of more blocks is not looked at block by block: token stripes would take seconds. Zigzag
 # halves of thousands of ranks, gathered by one rank that has two blocks of queries, are few calls
@@ -48,19 +48,27 @@ class RowList:
     @staticmethod
     def of(layout: Layout, spans: Spans) -> RowList:
         num_rows = sum([stop - start for start, stop in spans])
-        pairs = layout.blocks_of(spans)
-        if pairs is None or len(pairs) > MAX_BLOCKS:
+        edges = layout.edges_of(spans)
+        if edges is None or len(edges[0]) > MAX_BLOCKS:
             runs = [run for span in spans for run in layout.runs(*span)]
             if sum(run.count for run in runs) > MAX_BLOCKS:
                 first = min(run.start for run in runs)
                 last = max(run.stop for run in runs) - 1
                 return RowList(layout, spans, num_rows, first, last, (), _NO_EDGES, ())
-            pairs = [block for run in runs for block in run.blocks()]
-        blocks = joined(pairs)
-        first, last = min(a for a, _ in blocks), max(b for _, b in blocks) - 1
-        first_rows = tuple(accumulate((b - a for a, b in blocks), initial=0))
-        edges = np.array(blocks, dtype=np.int64).T
+            edges = np.array([block for run in runs for block in run.blocks()], dtype=np.int64).T
+        edges = _joined(edges)
+        starts, stops = edges.tolist()
+        first_rows = tuple(np.append(0, np.cumsum(edges[1] - edges[0])).tolist())
+        blocks = tuple(zip(starts, stops, strict=True))
+        first, last = min(starts), max(stops) - 1
         return RowList(layout, spans, num_rows, first, last, blocks, edges, first_rows)
+
+
+def _joined(edges: Array) -> Array:
+    """Blocks in order, without empty ones, neighbours that touch joined."""
+    starts, stops = edges[:, edges[0] < edges[1]]
+    apart = starts[1:] != stops[:-1]
+    return np.stack([starts[np.append(True, apart)], stops[np.append(apart, True)]])
 
 
 row_list = lru_cache(maxsize=64)(RowList.of)  # rows stay where they are when a mask changes
