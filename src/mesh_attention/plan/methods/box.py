@@ -27,7 +27,7 @@ from mesh_attention.plan.language.buffers import Role
 from mesh_attention.plan.language.plan import Direction, OnDemand, Pass, Plan
 from mesh_attention.plan.language.program import Operation, Task
 from mesh_attention.plan.language.workspace import peak_buffer_bytes
-from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assemble import HOLD, GroupPass, Unit, with_exchanges
 from mesh_attention.plan.methods.parts.chunks import HeadSlices, suggested_cut, suggested_ring_cut
 from mesh_attention.plan.methods.parts.head_group import PassCut, ulysses_degrees
 from mesh_attention.plan.methods.parts.lower import Lowerings
@@ -48,8 +48,6 @@ from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.problem import Problem
 
 Order = TileOrder | UnevenOrder | RingOrder
-# Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
-HOLD = 1
 Directions = tuple[Direction, ...]
 _CUTS = ("chunks", "backward_chunks", "head_slices", "backward_head_slices")
 

@@ -22,7 +22,7 @@ from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.plan.language.plan import Direction, Pass, Plan
 from mesh_attention.plan.language.program import AllToAll, Call, Operation, Task
 from mesh_attention.plan.language.tasks import Schedule, Step, follow_each_other
-from mesh_attention.plan.methods.parts.assemble import GroupPass, Unit, with_exchanges
+from mesh_attention.plan.methods.parts.assemble import HOLD, GroupPass, Unit, with_exchanges
 from mesh_attention.plan.methods.parts.assignment import Tile
 from mesh_attention.plan.methods.parts.chunks import sizes_for, suggested_cut
 from mesh_attention.plan.methods.parts.head_group import HeadGroup
@@ -35,9 +35,6 @@ from mesh_attention.plan.methods.parts.tile_side import ALL_UNITS, GATHER_KV, ki
 from mesh_attention.plan.problem.layout import LayoutKind
 from mesh_attention.plan.problem.mask import Mask
 from mesh_attention.plan.problem.problem import Problem
-
-# The next transfer is often due while the attention before it still runs.
-HOLD = 1
 
 
 @dataclass(frozen=True)

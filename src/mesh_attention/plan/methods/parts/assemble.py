@@ -21,6 +21,8 @@ from mesh_attention.plan.language.tasks import Schedule, Step
 from mesh_attention.plan.methods.parts.exchange import TO_HEADS, TO_TOKENS, exchange_of
 from mesh_attention.plan.methods.parts.head_group import HeadGroup, ulysses_degrees
 
+# Tasks differ between ranks, so a transfer is often due while the attention before it still runs.
+HOLD = 1
 _CALLER = (Role.INPUT, Role.OUTPUT)
 # Which buffers a program uses, and what it frees before which operation.
 _Ends = tuple[Set[str], list[tuple[int, Free]]]
