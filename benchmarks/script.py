@@ -30,12 +30,11 @@ def provenance() -> dict[str, Any]:
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()}
 
 
-def commit() -> str:
-    folder = Path(__file__).parent
-    copied = folder.parent / "COMMIT"  # where the code was copied without its history
+def commit(clone: Path = Path(__file__).parents[1]) -> str:
+    copied = clone / "COMMIT"  # where the code was copied without its history
     if copied.exists():
         return copied.read_text().strip()
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(clone), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
