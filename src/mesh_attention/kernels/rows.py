@@ -12,6 +12,7 @@ first, so differences of 1e4 and -inf on either side give no NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class RowKernels:
         """Merge a partial result into the accumulators; `fresh` ones hold nothing yet."""
         if fresh:
             acc_lse.copy_(lse)
-            acc_out.copy_(out).masked_fill_(_per_row(acc_lse == -torch.inf), 0.0)
+            _clear(acc_out.copy_(out), acc_lse == -torch.inf)
             return
         lse = lse.to(acc_lse.dtype)
         # Weights from the difference, not from the merged value: they add up to one even
@@ -63,10 +64,22 @@ class RowKernels:
             out.copy_(outs[0])
             lse.copy_(lses[0])
             return
-        total = torch.empty(out.shape, dtype=lse.dtype, device=out.device)
-        for at, (part, part_lse) in enumerate(zip(outs, lses, strict=True)):
-            self.merge_into(total, lse, part, part_lse, fresh=at == 0)
+        parts_PBHS = torch.stack([part.to(lse.dtype) for part in lses])
+        unseen_PBHS = parts_PBHS == -torch.inf
+        # Softmax subtracts the largest, so weights add up to one even where adding to a log-sum-exp
+        # is lost in rounding. They are NaN in rows where no part has seen a key.
+        weights_PBHS = parts_PBHS.softmax(0)
+        if out.is_cuda or bool(unseen_PBHS.any()):
+            weights_PBHS.masked_fill_(unseen_PBHS, 0.0)
+            # Rows without weight are cleared, not multiplied by zero: 0 * NaN is NaN.
+            hidden = _per_row(unseen_PBHS)
+            outs = [part.masked_fill(rows, 0.0) for part, rows in zip(outs, hidden, strict=True)]
+        first_weight, *weights = _per_row(weights_PBHS).unbind()
+        total = outs[0].to(lse.dtype) * first_weight
+        for part, weight in zip(outs[1:], weights, strict=True):
+            total.addcmul_(part.to(lse.dtype), weight)
         out.copy_(total)
+        lse.copy_(reduce(torch.logaddexp, parts_PBHS.unbind()))
 
     def merge_lse(self, parts: Sequence[Tensor], target: Tensor) -> None:
         """The log-sum-exp of the whole, from the log-sum-exps of at least one part."""
@@ -87,6 +100,9 @@ class RowKernels:
             target.copy_(parts[0])
             return
         wide = accumulator_dtype(target.dtype)
+        if len(parts) == 2 and target.dtype == wide:
+            torch.add(parts[0].to(wide), parts[1], out=target)
+            return
         if target is parts[0] and target.dtype == wide:
             total = target
         else:
@@ -97,14 +113,15 @@ class RowKernels:
             target.copy_(total)
 
     def delta(self, out: Tensor, grad_out: Tensor, target: Tensor) -> None:
-        target.copy_(delta(out, grad_out))
+        products = out.to(target.dtype) * grad_out.to(target.dtype)
+        target.copy_(products.sum(dim=-1).transpose(1, 2))
 
     def stand_in(self, grad_out: Tensor, delta: Tensor) -> Tensor:
         """A contiguous `out` whose row sums with `grad_out` are `delta` (algorithm.md, section 4):
         flash backward kernels take `out` but use it only through those sums.
 
         Two entries a row suffice: delta / dO where |dO| is largest, and at the second largest
-        the part that rounding lost. Zeros where dO is zero.
+        the part that rounding lost, if the first was rounded. Zeros where dO is zero.
         """
         dtype = grad_out.dtype
         wide = accumulator_dtype(dtype)
@@ -114,23 +131,31 @@ class RowKernels:
             return out
         remainder = _per_row(delta).to(wide)
         magnitude = grad_out.abs()
-        for _ in range(min(2, grad_out.shape[-1])):
+        columns = 1 if dtype == wide else min(2, grad_out.shape[-1])
+        for to_come in reversed(range(columns)):
             column = magnitude.argmax(dim=-1, keepdim=True)
             divisor = grad_out.gather(-1, column).to(wide)
             # A second largest entry near zero may call for more than the dtype holds.
             entry = (remainder / divisor).clamp(-limit, limit)
             entry = entry.masked_fill(divisor == 0, 0.0).to(dtype)
             out.scatter_(-1, column, entry)
-            remainder = remainder - entry.to(wide) * divisor
-            magnitude.scatter_(-1, column, -1.0)
+            if to_come:
+                remainder = remainder - entry.to(wide) * divisor
+                magnitude.scatter_(-1, column, -1.0)
         return out
 
     def finite_lse(self, lse: Tensor) -> Tensor:
         """A contiguous copy with `UNSEEN_LSE` in rows that see no key, where -inf would make
         exp(score - lse) infinite."""
-        return lse.masked_fill(lse == -torch.inf, UNSEEN_LSE).contiguous()
+        return lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=UNSEEN_LSE).contiguous()
+
+
+def _clear(x: Tensor, rows_BHS: Tensor) -> None:
+    """In place. On a CPU we look first whether there are such rows; mostly there are none."""
+    if x.is_cuda or bool(rows_BHS.any()):
+        x.masked_fill_(_per_row(rows_BHS), 0.0)
 
 
 def _per_row(x_BHS: Tensor) -> Tensor:
-    """(B, S, H, 1), to broadcast over an output."""
-    return x_BHS.transpose(1, 2).unsqueeze(-1)
+    """(B, S, H, 1), to broadcast over an output; likewise of several outputs."""
+    return x_BHS.transpose(-2, -1).unsqueeze(-1)
