@@ -26,6 +26,7 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -128,12 +129,14 @@ class HostComparison:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._numbers = np.empty(2, np.int64)
+        self._pair = torch.from_numpy(self._numbers)  # the same memory, for the host to look at
 
     def agrees(self, number: int, look_around: Callable[[float], None]) -> bool:
         """Whether all ranks have this number. `look_around` is called after each second of
         waiting, with the seconds waited so far, and raises if waiting is in vain."""
-        pair = torch.tensor([number, -number], device="cpu")  # whatever the default device is
-        work = dist.all_reduce(pair, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._numbers[:] = number, -number
+        work = dist.all_reduce(self._pair, dist.ReduceOp.MAX, self._group, async_op=True)
         begun = monotonic()
         while True:
             try:
@@ -143,7 +146,7 @@ class HostComparison:
                 if "Operation timed out" not in str(error):  # not ours: the group's own timeout
                     raise
             look_around(monotonic() - begun)
-        highest, negative_of_lowest = pair.tolist()
+        highest, negative_of_lowest = self._numbers
         return bool(highest == -negative_of_lowest)
 
 
