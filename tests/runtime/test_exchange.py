@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mesh_attention.plan.language.buffers import Piece
 from mesh_attention.runtime.transport import exchange as exchange_module
-from mesh_attention.runtime.transport.exchange import Messages, exchange, runs_of
+from mesh_attention.runtime.transport.exchange import Exchange, Messages
 from mesh_attention.runtime.transport.interface import Transfers
+from mesh_attention.runtime.transport.piece_runs import runs_of
 
 GROUP: Any = None
 RANKS, EACH = 4, 2  # heads for each rank
@@ -56,7 +57,7 @@ class Network:
 
     def exchange(self, rank: int, messages: list[Messages], *, pack: bool) -> None:
         self.rank = rank
-        exchange(messages, GROUP, host_driven=False, pack=pack)([], self.finish)
+        Exchange(GROUP, host_driven=False, pack=pack).ready(messages)([], self.finish)
 
     def deliver(self) -> None:
         assert self.sent.keys() == self.expected.keys()
@@ -125,7 +126,7 @@ def test_tokens_come_for_heads_and_back_whatever_is_packed(
         moved = transfers_to_heads(stretches, rank, len(truth))
         if back:
             moved = Transfers(moved.receives, moved.sends)
-        messages = [run.messages(view) for run in runs_of(moved, range(RANKS))]
+        messages = [Messages(view(run.piece), *run[1:]) for run in runs_of(moved, range(RANKS))]
         network.exchange(rank, messages, pack=True)
     network.deliver()
     if small_bytes > 400:
@@ -161,9 +162,9 @@ def test_a_piece_that_goes_to_all_members_is_one_run_and_one_view() -> None:
     assert (received.apart, received.piece) == ("rows", Piece("whole", 0, 3 * RANKS))
     assert (given.apart, given.piece, given.ranks) == (None, sent, (7, 5, 3, 1))
     x = torch.randn(3, 1, EACH, 4)
-    messages = given.messages(lambda _: x)
+    messages = Messages(x, *given[1:])
     assert messages.ranks == (7, 5, 3, 1)
-    assert [part.data_ptr() for part in messages.tensor] == [x.data_ptr()] * RANKS
+    assert [part.data_ptr() for part in messages.parts] == [x.data_ptr()] * RANKS
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -173,7 +174,7 @@ def test_a_rank_that_sends_to_itself_alone_posts_nothing(
     network = Network(monkeypatch)
     source, target = torch.randn(2, 1, 5), torch.full((2, 1, 5), torch.nan)
     pairs = [(source, True), (target, False)]
-    messages = [Messages(x[tag], (2,), tag, sent) for x, sent in pairs for tag in range(2)]
+    messages = [Messages(x[tag], (2,), None, tag, sent) for x, sent in pairs for tag in range(2)]
     network.exchange(2, messages, pack=pack)
     network.deliver()
     assert not network.sent
@@ -185,8 +186,8 @@ def test_tensors_that_can_travel_as_they_lie_are_posted_once_for_all_calls(
 ) -> None:
     network = Network(monkeypatch)
     x, y = torch.randn(2, 1, 5)
-    messages = [Messages(x[None], (1,), 0, True), Messages(y[None], (1,), 0, False)]
-    begin = exchange(messages, GROUP, host_driven=False)
+    messages = [Messages(x, (1,), None, 0, True), Messages(y, (1,), None, 0, False)]
+    begin = Exchange(GROUP, host_driven=False).ready(messages)
     begin([], [])
     begin([], [])
     first, second = network.sent[0, 1]

@@ -26,7 +26,7 @@ from mesh_attention.runtime.transport.distributed import (
     reduce,
     reduce_by_messages,
 )
-from mesh_attention.runtime.transport.exchange import Messages, Works, exchange
+from mesh_attention.runtime.transport.exchange import Exchange, Messages, Works
 from mesh_attention.runtime.transport.groups import Groups
 
 Begin = Callable[[], Works]  # begins a transfer
@@ -59,10 +59,10 @@ class TimedTransfers:
     def messages(self, peers: Sequence[tuple[int, bool]], part_bytes: int) -> Begin:
         """One message for each peer: (rank, whether it is sent or received)."""
         messages = [
-            Messages(self._tensor(part_bytes)[None], (self._groups.ranks[peer],), 0, sent)
+            Messages(self._tensor(part_bytes), (self._groups.ranks[peer],), None, 0, sent)
             for peer, sent in peers
         ]
-        return _begin(exchange(messages, self._everybody, host_driven=self._over_gloo))
+        return _begin(Exchange(self._everybody, host_driven=self._over_gloo).ready(messages))
 
     def all_to_all(self, members: Sequence[int], part_bytes: int) -> Begin:
         others = [m for m in members if m != self._ranks.rank]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,29 +55,47 @@ class Views:
 
     workspace: Mapping[str, Tensor]
     passed: Mapping[str, Tensor] = field(default_factory=dict)
-    # Of the workspace, by buffer, start, stop and heads.
-    _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    # Of the workspace: three views of each piece, and what transports make of its rows.
+    pieces: dict[tuple[object, ...], _PieceViews] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     def rows(self, piece: Piece) -> Tensor:
         """(rows, batch, heads, width)"""
-        buffer, start, stop, heads = piece.buffer, piece.start, piece.stop, piece.heads
-        whole = self.passed.get(buffer)
-        view = None if whole is not None else self._rows.get((buffer, start, stop, heads))
-        if view is None:
-            view = cut(self.workspace[buffer] if whole is None else whole, 0, start, stop)
-            if heads is not None:
-                view = cut(view, 2, *heads)
-            if whole is None:
-                self._rows[buffer, start, stop, heads] = view
-        return view
+        whole = self.passed.get(piece.buffer)
+        if whole is None:
+            return self._of_workspace(piece).rows
+        rows = cut(whole, 0, piece.start, piece.stop)
+        return rows if piece.heads is None else cut(rows, 2, *piece.heads)
+
+    __call__ = rows  # for transports
 
     def tokens(self, piece: Piece) -> Tensor:
         """(batch, rows, heads, width)"""
-        return self.rows(piece).transpose(0, 1)
+        if piece.buffer in self.passed:
+            return self.rows(piece).transpose(0, 1)
+        return self._of_workspace(piece).tokens
 
     def statistics(self, piece: Piece) -> Tensor:
         """(batch, heads, rows)"""
-        return self.rows(piece).squeeze(-1).permute(1, 2, 0)
+        if piece.buffer in self.passed:
+            return self.rows(piece).squeeze(-1).permute(1, 2, 0)
+        return self._of_workspace(piece).statistics
+
+    def _of_workspace(self, piece: Piece) -> _PieceViews:
+        key = piece.buffer, piece.start, piece.stop, piece.heads
+        views = self.pieces.get(key)
+        if views is None:
+            rows = cut(self.workspace[piece.buffer], 0, piece.start, piece.stop)
+            rows = rows if piece.heads is None else cut(rows, 2, *piece.heads)
+            statistics = rows.select(-1, 0).permute(1, 2, 0)
+            views = self.pieces[key] = _PieceViews(rows, rows.transpose(0, 1), statistics)
+        return views
+
+
+class _PieceViews(NamedTuple):
+    rows: Tensor
+    tokens: Tensor
+    statistics: Tensor  # of a piece of width 1
 
 
 class Bindings:
@@ -133,12 +151,12 @@ class Bindings:
             assert x.dtype == dtype, (name, x.dtype, dtype)
         if GRAD_LSE in inputs:
             passed[GRAD_LSE] = inputs[GRAD_LSE]
-        return Views(views.workspace, passed, views._rows), outputs
+        return Views(views.workspace, passed, views.pieces, views.kept), outputs
 
     def work(self, op: Operation, views: Views) -> Work:
         """A transfer or a merge on its tensors."""
         if isinstance(op, Communication):
-            return self._transport.prepare(op, views.rows)
+            return self._transport.prepare(op, views)
         assert isinstance(op, Merge), f"{op.name} is neither a transfer nor a merge"
         return merge_work(self._row_kernels, op, views)
 

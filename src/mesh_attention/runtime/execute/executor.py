@@ -85,8 +85,11 @@ class Executor:
                 stack.enter_context(streams)
             for step, work in zip(frame.steps, works, strict=True):
                 for before in step.waits:
-                    if before in in_flight:
-                        yield from self._wait(in_flight.pop(before))
+                    handle = in_flight.pop(before, None)
+                    if handle is not None and streams is None and handle.ready:
+                        handle.wait()
+                    elif handle is not None:
+                        yield from self._wait(handle)
                 for name in step.poisoned:
                     views.workspace[name].fill_(torch.nan)
                 if work is None:
@@ -98,8 +101,8 @@ class Executor:
                     work()
                 if step.marked and streams is not None:
                     streams.mark(step.at)
-            for handle in in_flight.values():
-                yield from self._wait(handle)
+            for last in in_flight.values():
+                yield from self._wait(last)
         return outputs
 
     def _wait(self, handle: Handle) -> Generator[None, None, None]:

@@ -27,14 +27,14 @@ from mesh_attention.plan.language.program import AllGather, AllToAll, Communicat
 from mesh_attention.runtime.device import Marks
 from mesh_attention.runtime.transport.exchange import (
     Begin,
+    Exchange,
     LaterCopies,
     Messages,
     Works,
-    exchange,
-    runs_of,
 )
 from mesh_attention.runtime.transport.groups import Groups
 from mesh_attention.runtime.transport.interface import Handle, Start, View, transfers
+from mesh_attention.runtime.transport.piece_runs import runs_of
 
 Ready = Sequence[Begin]
 
@@ -113,12 +113,13 @@ def reduce_by_messages(stretch: CollectiveRows, works: Works, finish: LaterCopie
     in PyTorch is an all-reduce, with twice the bytes."""
     part, whole, group, order = stretch
     ranks = tuple([dist.get_global_rank(group, place) for place in order])
-    landing = torch.empty((len(order), *part.shape), dtype=part.dtype, device="cpu")
-    rows = whole.view(landing.shape)
-    messages = (Messages(landing, ranks, 0, False), Messages(rows, ranks, 0, True))
-    exchange(messages, group, host_driven=True)(works, finish)
+    landing = torch.empty(whole.shape, dtype=part.dtype, device="cpu")
+    both = ((landing, False), (whole, True))
+    messages = [Messages(rows, ranks, "rows", 0, sent) for rows, sent in both]
+    Exchange(group, host_driven=True).ready(messages)(works, finish)
+    by_member = landing.view(len(order), *part.shape)
     wide = torch.promote_types(part.dtype, torch.float32)
-    finish.append(lambda: part.copy_(landing.sum(0, dtype=wide)))
+    finish.append(lambda: part.copy_(by_member.sum(0, dtype=wide)))
 
 
 def gathers_by_messages(size: int, *, host_driven: bool) -> bool:
@@ -242,10 +243,10 @@ class DistributedTransport:
         group = self._groups.of(ranks) if collective else self._groups.everybody()
         by_messages = gathers_by_messages(len(ranks), host_driven=self._host_driven)
         if not collective or (isinstance(op, AllGather) and by_messages):
-            runs = runs_of(moved, ranks)
             pack = isinstance(op, AllToAll)  # others have few pieces, which lie as they travel
-            how = {"host_driven": self._host_driven, "pack": pack}
-            return lambda view: [exchange([r.messages(view) for r in runs], group, **how)]
+            runs = runs_of(moved, ranks, joined=pack)
+            exchange = Exchange(group, host_driven=self._host_driven, pack=pack)
+            return lambda view: [exchange.bound(runs, view)]
         if isinstance(op, AllGather):
             call, parts, places = gather, moved.sends[0], moved.receives
         else:

@@ -1,280 +1,289 @@
 """Exchanges: tensors that travel between ranks at the same time, in few messages and few calls.
 
-`runs_of` works out once for an operation which pieces go to which member. Equal pieces of several
-members that lie side by side, in heads or in rows, are one `PieceRun`, and so is a piece that goes
-to several members: one view, one copy and one split serve all these members. With its tensors a run
-becomes `Messages`, which `exchange` makes ready to begin. In an exchange of tokens for heads
-several small pieces go between the same two ranks; they are packed into one message. So the host's
-time for an exchange grows with the number of runs and the number of ranks, and not with their
-product.
+`runs_of` (`piece_runs.py`) works out once for an operation which pieces go to which member. With
+its tensor a run becomes `Messages`, which an `Exchange` makes ready to begin. In an exchange of
+tokens for heads several small pieces go between the same two ranks; they are packed into one
+message. So the host's time for an exchange grows with the number of runs and the number of ranks,
+and not with their product. What follows from shapes alone is worked out when the first tensors
+come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import repeat
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mesh_attention.plan.language.buffers import Piece
-from mesh_attention.runtime.transport.interface import Transfers, View
+from mesh_attention.runtime.transport.interface import View
+from mesh_attention.runtime.transport.piece_runs import PieceRun
 
 Works = list[Any]
 LaterCopies = list[Callable[[], object]]
 Begin = Callable[[Works, LaterCopies], None]
 SMALL_BYTES = 2 << 20  # larger tensors travel by themselves: to copy them would take longer
 _ALIGNED = 16  # bytes, so that a packed tensor of any dtype begins where its elements may
+_DIMS = {"rows": 0, "heads": 2}
+_Part = tuple[Tensor, int, int]  # goes to this rank, or comes from it, with this tag
 
 
-class PieceRun(NamedTuple):
-    """`piece` consists of equal pieces, one for each of these ranks, in this order, side by side in
-    rows or in heads; or, with `apart` None, all of it is for each. `tag`: the number of these
-    pieces between two ranks, the same on both sides. `sent`: they are sent, and not received."""
+class Messages(NamedTuple):
+    """Equal tensors to these ranks, or from them: as a `PieceRun`, of which `tensor` (rows, batch,
+    heads, width) is the piece."""
 
-    piece: Piece
+    tensor: Tensor
     ranks: tuple[int, ...]
     apart: Literal["rows", "heads"] | None
     tag: int
     sent: bool
 
-    def messages(self, view: View) -> Messages:
-        """On tensors."""
-        x, count = view(self.piece), len(self.ranks)
-        rows, batch, heads, width = x.shape
-        if self.apart is None:
-            x = x.expand(count, rows, batch, heads, width)
-        elif self.apart == "heads":
-            x = x.view(rows, batch, count, heads // count, width).movedim(2, 0)
-        else:
-            x = x.view(count, rows // count, batch, heads, width)
-        return Messages(x, self.ranks, self.tag, self.sent)
-
-
-def runs_of(moved: Transfers, ranks: Sequence[int]) -> tuple[PieceRun, ...]:
-    """The runs of all that a member sends and receives, itself included. `ranks`: the global ranks
-    of all members of the group."""
-    single = [
-        PieceRun(piece, (ranks[member],), None, tag, sent)
-        for sent, by_member in ((False, moved.receives), (True, moved.sends))
-        for member, pieces in enumerate(by_member)
-        for tag, piece in enumerate(pieces)
-    ]
-    runs: list[PieceRun] = []
-    for run in sorted(single, key=_place):
-        joined = _join(runs[-1], run) if runs else None
-        if joined is None:
-            runs.append(run)
-        else:
-            runs[-1] = joined
-    return tuple(runs)
-
-
-def _place(run: PieceRun) -> tuple[Any, ...]:
-    piece = run.piece
-    return run.sent, run.tag, piece.buffer, piece.start, piece.heads or ()
-
-
-def _join(first: PieceRun, second: PieceRun) -> PieceRun | None:
-    """None if they are no neighbours, or not of equal size."""
-    a, b, count = first.piece, second.piece, len(first.ranks)
-    if (first.sent, first.tag, a.buffer) != (second.sent, second.tag, b.buffer):
-        return None
-    apart: Literal["rows", "heads"] | None = None
-    piece = a
-    if (a.start, a.stop) == (b.start, b.stop) and a.heads and b.heads and a != b:
-        width = b.heads[1] - b.heads[0]
-        if a.heads[1] != b.heads[0] or a.heads[1] - a.heads[0] != count * width:
-            return None
-        apart, piece = "heads", replace(a, heads=(a.heads[0], b.heads[1]))
-    elif a != b:
-        rows = b.stop - b.start
-        if a.heads != b.heads or a.stop != b.start or a.stop - a.start != count * rows:
-            return None
-        apart, piece = "rows", replace(a, stop=b.stop)
-    if count > 1 and apart != first.apart:
-        return None
-    return PieceRun(piece, (*first.ranks, *second.ranks), apart, first.tag, first.sent)
-
-
-class Messages(NamedTuple):
-    """Equal tensors to these ranks, or from them, one rank after the other in the first dimension.
-    `tag`: as in `PieceRun`."""
-
-    tensor: Tensor
-    ranks: tuple[int, ...]
-    tag: int
-    sent: bool
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        shape, count = list(self.tensor.shape), len(self.ranks)
+        if self.apart is not None:
+            shape[_DIMS[self.apart]] //= count
+        return tuple(shape)
 
     @property
     def part_bytes(self) -> int:
-        return self.tensor.nbytes // len(self.ranks)
+        return prod(self.part_shape) * self.tensor.itemsize
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """The tensor for each rank."""
+        if self.apart is None or len(self.ranks) == 1:
+            return [self.tensor] * len(self.ranks)
+        return self.tensor.chunk(len(self.ranks), _DIMS[self.apart])
+
+    @property
+    def by_rank(self) -> Tensor:
+        """The same as one tensor, with the ranks in its first dimension."""
+        strides, shape = self.tensor.stride(), self.part_shape
+        dim = None if self.apart is None else _DIMS[self.apart]
+        step = 0 if dim is None else shape[dim] * strides[dim]
+        return self.tensor.as_strided((len(self.ranks), *shape), (step, *strides))
+
+    @property
+    def lie_alone(self) -> bool:
+        """Whether each part is contiguous."""
+        split = self.apart == "heads" and len(self.ranks) > 1 and prod(self.tensor.shape[:2]) > 1
+        return not split and self.tensor.is_contiguous()
 
 
-def exchange(
-    messages: Sequence[Messages], group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False
-) -> Begin:
-    """Makes messages ready that travel together; those of a rank to itself are copied. They are in
-    the order of their tags. `host_driven`: the group is over gloo. `pack`: small messages between
-    two ranks become one."""
-    me, bundles = dist.get_rank(), _bundles(messages, pack=pack, on_host=host_driven)
+class _Bundle(NamedTuple):
+    """Messages that are packed together, by their places, or one message that travels alone, to
+    these ranks with this tag."""
 
-    def post(finish: LaterCopies) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
-        posted: dict[bool, list[dist.P2POp]] = {False: [], True: []}  # by whether they are sent
-        own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
-        for bundle, as_it_lies in bundles:
-            first, sent = bundle[0], bundle[0].sent
-            call = dist.isend if sent else dist.irecv
-            parts: Iterable[_Part]
-            if len(bundle) > 1:
-                parts = _packed(bundle, me, finish, on_host=host_driven)
-            else:
-                whole = first.tensor if as_it_lies else _copy(first, finish, on_host=host_driven)
-                parts = zip(whole.unbind(), first.ranks, repeat(first.tag))
-            for x, rank, tag in parts:
-                if rank == me:
-                    own[sent][tag] = x
-                else:
-                    posted[sent].append(dist.P2POp(call, x, rank, group, tag))
-        # Receives first: gloo sends once it hears that the other side receives, and would hear it
-        # behind all that the other side sends itself. NCCL goes by the order between two ranks.
-        return posted[False] + posted[True], [(x, own[True][tag]) for tag, x in own[False].items()]
+    places: tuple[int, ...]
+    sent: bool
+    pack: PackLayout | None
+    as_it_lies: bool
+    ranks: tuple[int, ...] = ()
+    tag: int = 0
 
-    ready = post([]) if all(as_it_lies for _, as_it_lies in bundles) else None
+    def tensors(self, messages: Sequence[Messages]) -> Sequence[Tensor]:
+        """Of a pack what belongs in it, or comes out of it; else those that travel."""
+        if self.pack is not None:
+            return self.pack.contents(messages)
+        (alone,) = messages
+        return alone.parts if self.as_it_lies else [alone.by_rank]
 
-    def begin(works: Works, finish: LaterCopies) -> None:
-        posted, own = ready or post(finish)
-        if posted:
-            works += dist.batch_isend_irecv(posted)
+
+_Bound = Sequence[tuple[_Bundle, Sequence[Tensor]]]  # each with its tensors
+
+
+class Exchange:
+    """Messages that travel together; those of a rank to itself are copied. `host_driven`: the group
+    is over gloo. `pack`: small messages between two ranks become one."""
+
+    def __init__(self, group: dist.ProcessGroup, *, host_driven: bool, pack: bool = False) -> None:
+        self._group, self._on_host, self._pack = group, host_driven, pack
+        self._me = dist.get_rank()
+        self._bundles: list[_Bundle] = []
+        self._places: dict[int, int] = {}  # in the group, by which gloo names ranks
+        if host_driven:
+            self._places = {r: i for i, r in enumerate(dist.get_process_group_ranks(group))}
+
+    def bound(self, runs: Sequence[PieceRun], view: View) -> Begin:
+        """Makes the runs of an operation ready. Their tensors in the workspace are looked up once,
+        and kept by `view`, if it can (`Views`); the caller's are others in each call."""
+        kept: dict[Any, list[Sequence[Tensor] | None]] = getattr(view, "kept", {})
+        tensors = kept.get(self)
+        if tensors is None:
+            messages = [Messages(view(run.piece), *run[1:]) for run in runs]
+            begin, passed = self.ready(messages), getattr(view, "passed", ())
+            kept[self] = [
+                None
+                if any(runs[at].piece.buffer in passed for at in bundle.places)
+                else bundle.tensors([messages[at] for at in bundle.places])
+                for bundle in self._bundles
+            ]
+            return begin
+        bound = []
+        for bundle, there in zip(self._bundles, tensors, strict=True):
+            if there is None:
+                its_runs = [runs[at] for at in bundle.places]
+                there = bundle.tensors([Messages(view(run.piece), *run[1:]) for run in its_runs])
+            bound.append((bundle, there))
+        return partial(self._begin, bound)
+
+    def ready(self, messages: Sequence[Messages]) -> Begin:
+        """Makes messages ready, which are in the order of their tags. Those of later calls are like
+        the first, but for their tensors."""
+        self._bundles = self._bundles or [*self._bundles_of(messages)]
+        bound = [(b, b.tensors([messages[at] for at in b.places])) for b in self._bundles]
+        if not all(bundle.as_it_lies for bundle in self._bundles):
+            return partial(self._begin, bound)
+        post, own = self._posts(bound, [])  # once for all calls
+
+        def begin(works: Works, finish: LaterCopies) -> None:
+            works += post()
+            copy_all(own)
+
+        return begin
+
+    def _begin(self, bound: _Bound, works: Works, finish: LaterCopies) -> None:
+        post, own = self._posts(bound, finish)
+        works += post()
         copy_all(own)
 
-    return begin
+    def _posts(
+        self, bound: _Bound, finish: LaterCopies
+    ) -> tuple[Callable[[], Works], list[tuple[Tensor, Tensor]]]:
+        """What posts them, and the copies of what stays on this rank."""
+        posted: dict[bool, list[_Part]] = {False: [], True: []}  # by whether they are sent
+        own: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # by tag
+        for bundle, tensors in bound:
+            if bundle.pack is not None:
+                parts = bundle.pack.packed(tensors, finish)
+            else:
+                if not bundle.as_it_lies:
+                    tensors = _copy(tensors[0], finish, sent=bundle.sent, on_host=self._on_host)
+                parts = [(x, r, bundle.tag) for x, r in zip(tensors, bundle.ranks, strict=True)]
+            for x, rank, tag in parts:
+                if rank == self._me:
+                    own[bundle.sent][tag] = x
+                else:
+                    posted[bundle.sent].append((x, rank, tag))
+        kept = [(x, own[True][tag]) for tag, x in own[False].items()]
+        # Receives first: gloo sends once it hears that the other side receives, and would hear it
+        # behind all that the other side sends itself. NCCL goes by the order between two ranks.
+        group, places = self._group, self._places
+        if self._on_host:  # as `isend` and `irecv`, which look at their arguments again each time
+            calls: list[tuple[Any, list[Tensor], int, int]]
+            calls = [(group.recv, [x], places[rank], tag) for x, rank, tag in posted[False]]
+            calls += [(group.send, [x], places[rank], tag) for x, rank, tag in posted[True]]
+            return lambda: [call(x, place, tag) for call, x, place, tag in calls], kept
+        together = [dist.P2POp(dist.irecv, x, rank, group, tag) for x, rank, tag in posted[False]]
+        together += [dist.P2POp(dist.isend, x, rank, group, tag) for x, rank, tag in posted[True]]
+        return lambda: dist.batch_isend_irecv(together) if together else [], kept
+
+    def _bundles_of(self, messages: Sequence[Messages]) -> Iterator[_Bundle]:
+        """What is packed together, and each other message alone: gloo's point-to-point reads host
+        memory only. On both sides of a pair of ranks what is small comes first."""
+        small: dict[bool, list[int]] = {False: [], True: []}  # by whether they are sent
+        large: dict[bool, list[int]] = {False: [], True: []}
+        for at, x in enumerate(messages):
+            (small if self._pack and x.part_bytes <= SMALL_BYTES else large)[x.sent].append(at)
+        ranks = [[r for at in places for r in messages[at].ranks] for places in small.values()]
+        # Both ways or none: what a rank has for itself then lies alike on both sides.
+        packs = any(len(several) > len({*several}) for several in ranks)
+        for sent in (False, True):
+            if packs and small[sent]:
+                layout = PackLayout([messages[at] for at in small[sent]], on_host=self._on_host)
+                yield _Bundle(tuple(small[sent]), sent, layout, as_it_lies=False)
+            for at in (*([] if packs else small[sent]), *large[sent]):
+                x = messages[at]
+                as_it_lies = x.lie_alone and not (self._on_host and x.tensor.is_cuda)
+                yield _Bundle((at,), sent, None, as_it_lies, x.ranks, x.tag)
 
 
-_Part = tuple[Tensor, int, int]  # goes to this rank, or comes from it, with this tag
-
-
-def _bundles(
-    messages: Sequence[Messages], *, pack: bool, on_host: bool
-) -> list[tuple[list[Messages], bool]]:
-    """What is packed together, and each other message alone, with whether it can travel as it lies:
-    gloo's point-to-point reads host memory only. On both sides of a pair of ranks what is small
-    comes first."""
-    bundles: list[tuple[list[Messages], bool]] = []
-    for sent in (False, True):
-        small: list[Messages] = []
-        large: list[Messages] = []
-        for x in messages:
-            if x.sent == sent:
-                (small if pack and x.part_bytes <= SMALL_BYTES else large).append(x)
-        ranks = [rank for x in small for rank in x.ranks]
-        if len(ranks) > len({*ranks}):
-            bundles.append((small, False))
-            small = []
-        for x in small + large:
-            as_it_lies = x.tensor[0].is_contiguous() and not (on_host and x.tensor.is_cuda)
-            bundles.append(([x], as_it_lies))
-    return bundles
-
-
-def _copy(message: Messages, finish: LaterCopies, *, on_host: bool) -> Tensor:
-    """A tensor that can travel in place of the one that cannot."""
-    x = message.tensor
+def _copy(x: Tensor, finish: LaterCopies, *, sent: bool, on_host: bool) -> Sequence[Tensor]:
+    """Tensors that can travel in place of those that cannot."""
     copy = torch.empty(x.shape, dtype=x.dtype, device="cpu" if on_host else x.device)
-    if message.sent:
+    if sent:
         copy.copy_(x)
     else:
         finish.append(partial(x.copy_, copy))
-    return copy
+    return copy.unbind()
 
 
 class _Place(NamedTuple):
-    """Where the parts of a tensor lie in a pack, which has a message in each row. Often one view
-    serves: all parts begin at byte `start` of `rows`, in the order of the tensor or in the opposite
-    order. Else `rows` is None, and `by_part` has the row and the first byte of each part."""
+    """Where the parts of a tensor lie in a pack of its dtype. Often one view serves: all parts
+    begin at the same element of their rows, and these follow each other. Else each part has its
+    own view."""
 
-    rows: slice | None
-    start: int
-    opposite: bool
-    by_part: tuple[tuple[int, int], ...]
-
-    def pairs(self, tensor: Tensor, pack: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(view of the pack, what belongs there), in few views."""
-        size = tensor.nbytes // tensor.shape[0]
-        if self.rows is None:
-            return [
-                (pack[row, at : at + size].view(part.dtype).view(part.shape), part)
-                for (row, at), part in zip(self.by_part, tensor.unbind(), strict=True)
-            ]
-        there = pack[self.rows, self.start : self.start + size].view(tensor.dtype)
-        there = there.view(tensor.shape)
-        if self.opposite:
-            return [*zip(there.unbind()[::-1], tensor.unbind(), strict=True)]
-        return [(there, tensor)]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    starts: tuple[int, ...]
+    is_apart: bool
 
 
-class _Layout(NamedTuple):
-    """Of a pack: the place of each tensor, the message for each rank, and the bytes of a row."""
+class PackLayout:
+    """Of a pack, which has a message in each row: the place of each tensor, and the messages."""
 
-    places: tuple[_Place, ...]
-    messages: tuple[tuple[int, int, int], ...]  # (rank, bytes, tag)
-    width: int
+    def __init__(self, messages: Sequence[Messages], *, on_host: bool) -> None:
+        self._sent = messages[0].sent
+        self._device = torch.device("cpu") if on_host else messages[0].tensor.device
+        row = {rank: at for at, rank in enumerate(sorted({r for x in messages for r in x.ranks}))}
+        ends = dict.fromkeys(row, 0)  # where the next part may begin
+        tags: dict[int, int] = {}
+        stops: dict[int, int] = {}
+        starts: list[list[tuple[int, int]]] = []  # rank and byte, of each part of each tensor
+        for x in messages:
+            starts.append([(rank, ends[rank]) for rank in x.ranks])
+            for rank in x.ranks:
+                tags.setdefault(rank, x.tag)
+                stops[rank] = ends[rank] + x.part_bytes
+                ends[rank] = -(-stops[rank] // _ALIGNED) * _ALIGNED
+        width = max(ends.values())
+        self._num_bytes = width * len(row)
+        self._messages = [(r, row[r] * width, stops[r], tags[r]) for r in row]
+        self._places = [
+            _place_in(x, [row[rank] * width + start for rank, start in at], width)
+            for x, at in zip(messages, starts, strict=True)
+        ]
+        self._dtypes = {place.dtype for place in self._places}
+
+    def contents(self, messages: Sequence[Messages]) -> list[Tensor]:
+        """Tensors for which each place has a view, in few views."""
+        pairs = zip(messages, self._places, strict=True)
+        return [x for of, place in pairs for x in (of.parts if place.is_apart else (of.by_rank,))]
+
+    def packed(self, contents: Sequence[Tensor], finish: LaterCopies) -> list[_Part]:
+        pack = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        typed = {dtype: pack.view(dtype) for dtype in self._dtypes}
+        there = [
+            typed[place.dtype].as_strided(place.shape, place.strides, start)
+            for place in self._places
+            for start in place.starts
+        ]
+        if self._sent:
+            copy_all([*zip(there, contents, strict=True)])
+        else:
+            finish.append(partial(copy_all, [*zip(contents, there, strict=True)]))
+        return [
+            (pack.as_strided((size,), (1,), start), rank, tag)
+            for rank, start, size, tag in self._messages
+        ]
 
 
-@lru_cache(maxsize=256)
-def _layout(sizes: tuple[tuple[tuple[int, ...], int, int], ...]) -> _Layout:
-    """`sizes`: (ranks, bytes of a part, tag) of each tensor."""
-    row = {rank: at for at, rank in enumerate(sorted({r for ranks, *_ in sizes for r in ranks}))}
-    places: list[_Place] = []
-    tags: dict[int, int] = {}
-    stops: dict[int, int] = {}
-    ends = dict.fromkeys(row, 0)  # where the next part may begin
-    for ranks, size, tag in sizes:
-        rows, by_part = [row[rank] for rank in ranks], [(row[rank], ends[rank]) for rank in ranks]
-        first, stop, start = min(rows), max(rows) + 1, ends[ranks[0]]
-        opposite = len(rows) > 1 and rows == [*range(first, stop)][::-1]
-        alike = len({ends[rank] for rank in ranks}) == 1
-        regular = alike and (opposite or rows == [*range(first, stop)])
-        places.append(
-            _Place(slice(first, stop) if regular else None, start, opposite, tuple(by_part))
-        )
-        for rank in ranks:
-            tags.setdefault(rank, tag)
-            stops[rank] = ends[rank] + size
-            ends[rank] = -(-stops[rank] // _ALIGNED) * _ALIGNED
-    messages = tuple([(rank, stops[rank], tags[rank]) for rank in row])
-    return _Layout(tuple(places), messages, max(ends.values()))
-
-
-def _packed(
-    messages: Sequence[Messages], me: int, finish: LaterCopies, *, on_host: bool
-) -> list[_Part]:
-    """What a rank sends to itself, or receives from itself, is not joined to one message."""
-    layout = _layout(tuple([(x.ranks, x.part_bytes, x.tag) for x in messages]))
-    first = messages[0].tensor
-    shape, device = (len(layout.messages), layout.width), "cpu" if on_host else first.device
-    pack = torch.empty(shape, dtype=torch.uint8, device=device)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    parts: list[_Part] = []
-    for x, place in zip(messages, layout.places, strict=True):
-        of_tensor = place.pairs(x.tensor, pack)
-        pairs += of_tensor
-        if me in x.ranks:
-            at = x.ranks.index(me)
-            own = of_tensor[0][0][at] if len(of_tensor) == 1 else of_tensor[at][0]
-            parts.append((own, me, x.tag))
-    if messages[0].sent:
-        copy_all(pairs)
-    else:
-        finish.append(partial(copy_all, [(tensor, there) for there, tensor in pairs]))
-    for row, (rank, size, tag) in zip(pack.unbind(), layout.messages, strict=True):
-        if rank != me:
-            parts.append((row[:size], rank, tag))
-    return parts
+def _place_in(x: Messages, starts: Sequence[int], width: int) -> _Place:
+    """`starts`: of each part, in bytes; `width`: of a row."""
+    shape, size = x.part_shape, x.tensor.itemsize
+    strides = tuple([prod(shape[at + 1 :]) for at in range(len(shape))])
+    first = [start // size for start in starts]
+    steps = {b - a for a, b in pairwise(starts)}
+    if steps <= {width}:
+        step = width // size
+        return _Place(x.tensor.dtype, (len(first), *shape), (step, *strides), (first[0],), False)
+    return _Place(x.tensor.dtype, shape, strides, tuple(first), True)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
