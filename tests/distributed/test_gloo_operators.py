@@ -62,6 +62,21 @@ def test_a_dispatch_mode_sees_the_two_operators_and_nothing_inside_them(pool: Wo
     assert pool.run(seen, 4) == [[True] * 12] * 4
 
 
+def profiled(rank: int, world_size: int) -> list[str]:
+    with context(CASE) as cp:
+        leaves, grad_out = local(cp)
+        for _ in range(2):
+            with torch.profiler.profile() as seen_by:
+                torch.autograd.grad(out_of(cp, *leaves), leaves, grad_out)
+        names = {event.name for event in seen_by.events()}
+        return sorted(name for name in names if name.startswith("mesh_attention::"))
+
+
+def test_a_profiler_sees_the_two_operators(pool: WorkerPool) -> None:
+    wanted = ["mesh_attention::attention", "mesh_attention::attention_backward"]
+    assert pool.run(profiled, 4) == [wanted] * 4
+
+
 def selective(rank: int, world_size: int, policy: CheckpointPolicy) -> tuple[bool, int]:
     """Whether gradients are those without a checkpoint, and the number of forward passes."""
 
