@@ -119,20 +119,22 @@ class MemberPieces(Sequence[Pieces]):
     def num_bytes(self, row_bytes: Callable[[str], tuple[int, int, bool]]) -> dict[int, Bytes]:
         """The bytes of each member that has pieces. `row_bytes`: heads of a buffer, bytes of a row
         and head, and whether it holds tokens."""
+        # Most tensors have the same rows and heads: the bytes of their rows are added up first.
+        alike: dict[tuple[int, int, str, int], tuple[MovedTensor, list[int]]] = {}
+        for tensor in self.tensors:
+            for end in tensor.holders.counts:
+                heads, size, holds_tokens = row_bytes(tensor.name + end)
+                key = id(tensor.rows), id(tensor.holders), end, heads
+                _, sums = alike.setdefault(key, (tensor, [0, 0]))
+                sums[0] += size
+                sums[1] += size * holds_tokens
         everything, tokens = [0] * len(self), [0] * len(self)
-        known: dict[int, list[int]] = {}  # by identity: tensors share their rows
-        for name, rows, holders in self.tensors:
-            sizes = known.get(id(rows))
-            if sizes is None:
-                sizes = [sum([stop - start for start, stop in spans]) for spans in rows]
-                known[id(rows)] = sizes
-            for end, counts in holders.counts.items():
-                heads, size, holds_tokens = row_bytes(name + end)
-                each = [size * (heads if count < 0 else count) for count in counts]
-                more = [size * group for size in sizes for group in each]
-                everything = [*map(add, everything, more)]
-                if holds_tokens:
-                    tokens = [*map(add, tokens, more)]
+        for (_, _, end, heads), (tensor, (size, size_of_tokens)) in alike.items():
+            each = [heads if count < 0 else count for count in tensor.holders.counts[end]]
+            rows = [sum([stop - start for start, stop in spans]) for spans in tensor.rows]
+            area = [of_unit * of_group for of_unit in rows for of_group in each]
+            everything = [*map(add, everything, [size * x for x in area])]
+            tokens = [*map(add, tokens, [size_of_tokens * x for x in area])]
         filled = [any(of_unit) for of_unit in zip(*[x.rows for x in self.tensors], strict=True)]
         both = enumerate(zip(everything, tokens, strict=True))
         return {member: size for member, size in both if filled[member // self._groups]}

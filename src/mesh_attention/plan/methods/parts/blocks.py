@@ -58,7 +58,7 @@ class RowList:
             edges = np.array([block for run in runs for block in run.blocks()], dtype=np.int64).T
         edges = _joined(edges)
         starts, stops = edges.tolist()
-        first_rows = tuple(np.append(0, np.cumsum(edges[1] - edges[0])).tolist())
+        first_rows = (0, *np.cumsum(edges[1] - edges[0]).tolist())
         blocks = tuple(zip(starts, stops, strict=True))
         first, last = min(starts), max(stops) - 1
         return RowList(layout, spans, num_rows, first, last, blocks, edges, first_rows)

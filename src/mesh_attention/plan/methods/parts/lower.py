@@ -207,11 +207,12 @@ def _cut(edges: Array, cuts: list[int]) -> tuple[Array, Array, tuple[int, ...]]:
     """Starts and stops of the pieces, and the first row of each and one past the last."""
     (starts, stops), at = edges, np.array(cuts, dtype=np.int64)
     first, last = np.searchsorted(at, starts, "right"), np.searchsorted(at, stops)
+    if not (last > first).any():  # all stay whole
+        return starts, stops, (0, *np.cumsum(stops - starts).tolist())
     of, cut = expanded(first, last + 1)  # of each piece its block, and the cut where it ends
     ends = np.where(cut == last[of], stops[of], np.append(at, 0)[cut])
     begins = np.where(cut == first[of], starts[of], at[cut - 1])
-    rows = np.append(0, np.cumsum(ends - begins))
-    return begins, ends, tuple(rows.tolist())
+    return begins, ends, (0, *np.cumsum(ends - begins).tolist())
 
 
 def _cuts(q: SegmentPieces, keys: BlockList, rows: RowRanges) -> tuple[set[int], list[int]]:
