@@ -17,21 +17,43 @@ _MOST_AT_ONCE = 1 << 16  # pairs of a part and an edge, so that arrays stay in t
 
 def block_pairs(q: Array, k: Array, rows: RowRanges) -> Array:
     """`result[i, j]` = number of visible pairs between block i of queries and block j of keys."""
-    of, at, low, high = cut(q[:, 0], q[:, 1], *rows.edges)  # the parts of blocks in segments
+    order = np.argsort(q[:, 0])  # queries near each other see keys near each other
+    of, at, low, high = cut(q[order, 0], q[order, 1], *rows.edges)  # parts of blocks in segments
     edges, places = np.unique(k, return_inverse=True)
     starts, stops = places.reshape(k.shape).T
     result = np.zeros((len(q), len(k)), dtype=np.int64)
     most = max(1, _MOST_AT_ONCE // len(edges))
     for first in range(0, len(of), most):
         some = slice(first, first + most)
-        above = np.zeros((len(of[some]), len(edges)), dtype=np.int64)
-        for lo, lo_slope, hi, hi_slope in rows.lines(at[some]):
-            above += _keys_above(low[some], high[some], hi, hi_slope, edges)
-            above -= _keys_above(low[some], high[some], lo, lo_slope, edges)
+        lines = rows.lines(at[some])
+        near = _edges_near(low[some], high[some], lines, edges)
+        above = np.zeros((len(of[some]), near.stop - near.start), dtype=np.int64)
+        for lo, lo_slope, hi, hi_slope in lines:
+            above += _keys_above(low[some], high[some], hi, hi_slope, edges[near])
+            above -= _keys_above(low[some], high[some], lo, lo_slope, edges[near])
         blocks, begins = np.unique(of[some], return_index=True)
         by_block = np.add.reduceat(above, begins)
-        result[blocks] += by_block[:, starts] - by_block[:, stops]
+        # From edges before these on, as many keys are seen as from the first; none from later ones.
+        seen = np.flatnonzero((stops > near.start) & (starts < near.stop - 1))
+        ends = (np.clip(x[seen] - near.start, 0, above.shape[1] - 1) for x in (starts, stops))
+        from_start, from_stop = (by_block[:, end] for end in ends)
+        result[np.ix_(order[blocks], seen)] += from_start - from_stop
     return result
+
+
+def _edges_near(
+    low: Array, high: Array, lines: tuple[tuple[Array, ...], ...], edges: Array
+) -> slice:
+    """The edges from the last before all keys that these queries see to the first after them."""
+    keys = [
+        (base + slope * low, base + slope * (high - 1))
+        for lo, lo_slope, hi, hi_slope in lines
+        for base, slope in ((lo, lo_slope), (hi, hi_slope))
+    ]
+    first, last = min(int(x.min()) for x, _ in keys), max(int(x.max()) for _, x in keys)
+    before = int(np.searchsorted(edges, first, side="right")) - 1
+    after = int(np.searchsorted(edges, last))
+    return slice(max(before, 0), min(after + 1, len(edges)))
 
 
 def _keys_above(low: Array, high: Array, base: Array, slope: Array, edges: Array) -> Array:
