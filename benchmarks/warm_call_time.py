@@ -1,10 +1,10 @@
-"""Host time of a warm `cp.attention`, beside another clone of the library.
+"""Host time of a warm `cp.attention`, beside other clones of the library.
 
     python benchmarks/warm_call_time.py --against ../mesh_attention-0.2 --json results.json
 
 Small tensors (64 tokens a rank, 4 heads of 16, float32) on CPUs, so that work hardly counts, on
 rank 0 of four: a mesh of 2x2 ranks, Ulysses, and a group of one rank. Four processes of each clone
-stay for the whole run, and the clones are measured in turns, a few calls at a time, since a machine
+stay for the whole run, and clones are measured in turns, a few calls at a time, since a machine
 is never quiet. `gloo` is the call as it is; all ranks call at once and share the cores. `none` has
 stand-ins for the transfers of torch.distributed that move nothing: rank 0 calls alone, before the
 others do, and what is left is the time of the library and of PyTorch's operations.
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,9 @@ def team(clone: Path) -> Iterator[Team]:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--against", type=Path, metavar="CLONE", help="another clone")
+    parser.add_argument(
+        "--against", type=Path, nargs="+", default=(), metavar="CLONE", help="other clones"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=40, help="of a round")
     parser.add_argument("--transfers", nargs="+", choices=TRANSFERS, default=TRANSFERS)
@@ -216,9 +219,8 @@ def main() -> None:
     if args.rank is not None:
         serve(args.rank, args.folder)
         return
-    clones = {"now": Path(__file__).resolve().parents[1]}
-    if args.against is not None:
-        clones = {"before": args.against.resolve()} | clones
+    clones = {clone.name: clone.resolve() for clone in args.against}
+    clones["now"] = Path(__file__).resolve().parents[1]
     rows = [(case, what, moves) for moves in args.transfers for case in CASES for what in PASSES]
     times: dict[Any, dict[str, list[list[float]]]] = {row: {c: [] for c in clones} for row in rows}
     with ExitStack() as stack:
@@ -238,7 +240,13 @@ def main() -> None:
         results.append(of_row)
         print(f"{case}, {what}, transfers {moves}: {_line(of_row, list(clones))}")
     named = {name: commit(clone) for name, clone in clones.items()}
-    setting = {"host": host(), "clones": named, "rounds": args.rounds, "calls": args.calls}
+    setting = {
+        "host": host(),
+        "torch": version("torch"),
+        "clones": named,
+        "rounds": args.rounds,
+        "calls": args.calls,
+    }
     save(args.json, provenance() | setting | {"unit": "microseconds", "rows": results})
 
 
@@ -247,8 +255,8 @@ def _line(row: dict[str, Any], clones: list[str]) -> str:
     for kind in ("cpu", "wall"):
         numbers = [row[name][kind] for name in clones]
         words.append(f"{kind} {' -> '.join(f'{x:.0f}' for x in numbers)} us")
-        if len(numbers) == 2:
-            words[-1] += f" ({numbers[1] / numbers[0]:.2f})"
+        if len(numbers) > 1:
+            words[-1] += f" ({numbers[-1] / numbers[0]:.2f})"
     return "; ".join(words)
 
 
