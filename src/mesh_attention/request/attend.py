@@ -22,12 +22,7 @@ from mesh_attention.request.autograd import Attention
 from mesh_attention.request.compiled_attention import OfCall, UserCall
 from mesh_attention.request.kept_calls import KEEPING, THREAD, Recording
 from mesh_attention.request.object_calls import ObjectCalls
-from mesh_attention.request.operators import (
-    PLAIN_TENSORS,
-    attention_op,
-    call_operator,
-    need_grad,
-)
+from mesh_attention.request.operators import attention_op, need_grad
 from mesh_attention.request.port_checks import layout_of_output
 from mesh_attention.request.tensor_checks import AttentionCall
 from mesh_attention.runtime.session.distributed_tensors import Spread, is_dtensor, own_heads
@@ -41,6 +36,7 @@ from mesh_attention.runtime.session.modes import (
 )
 
 _MOST_KEPT = 64  # prepared calls of an object, or of documents
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attend(
@@ -123,8 +119,7 @@ def _run(
         out, lse, *_ = Attention.apply(*call[:4], documents, None, of_call)  # type: ignore[no-untyped-call]
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            tensors = *call[:4], documents, None
-            out, lse, _, _ = call_operator(attention_op, tensors, *of_call)
+            out, lse, _, _ = attention_op(*call[:4], documents, None, *of_call)
     return out, lse
 
 
@@ -142,7 +137,7 @@ def _key(calls: ObjectCalls, call: AttentionCall) -> tuple[Any, ...] | None:
     needs_grad = is_inference = False
     key: list[Any] = []
     for x in (q, k, v) if sinks is None else (q, k, v, sinks):
-        if type(x) not in PLAIN_TENSORS or x.is_nested:
+        if type(x) not in _PLAIN or x.is_nested:
             return None
         needs_grad = needs_grad or x.requires_grad
         is_inference = is_inference or x.is_inference()

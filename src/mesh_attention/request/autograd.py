@@ -24,7 +24,6 @@ from mesh_attention.request.operators import (
     LIBRARY,
     attention_backward_op,
     attention_op,
-    call_operator,
     fault_of_second_derivative,
     need_grad,
 )
@@ -84,9 +83,7 @@ def _with_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def below_autograd(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     with torch._C._AutoDispatchBelowAutograd():
-        if OfCall(*inputs[6:]).call is None:  # in a graph
-            return attention_op(*inputs)  # type: ignore[no-any-return]
-        return call_operator(attention_op, inputs[:6], *inputs[6:])  # type: ignore[no-any-return]
+        return attention_op(*inputs)  # type: ignore[no-any-return]
 
 
 @collective_call(lambda ctx, *_: (ctx.prepared.user.session, ctx.prepared.call.options))
@@ -114,14 +111,17 @@ def _call_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
             "pass of this call than its forward pass saved; if the call was made in a block of "
             "context_parallel, call backward in the block"
         )
-    others = [*saved[6:]], ctx.place, ctx.documents, ctx.k_shape, ctx.needs_input_grad[:4]
-    tensors, constants = (grad_out, grad_lse, *saved[:6]), (*others, *ctx.of_call)
-    grads: list[Tensor]
-    if ctx.prepared is None:  # in a graph
-        grads = attention_backward_op(*tensors, *constants)
-    else:
-        grads = call_operator(attention_backward_op, tensors, *constants)
-    return grads
+    return attention_backward_op(  # type: ignore[no-any-return]
+        grad_out,
+        grad_lse,
+        *saved[:6],
+        [*saved[6:]],
+        ctx.place,
+        ctx.documents,
+        ctx.k_shape,
+        ctx.needs_input_grad[:4],
+        *ctx.of_call,
+    )
 
 
 def _shapes(*tensors: Tensor | None) -> list[torch.Size | None]:

@@ -8,7 +8,6 @@ merge or reorder calls: the operators have what PyTorch calls an ordered effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from mesh_attention.runtime.session.prepared_call import PreparedCall
 from mesh_attention.runtime.session.session import User
 from mesh_attention.runtime.session.sharding import Shards
 
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 LIBRARY: Any = Library("mesh_attention", "DEF")  # type: ignore[no-untyped-call]
 _TRACKS_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
@@ -116,22 +114,6 @@ def _attention_backward(*inputs: Any) -> list[Tensor]:
         backward.documents,
         in_backward=True,
     )
-
-
-def call_operator(op: Any, tensors: Sequence[Tensor | None], *inputs: Any) -> Any:
-    """Calls an operator in eager code. `tensors`: those that it takes first. PyTorch's dispatcher
-    is left out, which takes as long as a small kernel, unless somebody may look at calls there: a
-    mode, a subclass of tensors, a transform, a profiler or a tracer."""
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-        or not all(x is None or type(x) in PLAIN_TENSORS for x in tensors)
-    ):
-        return op(*tensors, *inputs)
-    return _IMPLEMENTATIONS[op](*tensors, *inputs)
 
 
 def need_grad(*tensors: object) -> bool:
@@ -273,15 +255,10 @@ def _rows_of_statistics(x_BHS: Tensor) -> Tensor:
     return x_BHS.permute(2, 0, 1).unsqueeze(-1).contiguous()
 
 
-_IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
-    attention_op: _attention,
-    attention_backward_op: _attention_backward,
-}
-_FAKES: dict[Any, Callable[..., Any]] = {
-    attention_op: fake_attention,
-    attention_backward_op: fake_attention_backward,
-}
-for _op, _implementation in _IMPLEMENTATIONS.items():
+for _op, _implementation, _fake in (
+    (attention_op, _attention, fake_attention),
+    (attention_backward_op, _attention_backward, fake_attention_backward),
+):
     LIBRARY.impl(_op, _implementation, "CompositeExplicitAutograd")
-    register_fake(_op, _FAKES[_op], lib=LIBRARY)
+    register_fake(_op, _fake, lib=LIBRARY)
     _register_effectful_op(_op, EffectType.ORDERED, lib=LIBRARY)
