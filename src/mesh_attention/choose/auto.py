@@ -23,7 +23,6 @@ from mesh_attention.choose.passes_together import (
 )
 from mesh_attention.choose.scored import (
     DEFAULT,
-    DEFAULT_OF_FEW,
     DEFAULT_OF_MANY,
     SEARCH,
     Scored,
@@ -46,7 +45,7 @@ from mesh_attention.plan.problem.problem import Problem
 
 Progress = Callable[[int, int], None]  # settings tried, and about how many there will be
 
-_FEW_RANKS, _MANY_RANKS = 8, 64
+_MANY_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def find_default(
 ) -> PlanChoice:
     """The choice that plans, objects and commands take if nobody names a method. `method`: what the
     same search chooses of one method."""
-    few, many = number("ranks", num_ranks) <= _FEW_RANKS, num_ranks > _MANY_RANKS
+    many = number("ranks", num_ranks) > _MANY_RANKS
     return find_best(
         problem,
         num_ranks,
@@ -211,7 +210,7 @@ def find_default(
         directions=directions,
         options=options,
         method=method,
-        effort=DEFAULT_OF_FEW if few else DEFAULT_OF_MANY if many else DEFAULT,
+        effort=DEFAULT_OF_MANY if many else DEFAULT,
         moves_tokens=False,
     )
 

@@ -95,11 +95,33 @@ class PassScores:
         """The setting with what is known of it by now."""
         return self._known.get(setting_key(scored.name, scored.options)) or scored
 
-    def in_common(self, other: PassScores, methods: Collection[str]) -> list[tuple[Scored, Scored]]:
-        """Settings of these methods that both passes took, the fastest together first."""
-        known = ((self._known.get(key), scored) for key, scored in other._known.items())
-        pairs = [(own, scored) for own, scored in known if own is not None and scored is not None]
-        return sorted([pair for pair in pairs if pair[0].name in methods], key=sum_of)
+    def best_in_common(
+        self, other: PassScores, methods: Collection[str], *, stays: bool
+    ) -> tuple[Scored, Scored] | None:
+        """The setting of these methods in which both passes are fastest together, as far as both
+        took it; of ties, that with the fewest operations. `stays`: of settings that leave tokens
+        where they are."""
+        both = ((self._known.get(key), scored) for key, scored in other._known.items())
+        pairs = [(x, y) for x, y in both if x is not None and y is not None]
+        pairs = [(x, y) for x, y in pairs if x.name in methods and x.stays >= stays]
+        best: tuple[Scored, Scored] | None = None
+        for pair in sorted(pairs, key=sum_of):
+            if best is not None and sum_of(best) <= sum_of(pair):
+                break  # with the waits of ranks it is no faster
+            pair = self.met(pair[0]), other.met(pair[1])
+            best = min(best or pair, pair, key=sum_of)
+        if best is None:
+            return None
+        does_not_fit, seconds = sum_of(best)
+        enough = does_not_fit, seconds * (1 + self._asked.effort.tie)
+        fewer = [pair for pair in pairs if _num_operations(pair) < _num_operations(best)]
+        fewer = [pair for pair in fewer if not METHODS[pair[0].name].by_stretches]
+        for pair in sorted(fewer, key=lambda pair: (_num_operations(pair), sum_of(pair))):
+            if sum_of(pair) <= enough:
+                pair = self.met(self.latest(pair[0])), other.met(other.latest(pair[1]))
+                if sum_of(pair) <= enough and not any(x.may_wait for x in pair):
+                    return pair
+        return best
 
     def is_under(self, enough: Score) -> bool:
         """Whether the best takes no longer than this. The corners of settings are looked at only
@@ -243,6 +265,10 @@ class PassScores:
 
 def _operations(scored: Scored) -> int:
     return scored.rank_operations
+
+
+def _num_operations(pair: tuple[Scored, Scored]) -> int:
+    return sum(scored.rank_operations for scored in pair)
 
 
 def _knows_too_little(scored: Scored) -> bool:

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from mesh_attention.choose.pass_scores import PassScores, best_first, sum_of
 from mesh_attention.choose.scored import Place, Score, Scored, SearchQuestion
 from mesh_attention.choose.search import PassSearch
+from mesh_attention.choose.shapes import setting_key
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.methods.parts.setting import Keep
 from mesh_attention.plan.problem.layout import LayoutKind
-
-_PLACES = 3  # in which both passes are simulated, where the best of each want others
 
 
 class PassSearches:
@@ -49,44 +48,33 @@ class PassSearches:
 
 
 def search_together(passes: Sequence[PassSearches]) -> None:
-    """Each pass looks at the best shape of the other before it spends effort on cuts."""
+    """Each pass tries the best shape of the other before it spends effort on cuts. The backward
+    pass takes longer, so it is cut first; where it recalls, only the forward pass of its setting
+    keeps what it needs, so forward begins with its best cut."""
     for searches in zip(*(pass_.searches for pass_ in passes), strict=True):  # of one layout
-        by_direction = {search.direction: search for search in searches}
-        if passes[0].asked.effort.forward_shapes and len(by_direction) == 2:
-            _follow(*(by_direction[direction] for direction in Direction))
-            continue
-        for search in searches:
+        backward_first = sorted(searches, key=lambda x: x.direction is Direction.FORWARD)
+        for search in backward_first:
             search.look()
-        for search, other in zip(searches, reversed(searches), strict=True):
+        for search, other in zip(backward_first, reversed(backward_first), strict=True):
             search.look_as(other)
-        for search in searches:
-            search.cut()
+        shape = _best_shape(backward_first) if len(searches) == 2 else None
+        for search, other in zip(backward_first, reversed(backward_first), strict=True):
+            if shape is not None:
+                search.begin_as(other, shape)
+            search.cut(shape)
 
 
-def _follow(forward: PassSearch, backward: PassSearch) -> None:
-    """The backward pass takes longer, so it is searched first. If it recalls, only the forward pass
-    of its setting keeps what it needs: then both passes are cut in one shape, and forward begins
-    with the best cut of backward."""
-    backward.look()
-    forward.look(backward.effort.forward_shapes)
-    forward.look_as(backward)
-    backward.look_as(forward)
-    shape = _best_shape(forward.taken(), backward.taken())
-    backward.cut(shape)
-    if shape is None:
-        forward.cut()
-    else:
-        forward.cut_as(backward, shape)
-
-
-def _best_shape(forward: dict[str, Scored], backward: dict[str, Scored]) -> str | None:
-    """The key of the shape in which both passes are fastest together, of those that are the best
-    for either; None where backward recalls nothing, and each pass may have a shape of its own."""
-    firsts = [next(iter(shapes)) for shapes in (forward, backward) if shapes]
-    if not all(key in shapes for key in firsts for shapes in (forward, backward)):
-        return None
-    best = min(firsts, key=lambda key: sum_of([forward[key], backward[key]]), default=None)
-    return best if best is not None and backward[firsts[-1]].recalls else None
+def _best_shape(searches: Sequence[PassSearch]) -> str | None:
+    """The key of the shape in which both passes are fastest together, if backward recalls there;
+    None where each pass in a shape of its own is faster."""
+    backward, forward = (search.taken() for search in searches)
+    common = [key for key in backward if key in forward and backward[key].recalls]
+    best = min(common, key=lambda key: sum_of([forward[key], backward[key]]), default=None)
+    alone = [x for x in backward.values() if not x.recalls]
+    if best is None or not alone:
+        return best
+    apart = sum_of([min(several, key=lambda x: x.score) for several in (forward.values(), alone)])
+    return best if sum_of([forward[best], backward[best]]) <= apart else None
 
 
 def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list[Scored]:
@@ -105,13 +93,22 @@ def in_one_place(passes: Sequence[PassSearches], *, stays: bool = False) -> list
         pass_.scores.attempt(other.name, dict(other.options))
     by_place = [_by_place(candidates(pass_)) for pass_ in passes]
     common = [place for place in by_place[0] if place in by_place[1]]
-    common.sort(key=lambda place: sum_of([places[place][0] for places in by_place]))
+    best = min(common, key=lambda place: _least_together([places[place] for places in by_place]))
     scores = [pass_.scores for pass_ in passes]
-    pairs = [
-        [x.best_of(places[place]) for x, places in zip(scores, by_place, strict=True)]
-        for place in common[:_PLACES]
-    ]
-    return min([_of_one_setting(passes, pair) for pair in pairs], key=sum_of)
+    return _of_one_setting(
+        passes, [x.best_of(places[best]) for x, places in zip(scores, by_place, strict=True)]
+    )
+
+
+def _least_together(passes: Sequence[Sequence[Scored]]) -> Score:
+    """The least score of two settings that go together: backward recalls nothing, or what this
+    forward pass keeps. Where no two do, that of the best of each pass."""
+    firsts = [scored[0] for scored in passes]
+    by_setting = [{setting_key(*x.setting): x for x in scored} for scored in passes]
+    same = [[by_setting[0][key], x] for key, x in by_setting[1].items() if key in by_setting[0]]
+    apart = [x for scored in passes for x in [y for y in scored if not y.recalls][:1]]
+    pairs = [*same, apart] if len(apart) == len(passes) else same
+    return min(map(sum_of, pairs), default=sum_of(firsts))
 
 
 def faster_of(
@@ -135,9 +132,9 @@ def _of_one_setting(
     passes: Sequence[PassSearches], pair: list[Scored], *, simulates: bool = True
 ) -> list[Scored]:
     """The pair, if the backward pass recalls nothing, or what this forward pass keeps. Otherwise
-    the best of four: either setting for both passes, both as they are and nothing kept, or the best
-    setting that both passes have tried. Among ties that keep something, the pair with the fewest
-    operations."""
+    the best setting that both passes have tried; if it takes longer than the pair would, the best
+    of four: that, either setting for both passes, or both as they are and nothing kept. Among ties
+    that keep something, the pair with the fewest operations."""
     by_direction = {scored.direction: scored for scored in pair}
     if len(pair) < 2 or not by_direction[Direction.BACKWARD].recalls:
         return pair
@@ -145,23 +142,28 @@ def _of_one_setting(
     forward, backward = (by_direction[direction] for direction in Direction)
     if forward.setting == backward.setting:
         return pair
-    apart = {**backward.options, "keep": Keep.SHARDS.value}
     of_forward, of_backward = (scores[direction] for direction in Direction)
-    same = of_backward.best_sums(of_backward.attempt(forward.name, dict(forward.options)))
-    tries = [
-        (of_forward.attempt(backward.name, dict(backward.options)), backward),
-        (
-            of_forward.attempt(same.name, dict(same.options)) if same and same.recalls else forward,
-            same,
-        ),
-        (forward, of_backward.attempt(backward.name, apart)),
-    ]
-    tries += of_forward.in_common(of_backward, {forward.name, backward.name})[:1]
-    pairs = [[x for x in both if x is not None and x.place == forward.place] for both in tries]
-    tie = 1 + passes[0].asked.effort.tie if simulates else 1.0
+    tie = 1 + passes[0].asked.effort.tie
+    stays = forward.stays and backward.stays
+    same = of_forward.best_in_common(of_backward, {forward.name, backward.name}, stays=stays)
+    tries: list[tuple[Scored | None, Scored | None]] = [same] if same else []
+    does_not_fit, seconds = sum_of(pair)
+    enough: Score = (does_not_fit, seconds * tie)
+    if same is None or any(scored.may_wait for scored in same) or enough < sum_of(same):
+        apart = {**backward.options, "keep": Keep.SHARDS.value}
+        other = of_backward.best_sums(of_backward.attempt(forward.name, dict(forward.options)))
+        kept = other if other is not None and other.recalls else None
+        tries += [
+            (of_forward.attempt(backward.name, dict(backward.options)), backward),
+            (of_forward.attempt(kept.name, dict(kept.options)) if kept else forward, other),
+            (forward, of_backward.attempt(backward.name, apart)),
+        ]
+    known = [[x for x in both if x is not None and x.stays >= stays] for both in tries]
+    pairs = [both for both in known if len(both) == 2 and both[0].place == both[1].place]
+    tie = tie if simulates else 1.0
     compared: list[list[Scored]] = []
-    enough: Score = (True, math.inf)
-    for both in sorted([both for both in pairs if len(both) == 2], key=sum_of):
+    enough = True, math.inf
+    for both in sorted(pairs, key=sum_of):
         if enough < sum_of(both):
             break  # a simulation is not shorter than its estimate
         if simulates:

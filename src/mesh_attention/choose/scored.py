@@ -25,7 +25,6 @@ class SearchEffort(NamedTuple):
     """How many settings a search tries, and which are near enough to be as good."""
 
     shapes: int  # in one cut each
-    forward_shapes: int = 0  # of a forward pass that follows backward; 0: each goes its own way
     in_four_cuts: int = 0  # of these that can be cut, in four cuts
     in_all_cuts: int = 0  # of these, in so many cuts:
     cuts: int = 0
@@ -54,7 +53,7 @@ SEARCH = SearchEffort(
 # What a constructor can afford.
 DEFAULT = SearchEffort(
     shapes=6,
-    in_four_cuts=3,
+    in_four_cuts=4,
     refined=1,
     simulated=2,
     simulated_operations=400,
@@ -63,9 +62,7 @@ DEFAULT = SearchEffort(
     tolerance=0.02,
     tie=0.01,
 )
-# Settings of few ranks take less long to look at, those of many longer.
-DEFAULT_OF_FEW = DEFAULT._replace(in_four_cuts=6)
-DEFAULT_OF_MANY = DEFAULT._replace(forward_shapes=4, in_four_cuts=1)
+DEFAULT_OF_MANY = DEFAULT._replace(shapes=5, in_four_cuts=1)  # whose settings take longer
 GLANCE = SearchEffort(shapes=1, every_name=False)
 
 

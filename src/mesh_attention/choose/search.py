@@ -14,7 +14,6 @@ clock, so all ranks choose alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,8 +31,7 @@ from mesh_attention.choose.shapes import (
 from mesh_attention.plan.language.plan import Direction
 from mesh_attention.plan.problem.layout import LayoutKind
 
-_MUCH = 1.25  # so much more computation than the bound says may be for the way of cutting
-_BUSY = 0.8  # of the time: then more chunks have little to hide
+_MUCH = 1.25  # times the bound of a shape: what takes longer may gain from being cut otherwise
 
 
 class PassSearch:
@@ -64,10 +62,9 @@ class PassSearch:
         self.look()
         self.cut()
 
-    def look(self, most: int | None = None) -> None:
-        """Tries the most promising shapes, each in its first cut. `most`: so many, if not as many
-        as the effort says."""
-        most, boxes = most or self.effort.shapes, set[str]()
+    def look(self) -> None:
+        """Tries the most promising shapes, each in its first cut."""
+        most, boxes = self.effort.shapes, set[str]()
         for number, shape in enumerate(self._shapes):
             if len(self._taken) >= most:
                 break
@@ -111,16 +108,21 @@ class PassSearch:
         taken = [self._taken[number] for number in self._best_first(1)]
         return {shape.key: self.scores.latest(scored) for scored, shape in taken}
 
-    def cut(self, only: str | None = None) -> None:
-        """Tries more cuts of the best shapes, or of the shape with the key `only`."""
+    def begin_as(self, other: PassSearch, key: str) -> None:
+        """Tries the best cut that the other pass has of the shape with this key."""
+        for _, shape in self._taken.values():
+            best = other._best_of(shape) if shape.key == key else None
+            if best is not None:
+                self.scores.attempt(best.name, dict(best.options))
+
+    def cut(self, first: str | None = None) -> None:
+        """Tries more cuts of the best shapes, that with the key `first` before others."""
         effort = self.effort
-        if only is not None:
-            self._taken = {n: x for n, x in self._taken.items() if x[1].key == only}
         for num_shapes, which in (
             (effort.in_four_cuts, slice(0, 4)),
             (effort.in_all_cuts, slice(4, effort.cuts)),
         ):
-            for number in self._best_to_cut(num_shapes):
+            for number in self._best_to_cut(num_shapes, first):
                 if self._is_good_enough():
                     break
                 scored, shape = self._taken[number]
@@ -129,24 +131,14 @@ class PassSearch:
                 best_cut = self._try_cuts(shape, which)
                 if best_cut is not None and best_cut.score < scored.score:
                     self._taken[number] = best_cut, shape
-        for number in self._best_to_cut(effort.refined):
+        for number in self._best_to_cut(effort.refined, first):
             self._refine(self._taken[number][1])
         self._try_variants()
 
-    def cut_as(self, other: PassSearch, only: str) -> None:
-        """Tries the best cut that the other pass has of the shape with the key `only`, and goes on
-        from its own best if transfers are still to be hidden."""
-        for shape in [shape for _, shape in self._taken.values() if shape.key == only]:
-            best = other._best_of(shape)
-            if best is not None:
-                self.scores.attempt(best.name, dict(best.options))
-            own = self._best_of(shape)
-            if own is not None and _idles(own):
-                self._refine(shape)
-
-    def _best_to_cut(self, count: int) -> list[int]:
+    def _best_to_cut(self, count: int, first: str | None) -> list[int]:
         """The best shapes of those that can be cut."""
-        return [number for number in self._best_first(count) if self._may_be_cut(number)][:count]
+        numbers = [number for number in self._best_first(count) if self._may_be_cut(number)]
+        return sorted(numbers, key=lambda number: self._taken[number][1].key != first)[:count]
 
     def _may_be_cut(self, number: int) -> bool:
         _, shape = self._taken[number]
@@ -166,29 +158,38 @@ class PassSearch:
         return replace(shape, options=options), best_cut
 
     def _try_cuts(self, shape: Shape, which: slice) -> Scored | None:
-        """The best of these cuts of a shape, with even chunks where they are better."""
-        tried = []
-        for cut in [*cuts_of(shape, self.direction, sparse=self.scores.sparse)][which]:
-            setting = {**shape.options, **cut}
-            if self._prefers_even(shape, setting):
-                even = self.scores.attempt(shape.name, {**setting, "even_chunks": True})
-                tried.append(even)
-                if even is not None and even.busy_seconds <= _MUCH * shape.least_seconds:
-                    continue
-            tried.append(self.scores.attempt(shape.name, setting))
+        """The best of these cuts of a shape."""
+        cuts = [*cuts_of(shape, self.direction, sparse=self.scores.sparse)][which]
+        tried = [self._try_cut(shape, {**shape.options, **cut}) for cut in cuts]
         taken = [scored for scored in tried if scored is not None]
+        return min(taken, key=lambda scored: scored.score, default=None)
+
+    def _try_cut(self, shape: Shape, setting: dict[str, Any]) -> Scored | None:
+        """Tries a setting, with even chunks where they may pay: backward, chunks of uneven work
+        cost more by waiting than even chunks by more calls."""
+        variants = variants_of(setting, shape, even=self._may_be_even)
+        evenly = [variant for variant in variants if "even_chunks" in variant]
+        if not evenly or not self.scores.is_backward or shape.tile == (1, 1):
+            return self.scores.attempt(shape.name, setting)
+        even = self.scores.attempt(shape.name, evenly[0])
+        if even is not None and even.busy_seconds <= _MUCH * shape.least_seconds:
+            return even
+        taken = [x for x in (even, self.scores.attempt(shape.name, setting)) if x is not None]
         return min(taken, key=lambda scored: scored.score, default=None)
 
     def _refine(self, shape: Shape) -> None:
         """Goes from the best cut of a shape to a better neighbour, as long as that gains more than
-        the tolerance. Neighbours have whole heads, fewer chunks or more chunks. More chunks gain
-        less and less: they are tried only where fewer lose more than the tolerance, and, of many
-        ranks, where computation waits for transfers."""
-        best, enough = self._best_of(shape), math.inf
-        while best is not None and best.seconds < enough:
+        the tolerance, and it takes much longer than the bound. Neighbours have whole heads, fewer
+        chunks or more chunks. More chunks gain less and less: they are tried only where fewer lose
+        more than the tolerance. Even chunks of the last are compared with uneven ones."""
+        best, enough, much = self._best_of(shape), math.inf, _MUCH * shape.least_seconds
+        while best is not None and much < best.seconds < enough:
             enough = best.seconds / (1 + self.effort.tolerance)
             self._try_beside(shape, best)
             best = self._best_of(shape)
+        if best is not None and "even_chunks" in {*best.options} - {*self._asked.options}:
+            uneven = {name: x for name, x in best.options.items() if name != "even_chunks"}
+            self.scores.attempt(shape.name, uneven)
 
     def _best_of(self, shape: Shape) -> Scored | None:
         key = shape.key
@@ -201,18 +202,10 @@ class PassSearch:
             whole = {name: v for name, v in best.options.items() if name != "head_slices"}
             self.scores.attempt(shape.name, whole)
         enough = best.seconds * (1 + self.effort.tolerance)
-        may_gain = not self.effort.forward_shapes or _idles(best)
         for fewer, more in coarser_and_finer(best.options["chunks"]):
             coarser = fewer and self.scores.attempt(shape.name, {**best.options, "chunks": fewer})
-            if may_gain and (coarser is None or enough < coarser.seconds):
+            if coarser is None or enough < coarser.seconds:
                 self.scores.attempt(shape.name, {**best.options, "chunks": more})
-
-    def _prefers_even(self, shape: Shape, setting: Mapping[str, Any]) -> bool:
-        """Whether even chunks are tried at once: backward, chunks of uneven work cost more by
-        waiting than even chunks by more calls."""
-        if not self.scores.is_backward or not self._may_be_even or shape.tile == (1, 1):
-            return False
-        return any("even_chunks" in variant for variant in variants_of(setting, shape, even=True))
 
     def _try_variants(self) -> None:
         """Tries variants of the best cuts of the best shapes."""
@@ -227,8 +220,3 @@ class PassSearch:
             for scored in cuts[key][: effort.varied_cuts]:
                 for setting in variants_of(scored.options, shape_of[key], even=self._may_be_even):
                     self.scores.attempt(scored.name, setting)
-
-
-def _idles(scored: Scored) -> bool:
-    """Whether computation waits long enough for transfers that more chunks may pay."""
-    return scored.busy_seconds < _BUSY * scored.seconds
