@@ -4,7 +4,8 @@
    its bound exceeds the best score so far. The best shape of the other pass is tried too.
 2. The best of these shapes in more cuts of their list, unless as many are refined (3).
 3. Coarser cuts than the best, and finer cuts where coarser cuts lose, and so on from the new best
-   as long as that gains; a short start and even chunks where the effort says so.
+   as long as that gains and takes much longer than the bound; a short start and even chunks where
+   the effort says so.
 
 `pass_scores.py` scores each setting, and simulates the best few with all ranks. `SearchEffort` says
 how many each step tries. `passes_together.py` and `tuning.py` run searches. Nothing here reads a
