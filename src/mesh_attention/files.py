@@ -53,7 +53,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
             yield Path(path)
         return
     target = Path(os.path.realpath(path))
-    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
+    part = target.parent / f".{secrets.token_hex(8)}{target.suffix}"
     try:
         if target.exists():
             target.open("r+b").close()  # a folder, or what may not be written, is not replaced

@@ -1,4 +1,4 @@
-"""The default beside every method as it is by itself, on twenty small questions: it is never more
+"""The default beside every method as it is by itself, on small questions: it is never more
 than 3 % slower than any of them, by the simulator that it was chosen by."""
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ QUESTIONS: dict[str, tuple[str, int, int, int, int, Mask]] = {
     "sixteen, full": ("paper", 16, 128, 64, 64, Mask()),
     "sixteen, few heads": ("paper", 16, 256, 8, 2, CAUSAL),
     "sixteen, little to do": ("hgx-h100", 16, 16, 16, 16, CAUSAL),
+    "three, few heads": ("hgx-h100", 3, 32, 5, 5, CAUSAL),
+    "ten, a node and a part of the next": ("hgx-h100", 10, 80, 10, 10, CAUSAL),
+    "sixteen, documents": (
+        *("hgx-h100", 16, 64, 40, 8),
+        Mask(causal=True, documents=(0, 5000, *range(14_000, 60_000, 9000), 64 * K)),
+    ),
 }
 
 

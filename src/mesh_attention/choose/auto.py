@@ -45,7 +45,7 @@ from mesh_attention.plan.problem.problem import Problem
 
 Progress = Callable[[int, int], None]  # settings tried, and about how many there will be
 
-_MANY_RANKS = 64
+_FEW_RANKS, _MANY_RANKS = 8, 64
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def find_best(
     if method is not None and (not isinstance(method, str) or method not in METHODS):
         raise PlanError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     names = methods_with(options) if method is None else (method,)
-    if not effort.every_name:  # plain boxes, and what sends single rows: bytes known without a plan
+    if not effort.every_name and num_ranks > _FEW_RANKS:  # plain boxes, and what sends single rows
         names = (
             tuple(n for n in names if METHODS[n].is_plain_box or METHODS[n].by_stretches) or names
         )

@@ -178,6 +178,7 @@ class PassScores:
             stays=tokens_stay(plan, asked.options),
             operations=seen.num_operations // copies,
             may_wait=waits,
+            is_rough=self._is_rough(METHODS[method]),
             recalls=self.is_backward and bool(between),
             others_bytes=others_bytes,
             rank_operations=seen.num_operations // asked.num_ranks,
@@ -200,6 +201,13 @@ class PassScores:
         self._known[key] = scored
         self.best = min(self.best or scored.score, scored.score)
         return scored
+
+    def _is_rough(self, method: Method) -> bool:
+        """Whether a simulation may take longer for another reason than unlike work: single rows
+        travel, or keys from rank to rank, or the last node has fewer ranks than others."""
+        ranks, per_node = self._asked.num_ranks, self._asked.cluster.node.ranks
+        unlike_nodes = ranks > per_node and ranks % per_node > 0
+        return method.by_stretches or method.rotates or unlike_nodes
 
     def _may_wait(self, method: Method, setting: Mapping[str, Any]) -> bool:
         """Whether ranks have unlike work before they meet. In one unit all have the same; under a
@@ -229,8 +237,10 @@ class PassScores:
                 continue
             scored = self.met(scored)
             more = operations + scored.operations
-            may_simulate = count < effort.simulated and more <= effort.simulated_operations
-            uncertain = not scored.is_simulated and (scored.may_wait or effort.every_name)
+            fits = more <= effort.simulated_operations
+            may_simulate = fits and count < effort.simulated
+            says_little = scored.may_wait or effort.every_name or (scored.is_rough and fits)
+            uncertain = says_little and not scored.is_simulated
             if not may_simulate and scored.may_wait:
                 continue  # its estimate says too little
             is_last = not may_simulate and best is not None and best.is_simulated
@@ -246,8 +256,8 @@ class PassScores:
 
     def _simplest_of_ties(self, best: Scored, candidates: Sequence[Scored]) -> Scored:
         """Among settings that are nearly as fast as the best, the one with the fewest operations of
-        a rank: the model cannot tell them apart, and operations cost more than it knows of.
-        Estimates of single rows that travel say too little for that."""
+        a rank: the model cannot tell them apart, and operations cost more than it knows of. Rough
+        estimates say too little for that."""
         enough = not best.fits, best.seconds * (1 + self._asked.effort.tie)
         fewer = [x for x in candidates if x.rank_operations < best.rank_operations]
         for _, same in groupby(sorted(fewer, key=_operations), _operations):
@@ -255,8 +265,7 @@ class PassScores:
             ties = [
                 x
                 for x in ties
-                if x.score <= enough
-                and (x.is_simulated or not (x.may_wait or METHODS[x.name].by_stretches))
+                if x.score <= enough and (x.is_simulated or not (x.may_wait or x.is_rough))
             ]
             if ties:
                 return min(ties, key=lambda scored: scored.score)

@@ -55,14 +55,15 @@ DEFAULT = SearchEffort(
     shapes=6,
     in_four_cuts=4,
     refined=1,
-    simulated=2,
-    simulated_operations=400,
+    simulated=4,
+    simulated_operations=1200,
     every_name=False,
     ranks_of_even_chunks=1024,
     tolerance=0.02,
     tie=0.01,
 )
-DEFAULT_OF_MANY = DEFAULT._replace(shapes=5, in_four_cuts=1)  # whose settings take longer
+# Settings of many ranks take longer to make, and to simulate.
+DEFAULT_OF_MANY = DEFAULT._replace(shapes=5, in_four_cuts=1, simulated=2, simulated_operations=400)
 GLANCE = SearchEffort(shapes=1, every_name=False)
 
 
@@ -81,6 +82,7 @@ class Scored:
     stays: bool  # tokens are where they are by default, or where the caller said
     operations: int  # of the ranks that a simulation goes through, about
     may_wait: bool  # ranks have unlike work before they meet, and `seconds` do not know it
+    is_rough: bool = False  # ranks have unlike links or rows, of which `seconds` know too little
     recalls: bool = False  # it needs what a forward pass of the same setting keeps
     others_bytes: int = 0  # that the other layers keep meanwhile
     rank_operations: int = 0

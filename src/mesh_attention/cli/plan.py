@@ -188,6 +188,8 @@ def _read(args: Args) -> Plan:
     if others := flags_beside(args, "--text", "--pass"):
         raise UsageError(f"--text gives the whole plan; leave out {', '.join(others)}")
     if args.text == "-":
+        if sys.stdin is None:
+            raise UsageError("--text -: standard input is closed")
         text = sys.stdin.read(len(HEADER))  # an input that is no plan may have no end
         text += sys.stdin.read(MOST_BYTES) if text == HEADER else ""
     else:

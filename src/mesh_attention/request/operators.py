@@ -197,7 +197,9 @@ def _backward_pass(
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     named = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
     inputs = {name: rows_first(x) for name, x in named.items() if x is not None}
-    inputs |= zip([buffer.name for buffer in call.rank_plan.recalled], kept, strict=True)
+    # Hooks of saved tensors may hand back other strides than they were given.
+    recalled = [x.contiguous() for x in kept]
+    inputs |= zip([buffer.name for buffer in call.rank_plan.recalled], recalled, strict=True)
     if lse is not None:
         inputs["lse"] = _rows_of_statistics(lse)
     grad_of_lse = None
