@@ -149,8 +149,18 @@ def test_an_answer_that_cannot_be_written_is_told(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stdout", Full())
-    assert main(["advise", "--help"]) == 2  # argparse would pass over it
+    assert main(["advise", "--help"]) == 2
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_closed_input_and_the_root_folder_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where it is closed
+    assert main(["verify", "--text", "-"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
+    assert main(["plan", "--ranks", "2", "--text", "/"]) == 2
+    assert capsys.readouterr().err == "mesh-attention plan: /: Is a directory\n"
 
 
 def test_no_command_imports_torch() -> None:
